@@ -4,8 +4,8 @@ data       until the first forward                      backward   from the end 
 forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
 waiting    between a pipeline's actions                 weights    a pipeline's W
 
-`waited_seconds` {mesh dimension: seconds} of all phases: the host, or a GPU's compute stream, waits for messages. Of a
-GPU, in each tenth step (the third, the 13th, ...): a ring alone waits thousands of times a step, for two events each.
+`waited_seconds` {mesh dimension: seconds}: in any phase, the host or a GPU's compute stream waits for messages. A wait
+takes a GPU two events, and a ring alone waits thousands of times a step: so one step in ten is timed (the third, ...).
 """
 
 import time
@@ -26,13 +26,13 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 class Clock:
-    """Which phase this rank is in, and the seconds of each since the last `take`. Listeners hear of every change."""
+    """Which phase this rank is in, and the seconds of each since `begin`. Listeners are told of every change."""
 
     def __init__(self, parts: Parts, host: bool = False, every: int = 10):
-        """`host`: take the host's time, also with a GPU. Of `every` so many steps a GPU's waits are timed in one."""
+        """`host`: take the host's time, also with a GPU. A GPU's waits are timed in one step of `every`."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.every, self.begun, self.timing = every if self.cuda else 1, 0, True
-        self.phase, self.listeners = "data", []
+        self.listeners: list[Callable[[str], None]] = []
         self.marks: list[tuple[str, Any]] = [("data", self.now())]
         self.spans: list[tuple[str, int, int, Any, Any]] = []  # (kind, micro-batch, stage, start, end)
         self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
@@ -40,7 +40,7 @@ class Clock:
         if parts.pipeline is None:
             parts.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
             parts.model.register_forward_hook(lambda *_: self.mark("backward"))
-        for kind, method in ACTS.items() if parts.pipeline is not None else ():
+        for kind, method in ACTS.items():
             if hasattr(parts.pipeline, method):
                 parts.around(parts.pipeline, method, partial(self.timed, kind), by=__name__)
 
@@ -60,8 +60,7 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
     def mark(self, phase: str):
-        """From now on it is this phase."""
-        self.phase = phase
+        """This phase begins."""
         self.marks.append((phase, self.now()))
         for listener in self.listeners:
             listener(phase)
@@ -73,7 +72,7 @@ class Clock:
 
     def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
         """Around an action of a pipeline: note its start and its end."""
-        self.mark(PHASES.get(kind, "backward"))
+        self.mark(PHASES[kind])
         start = self.marks[-1][1]
         output = act(i, stage, x)
         self.mark("waiting")
@@ -82,7 +81,7 @@ class Clock:
 
     @contextmanager
     def waiting(self, pending: Pending) -> Iterator[None]:
-        """What `comm.waiting` is during a run: note when it waits for a message, and in which group."""
+        """`comm.waiting` of a run: note how long it waits for a message, and in which group."""
         timed = self.timing and bool(pending.works)
         start = self.now() if timed else None
         yield
@@ -91,9 +90,8 @@ class Clock:
 
     def begin(self):
         """A step begins."""
-        self.marks.clear()
-        self.spans.clear()
-        self.waits.clear()
+        for noted in (self.marks, self.spans, self.waits):
+            noted.clear()
         self.timing = self.begun % self.every == min(2, self.every - 1)
         self.begun += 1
         self.mark("data")
@@ -104,12 +102,10 @@ class Clock:
         seconds: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             seconds[f"{phase}_seconds"] += self.between(start, end)
-        if not self.timing:
-            return dict(seconds)
         waited: dict[str, float] = defaultdict(float)
         for dim, start, end in self.waits:
             waited[dim] += self.between(start, end)
-        return dict(seconds, waited_seconds=dict(waited))
+        return dict(seconds) | (dict(waited_seconds=dict(waited)) if self.timing else {})
 
     def timeline(self) -> list[list]:
         """[kind, micro-batch, stage, start, end] of the actions of this step, in seconds from its begin."""

@@ -1,7 +1,7 @@
-"""Which devices and processes a run has: GPUs that may be shared, the meeting of the ranks, their first words.
+"""Chooses a run's devices and backend, initialises its process group, and prints what runs where.
 
-Where a machine has fewer GPUs than ranks, they share them in turn. NCCL refuses that; so messages go through the host,
-by gloo (`Staged`).
+Where a machine has fewer GPUs than ranks, the ranks share them in turn. NCCL refuses that, so their messages go through
+the host, by gloo (`Staged`).
 """
 
 import os
@@ -48,7 +48,6 @@ ENVIRONMENT = {  # what CUDA and NCCL read when they start; what the user has se
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # queues to a GPU: a run has some nine streams, and in one they would wait
     "TORCH_NCCL_HIGH_PRIORITY": "1",  # a message that is ready goes before waiting matmuls
 }
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # NVIDIA's for Linux, by the major version of CUDA
 
 
 @dataclass
@@ -56,41 +55,31 @@ class Flags:
     """How ranks talk."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
-    timeout: float = 600.0  # seconds that a step may take; then each rank says where it stands, and the job ends
+    timeout: float = 600.0  # seconds that a step may take; then each rank prints where it is, and the job ends
 
 
 def set_environment():
-    """Before anything asks for a GPU: settings of the environment."""
+    """Set the environment that CUDA and NCCL read. Call it before anything uses a GPU."""
     for name, value in ENVIRONMENT.items() if torch.version.cuda else ():
         os.environ.setdefault(name, value)
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """NVIDIA's driver, as its kernel module says of itself; "" if there is none."""
-    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", about.read_text()) if about.exists() else None
-    return match[1] if match else ""
+def unusable_gpu() -> str:
+    """The problem in words, if this PyTorch is built for GPUs and one is here that it cannot use; else "".
 
-
-def unusable_gpu(files: Path = Path("/dev")) -> tuple[str, str]:
-    """(problem, mend) if this PyTorch is built for GPUs and one is here that it cannot use; else ("", "").
-
-    Whoever hides the GPUs, CUDA_VISIBLE_DEVICES= or -1, wants it so.
+    A user who hides the GPUs with CUDA_VISIBLE_DEVICES= or -1 asks for the CPU.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    there = sorted(files.glob("nvidia[0-9]*"))
+    there = sorted(Path("/dev").glob("nvidia[0-9]*"))
     if hidden or not there or not torch.version.cuda or torch.cuda.is_available():
-        return "", ""
-    wheel, driver = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},", driver_version()
-    oldest = OLDEST_DRIVERS.get(int(torch.version.cuda.split(".")[0]), 0)
-    problem = f"{there[0]} is a GPU, but {wheel} cannot use it (driver {driver or 'unknown'})"
-    if driver and int(driver.split(".")[0]) >= oldest:
-        return problem, "see what nvidia-smi says"
-    return problem, f"update the driver to {oldest} or newer, or install a torch wheel for an older CUDA"
+        return ""
+    wheel = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},"
+    return f"{there[0]} is a GPU, but {wheel} cannot use it: compare nvidia-smi's driver and CUDA, and update one"
 
 
 def has_kernels(architectures: list[str], capability: tuple[int, int]) -> bool:
@@ -124,7 +113,7 @@ def settle(config: Any, world: int):
 
 
 def check(config: Any, world: int):
-    """Raises UserError for a device that is not there, or cannot be used and was not renounced."""
+    """Raises UserError for a device or backend that is not here, or a GPU that is here and that torch cannot use."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no GPU here; use --device cpu or auto")
     if config.device != "cpu" and torch.version.cuda and torch.cuda.is_available():
@@ -133,9 +122,8 @@ def check(config: Any, world: int):
             gpu = f"{torch.cuda.get_device_name(own_gpu())} has the architecture {major}.{minor}, and torch"
             wheel = f"{gpu} {torch.__version__} is built for {', '.join(built)}"
             raise UserError(f"--device {config.device}: {wheel}: install a wheel for this GPU, or use --device cpu")
-    problem, mend = unusable_gpu() if config.device == "auto" else ("", "")
-    if problem:  # hours later somebody would notice how slow it is
-        raise UserError(f"{problem}: {mend}; or train on the CPU on purpose, with --device cpu")
+    if config.device == "auto" and (problem := unusable_gpu()):  # else the run would be slow, and not say why
+        raise UserError(f"{problem}; or use --device cpu to train on the CPU on purpose")
     if config.backend == "nccl" and (config.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("--backend nccl needs one GPU for each rank; use --backend gloo or auto")
 
@@ -170,18 +158,18 @@ class Staged(dist.ProcessGroup):
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
-        """What `get_backend` says."""
+        """The name that `dist.get_backend` returns."""
         return "staged"
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
         """torch 2.15 asks whether messages are to be coalesced: as gloo says, they are not."""
         return self.gloo
 
-    def staged(self, operation: str, outputs: list[Tensor], inputs: list[Tensor], call: Any) -> Staging:
-        """Copy, and start `call(gloo's method, outputs, inputs)` with the copies."""
-        hosts = [torch.empty_like(x, device="cpu") for x in outputs]
-        copies = [x.to("cpu", copy=True) for x in inputs]
-        return Staging(call(getattr(self.gloo, operation), hosts, copies), list(zip(outputs, hosts, strict=True)))
+    def staged(self, operation: str, output: Tensor, tensor: Tensor, *rest: Any) -> Staging:
+        """Start gloo's operation with copies on the host."""
+        host = torch.empty_like(output, device="cpu")
+        work = getattr(self.gloo, operation)(host, tensor.to("cpu", copy=True), *rest)
+        return Staging(work, [(output, host)])
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Staging:
         """In place."""
@@ -189,14 +177,14 @@ class Staged(dist.ProcessGroup):
         return Staging(self.gloo.allreduce(hosts, options), list(zip(tensors, hosts, strict=True)))
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Staging:
-        return self.staged("_allgather_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], options))
+        return self.staged("_allgather_base", output, tensor, options)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Staging:
-        return self.staged("_reduce_scatter_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], options))
+        return self.staged("_reduce_scatter_base", output, tensor, options)
 
     def alltoall_base(self, output: Tensor, tensor: Tensor, came: list, went: list, options: Any = None) -> Staging:
         """Rows to every rank, rows from every rank."""
-        return self.staged("alltoall_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], came, went, options))
+        return self.staged("alltoall_base", output, tensor, came, went, options)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
         """Of tensors on the host: `all_gather_object`."""
@@ -204,11 +192,12 @@ class Staged(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Staging:
         """A message."""
-        return self.staged("send", [], tensors, lambda do, _, i: do(i, rank, tag))
+        return Staging(self.gloo.send([x.to("cpu", copy=True) for x in tensors], rank, tag), [])
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Staging:
         """A message."""
-        return self.staged("recv", tensors, [], lambda do, o, _: do(o, rank, tag))
+        hosts = [torch.empty_like(x, device="cpu") for x in tensors]
+        return Staging(self.gloo.recv(hosts, rank, tag), list(zip(tensors, hosts, strict=True)))
 
     # torch 2.13 renamed some.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
@@ -275,11 +264,11 @@ def own_gpus(store: dist.Store, gpus: int) -> bool:
 
 
 def meet(config: Any) -> int:
-    """Take this process's GPU and, from step 2 on, meet the others. Returns how many GPUs are here.
+    """Take this process's GPU and, from step 2 on, initialise the process group. Returns how many GPUs are here.
 
     With a GPU, the host works with its share of the cores, not with the one thread that torchrun gives a rank.
-    Collectives of gloo raise after twice `--timeout`; the watchdog is there first. Raises UserError on
-    all ranks if they share a GPU that they cannot share.
+    Collectives of gloo raise after twice `--timeout`, later than the watchdog (failures.py). Raises UserError on all
+    ranks if --backend nccl is asked for and two of them share a GPU.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     if gpus:
@@ -302,13 +291,13 @@ def meet(config: Any) -> int:
 
 
 def join(config: Any):
-    """Before `train`: meet the others, and say where the run trains. Raises UserError if flags or GPUs do not fit."""
+    """Before `train`: join the other ranks, and say where the run trains. Raises UserError if flags or GPUs differ."""
     gpus = meet(config)
     introduce(config, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu"))
 
 
 def introduce(config: Any, device: torch.device):
-    """The first collective: all ranks show their device and flags. Rank 0 prints which devices, and how they talk."""
+    """The first collective: gather each rank's device and flags. Rank 0 prints the devices and the backend."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     everyone = gather_objects(((name, socket.gethostname(), device.index), asdict(config)))
     require_same_flags([flags for _, flags in everyone])
@@ -336,21 +325,6 @@ def require_same_flags(everyone: list[dict[str, Any]]):
                 )
 
 
-def listed(name: str) -> str:
-    """Of a GPU by the name that CUDA gives it: its entry in the table of peaks; "" if it is not there."""
-    return next((key for key in GPU_PEAKS if key in name), "")
-
-
-def known_peak(name: str) -> tuple[float, float] | None:
-    """Of a GPU by the name that CUDA gives it: dense TFLOP/s in 16 bits and in fp32; None if it is not in the table."""
-    return GPU_PEAKS.get(listed(name))
-
-
-def gpu_of(name: str) -> str:
-    """The planner's GPU that CUDA calls so; "" for one that it does not know, such as an H100 for PCIe."""
-    return next((gpu for gpu in GPUS if gpu.split("-")[0].upper() == listed(name)), "")
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
     """FLOP/s that this rank could do at best: the flag, the table above or, for any other device, a timed matmul.
 
@@ -360,8 +334,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
     share = min(1.0, torch.cuda.device_count() / local_ranks()) if shared else 1.0
     if override_tflops:
         return override_tflops * 1e12 * share
-    if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device))):
-        half, single = known
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if known := [peaks for part, peaks in GPU_PEAKS.items() if part in name]:
+        half, single = known[0]
         return 1e12 * share * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
     n, times, until = 512 if device.type == "cpu" else 8192, [], time.perf_counter() + 0.3
     a = torch.randn(n, n, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -148,7 +148,7 @@ class Meter(MemoryTimeline):
         return y
 
     def begin(self):
-        """The step begins here: what was before was preparation, of which nothing stays but by accident."""
+        """The step begins here. Collect the garbage of the preparation first, so that it does not count as held."""
         gc.collect()
         self.counting, self.start = True, len(self.events)
 
@@ -160,20 +160,10 @@ class Meter(MemoryTimeline):
         return {name: curve[at] for name, curve in curves.items()}
 
 
-class Seen(NamedTuple):
-    """What one rank came to in a step."""
-
-    rank: int
-    meter: Meter
-    taken: dict[str, Any]  # traffic and calls
-    held: dict[str, int]  # bytes by kind
-    flops: float  # of the model, for this rank's share of a step
-
-
 def levels_of(config: Any) -> list[float]:
-    """To how many nodes, ranks, experts a token goes, in the mean over 4,096 that like all experts alike.
+    """How many nodes, ranks and experts a token visits, in the mean over 4,096 tokens with random scores.
 
-    Ask while tensors have numbers: scores are drawn.
+    It draws the scores: call it while tensors have numbers.
     """
     if not getattr(config, "experts", 0):
         return []
@@ -186,7 +176,7 @@ def levels_of(config: Any) -> list[float]:
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Whenever tokens come to a layer of experts, tell the meter how many rows leave by level, and visit experts."""
+    """Before each layer of experts, tell the meter how many rows leave at each level, and how many visit experts."""
 
     def told(_layer: MoE, given: tuple):
         meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
@@ -198,7 +188,10 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 
 
 class Counted(OpenRun):
-    """A run of two steps, which leaves nothing behind but the counts of the second."""
+    """A run of two steps, which leaves nothing behind but the counts of the second.
+
+    `taken`: traffic and calls. `held`: bytes by kind. `tokens`: of a step, all ranks together.
+    """
 
     def __init__(self, config: Any, meter: Meter):
         super().__init__(config)
@@ -207,14 +200,14 @@ class Counted(OpenRun):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
         parts = self.open(**parts)
-        self.held = MemoryWatch(parts, 1)
-        self.held.timeline, self.held.watching = self.meter, True
+        watch = MemoryWatch(parts, self.meter)
+        self.held = watch.most
         Clock(parts, host=True).listeners.append(self.meter.phase)
         for module in parts.model.modules():
             if isinstance(module, nn.RMSNorm):
                 parts.instead(module, "forward", partial(self.meter.norm, module), by=__name__)
         route(self.meter, parts.model, self.levels)
-        self.held.measure()
+        watch.measure()
         comm.observer = self.ledger.book
         yield 0  # after which there are moments
         self.ledger.take()
@@ -223,8 +216,7 @@ class Counted(OpenRun):
 
     def record(self, step: int, tokens: int, **numbers: float):
         """A step is over."""
-        self.meter.counting, self.tokens = False, tokens
-        self.taken = self.ledger.take()
+        self.meter.counting, self.taken, self.tokens = False, self.ledger.take(), tokens
 
 
 @contextmanager
@@ -264,29 +256,26 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         yield
 
 
-def run_rank(train: Callable, config: Any, rank: int) -> Seen:
+def run_rank(train: Callable, config: Any, rank: int) -> Counted:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
-    meter, world = Meter(GPUS[config.gpu]), config.dry_run
-    run = Counted(replace(config, steps=2), meter)
-    with without_numbers(meter, rank, world), run:
+    run = Counted(replace(config, steps=2), Meter(GPUS[config.gpu]))
+    with without_numbers(run.meter, rank, config.dry_run), run:
         train(run.config, run)
-    run.held.most["activations"] = meter.kept
-    model = flops_per_token(shape_of(run.parts.model.config, config))[0]
-    return Seen(rank, meter, run.taken, run.held.most, model * run.tokens / world)
+    return run
 
 
-def report(seen: list[Seen], config: Any) -> str:
+def report(seen: dict[int, Counted], config: Any) -> str:
     """A line for each rank; then memory, traffic and operators of the fullest."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
-    for one in seen:
+    for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
         sizes = sum(one.meter.peak().values()), sum(one.held.values()), sent
         flops = sum(count["flops"] for count in one.meter.count.values())
-        rows.append([f"{one.rank:,}", *map(human, sizes), f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"])
-    one = max(seen, key=lambda one: sum(one.meter.peak().values()))
+        rows.append([f"{rank:,}", *map(human, sizes), f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"])
+    rank, one = max(seen.items(), key=lambda entry: sum(entry[1].meter.peak().values()))
     peak, total = one.meter.peak(), one.meter.seconds
     texts = [f"dry run of {config.model} on {config.dry_run:,} ranks, at the speed of {config.gpu}", table(rows)]
-    texts += [f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.held)]
+    texts += [f"rank {rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.held)]
     at = ", ".join(f"{name} {human(n)}" for name, n in peak.items())
     texts += [f"at the peak of {human(sum(peak.values()))}: {at}"]
     texts += [traffic_table(one.taken)] * bool(one.taken["traffic"])
@@ -295,7 +284,8 @@ def report(seen: list[Seen], config: Any) -> str:
         bound = "FLOPs" if c["flops"] / one.meter.gpu.flops > c["seconds"] / 2 else "bytes"
         rows.append([name.removeprefix("_scaled_dot_product_"), f"{c['calls']:,}", f"{c['flops']:.3g}"])
         rows[-1] += [human(c["bytes"]), bound, f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
-    mfu = one.flops / one.meter.gpu.flops / total
+    flops = flops_per_token(shape_of(one.parts.model.config, config))[0] * one.tokens / config.dry_run  # the model's
+    mfu = flops / one.meter.gpu.flops / total
     texts += [table(rows), f"MFU is at most {mfu:.1%}: these operators take {total:.3f} s, before bubbles and messages"]
     return "\n\n".join(texts)
 
@@ -308,6 +298,6 @@ def instead_of(train: Callable) -> Callable:
             return train(config, run)
         stages = config.dry_run if config.rank == "all" else getattr(config, "pp", 1)
         ranks = [int(config.rank)] if config.rank.isdigit() else [n * config.dry_run // stages for n in range(stages)]
-        print(report([run_rank(train, config, rank) for rank in ranks], config))
+        print(report({rank: run_rank(train, config, rank) for rank in ranks}, config))
 
     return train_or_count

@@ -1,9 +1,18 @@
-"""What a job says when it fails: one line, once, whatever the number of ranks."""
+"""What a job says when it fails: one line, once, whatever the number of ranks; or, if it hangs, where each rank is.
 
+All ranks end a step at about the same time, so if one hangs, all their times run out together, and each prints its own
+stack. The others are in a collective; the rank that is elsewhere is the one they wait for. Only steps are timed: nobody
+knows how long data, weights or a checkpoint take. A rank that waits for another one meanwhile is in a collective, and
+those of gloo and NCCL raise after twice `--timeout`.
+"""
+
+import faulthandler
 import os
 import re
 import sys
 import textwrap
+import threading
+import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -65,3 +74,35 @@ def report(error: BaseException, early: bool = False):
         print(describe(error), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1)
+
+
+class Watchdog:
+    """A step that takes longer than `seconds` ends its rank, which prints where its main thread is."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.main = seconds, threading.main_thread().ident
+        self.timer: threading.Timer | None = None
+
+    def begin(self, step: int):
+        """A step begins. A main thread that never gives up Python's lock is left to `faulthandler`, 5 s later."""
+        self.timer = threading.Timer(self.seconds, self.end, [step + 1])
+        self.timer.daemon = True
+        self.timer.start()
+        faulthandler.dump_traceback_later(self.seconds + 5.0, exit=True, file=sys.__stderr__)
+
+    def pause(self):
+        """The step has ended, or the run."""
+        if self.timer is not None:
+            self.timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    def end(self, step: int):
+        """On the timer's thread: print the stack, and leave time for others to print theirs, before torchrun ends them.
+
+        An exception could not reach a main thread that waits in C++.
+        """
+        stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
+        rank, limit = int(os.environ.get("RANK", 0)), f"{self.seconds:g} s (--timeout)"
+        print(f"error: rank {rank}: step {step} has not ended in {limit}:\n{stack}", file=sys.stderr, flush=True)
+        time.sleep(2.5)
+        os._exit(1)

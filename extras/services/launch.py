@@ -1,13 +1,7 @@
-"""How ranks are started and ended, and what they tell one another beside their training.
-
-start(folder, ranks, words)   `python words`, or so many ranks by torchrun, in processes of their own
-stop(job)                     all of its processes end, also those that torchrun puts into sessions of their own
-gather_objects, agree         small things from all ranks, and answers on which they agree: collectives
-"""
+"""How tests and benchmarks start ranks, and what ranks tell one another beside their training."""
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,29 +30,8 @@ def children(pid: int) -> list[int]:
     pids = []
     with contextlib.suppress(OSError):  # it ends, or a thread of it, while we look
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                pids += [int(word) for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
+            pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return pids
-
-
-def descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on."""
-    return [one for child in children(pid) for one in (child, *descendants(child))]
-
-
-def tell(job: subprocess.Popen, number: int):
-    """A signal to all processes of a job, the innermost first."""
-    for pid in (*reversed(descendants(job.pid)), job.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def stop(job: subprocess.Popen):
-    """End a job, if it has not ended."""
-    if job.poll() is None:
-        job.send_signal(signal.SIGSTOP)  # it may start nothing more meanwhile
-        tell(job, signal.SIGKILL)
-        job.wait()
 
 
 def gather_objects(thing: Any) -> list[Any]:

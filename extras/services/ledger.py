@@ -13,22 +13,18 @@ class Ledger:
     """Entries since the last `take`."""
 
     def __init__(self):
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.bytes: dict[str, Counter] = defaultdict(Counter)  # by dimension and operation
+        self.calls: dict[str, Counter] = defaultdict(Counter)
 
     def book(self, operation: str, group: Group, tensor: Tensor, share: float):
         """An observer."""
-        self.calls[group.name, operation] += 1
-        self.bytes[group.name, operation] += round(share * tensor.nbytes)
+        self.bytes[group.name][operation] += round(share * tensor.nbytes)
+        self.calls[group.name][operation] += 1
 
     def take(self) -> dict[str, Any]:
         """The entries as metrics, `traffic` {dim: {operation: bytes}} and `calls`; then start anew."""
-        taken: dict[str, Any] = dict(traffic=defaultdict(dict), calls=defaultdict(dict))
-        for (dim, operation), n_bytes in self.bytes.items():
-            taken["traffic"][dim][operation] = n_bytes
-            taken["calls"][dim][operation] = self.calls[dim, operation]
-        self.calls.clear()
-        self.bytes.clear()
+        taken = dict(traffic=dict(self.bytes), calls=dict(self.calls))
+        self.__init__()
         return taken
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from extras.services.tables import bytes_of, human, table
+from extras.services.tables import human, table
 from extras.variants import Parts
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
+KINDS = ("parameters", "gradients", "masters", "moments", "activations", "other")
 
 
 class Event(NamedTuple):
@@ -41,16 +41,17 @@ def with_memory(values: Any) -> Iterator[Tensor]:
 
 
 class MemoryTimeline(TorchDispatchMode):
-    """Allocations and releases in order, each storage under one of CATEGORIES."""
+    """Allocations and releases in order, each storage under one of KINDS."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         """`clock`: the seconds of an event."""
         super().__init__()
-        self.clock, self.born = clock, "other"  # under which category new storages go
-        self.total: Counter[str] = Counter()  # bytes now alive, by category
+        self.clock, self.watching = clock, False
+        self.born = "other"  # the kind of new storages
+        self.total: Counter[str] = Counter()  # bytes now alive, by kind
         self.kept = 0  # most bytes of activations at the end of a forward
         self.events: list[Event] = []
-        self.category: dict[int, str] = {}  # by running number of a storage
+        self.kind: dict[int, str] = {}  # by running number of a storage
         self.known: dict[int, tuple[int, int]] = {}  # address of a live storage -> (running number, bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -62,56 +63,56 @@ class MemoryTimeline(TorchDispatchMode):
             self.note(tensor, self.born)
         return out
 
-    def note(self, tensor: Tensor, category: str) -> int:
+    def note(self, tensor: Tensor, kind: str) -> int:
         """Look at a tensor's storage: it may be new, or have been emptied or filled. Returns its running number."""
         storage = tensor.untyped_storage()
-        address, n_bytes = storage._cdata, storage.nbytes()
-        number, before = self.known.get(address, (len(self.category), 0))
+        address = storage._cdata
         if address not in self.known:
-            self.category[number] = category
+            self.known[address] = len(self.kind), 0
+            self.kind[len(self.kind)] = kind
             weakref.finalize(storage, self.release, address).atexit = False
-        if n_bytes != before or address not in self.known:
+        self.resize(address, storage.nbytes())
+        return self.known[address][0]
+
+    def resize(self, address: int, n_bytes: int):
+        """A known storage has so many bytes now."""
+        number, before = self.known[address]
+        if n_bytes != before:
             self.known[address] = number, n_bytes
-            self.enter(number, n_bytes - before)
-        return number
+            self.events.append(Event(self.clock(), number, n_bytes - before))
+            self.total[self.kind[number]] += n_bytes - before
+
+    def release(self, address: int):
+        """Called when a storage dies."""
+        self.resize(address, 0)
+        del self.known[address]
 
     def __enter__(self) -> "MemoryTimeline":
         """Also watch storages that are emptied and filled in place, as ZeRO 3 does."""
-        right = self.right = torch.UntypedStorage.resize_
+        self.watching, right = True, torch.UntypedStorage.resize_
+        self.right = right
 
         def resize_(storage: torch.UntypedStorage, n_bytes: int):
             right(storage, n_bytes)
             if storage._cdata in self.known:
-                number, before = self.known[storage._cdata]
-                self.known[storage._cdata] = number, n_bytes
-                self.enter(number, n_bytes - before)
+                self.resize(storage._cdata, n_bytes)
 
         torch.UntypedStorage.resize_ = resize_
         return super().__enter__()
 
     def __exit__(self, *error):
         """Stop."""
-        torch.UntypedStorage.resize_ = self.right
+        torch.UntypedStorage.resize_, self.watching = self.right, False
         super().__exit__(*error)
 
-    def release(self, address: int):
-        """Called when a storage dies."""
-        number, n_bytes = self.known.pop(address)
-        self.enter(number, -n_bytes)
-
-    def enter(self, number: int, n_bytes: int):
-        """Record an event of a storage."""
-        self.events.append(Event(self.clock(), number, n_bytes))
-        self.total[self.category[number]] += n_bytes
-
-    def label(self, category: str, tensors: Iterable[Tensor | None]):
-        """Put these tensors' storages under `category`, from their birth on."""
+    def label(self, kind: str, tensors: Iterable[Tensor | None]):
+        """Put these tensors' storages under a kind, from their birth on."""
         for tensor in tensors:
             if tensor is not None:
-                number, n_bytes = self.note(tensor, category), tensor.untyped_storage().nbytes()
-                self.total[self.category[number]] -= n_bytes
-                self.total[category] += n_bytes
-                self.category[number] = category
+                number, n_bytes = self.note(tensor, kind), tensor.untyped_storage().nbytes()
+                self.total[self.kind[number]] -= n_bytes
+                self.total[kind] += n_bytes
+                self.kind[number] = kind
 
     def phase(self, name: str):
         """A listener of the clock: what is born in forward is an activation."""
@@ -120,13 +121,13 @@ class MemoryTimeline(TorchDispatchMode):
         self.born = "activations" if name == "forward" else "other"
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
-        """Times in seconds from the first event, and for each category its bytes after each event."""
-        times, totals = [], dict.fromkeys(CATEGORIES, 0)
-        curves: dict[str, list[int]] = {name: [] for name in CATEGORIES}
+        """Times in seconds from the first event, and for each kind its bytes after each event."""
+        times, totals = [], dict.fromkeys(KINDS, 0)
+        curves: dict[str, list[int]] = {name: [] for name in KINDS}
         for event in self.events:
-            totals[self.category[event.storage]] += event.bytes
+            totals[self.kind[event.storage]] += event.bytes
             times.append(event.seconds - self.events[0].seconds)
-            for name in CATEGORIES:
+            for name in KINDS:
                 curves[name].append(totals[name])
         return times, curves
 
@@ -148,14 +149,11 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 
 
 class MemoryWatch:
-    """Bytes by kind, as most seen; with a timeline of the steps that are watched closely."""
+    """The most bytes of each kind that a rank has held, measured around updates. It labels them in a timeline, too."""
 
-    def __init__(self, parts: Parts, steps: int):
-        """`steps`: how many of the first ones are watched."""
-        self.parts, self.steps = parts, steps
+    def __init__(self, parts: Parts, timeline: MemoryTimeline):
+        self.parts, self.timeline = parts, timeline
         self.most: dict[str, int] = {}
-        self.timeline: MemoryTimeline | None = None
-        self.watching = False
         parts.around(parts.optimizer, "step", self.update, by=__name__)
         if parts.pipeline is not None:
             parts.around(parts.pipeline, "forward", self.receive, by=__name__)
@@ -168,34 +166,19 @@ class MemoryWatch:
 
     def receive(self, forward: Callable, i: int, stage: int, x: Tensor | None) -> Tensor:
         """Around a stage's forward: what has arrived for it waits for its backward, too."""
-        if self.watching:
+        if self.timeline.watching:
             self.timeline.label("activations", [x])
         return forward(i, stage, x)
 
     def measure(self):
-        """Note what there is."""
+        """Note what there is: bytes of distinct storages, and of activations what backward will need."""
         for kind, tensors in held_tensors(self.parts).items():
-            self.most[kind] = max(self.most.get(kind, 0), bytes_of(tensors))
-            if self.watching:
-                self.timeline.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
-
-    def begin(self, step: int):
-        """Before a step: begin, or end, to watch every tensor."""
-        self.timeline = self.timeline or (MemoryTimeline() if self.steps else None)
-        if self.watching != (step < self.steps):
-            self.watching = not self.watching
-            self.timeline.__enter__() if self.watching else self.stop()
-
-    def stop(self):
-        """The watched steps are over."""
-        self.watching = False
-        self.timeline.__exit__(None, None, None)
-        self.most["activations"] = self.timeline.kept
-
-    def phase(self, name: str):
-        """A listener of the clock."""
-        if self.watching:
-            self.timeline.phase(name)
+            sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+            self.most[kind] = max(self.most.get(kind, 0), sum(sizes.values()))
+            if self.timeline.watching:
+                self.timeline.label(kind, tensors)
+        if self.timeline.watching:
+            self.most["activations"] = self.timeline.kept
 
 
 def memory_table(most: dict[str, int]) -> str:

@@ -17,7 +17,6 @@ from extras.services import devices, evaluation, failures, resume
 from extras.services.ledger import Ledger
 from extras.services.screen import Screen
 from extras.services.seam import OpenRun, check
-from extras.services.watchdog import Watchdog
 
 
 class ServedRun(OpenRun):
@@ -42,14 +41,14 @@ class ServedRun(OpenRun):
         self.first = self.first and not self.config.generate
         self.keeper = resume.Keeper(self)
         super().__enter__()
-        self.watchdog = Watchdog(self.config.timeout)
+        self.watchdog = failures.Watchdog(self.config.timeout)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
         """Finish the run, or report the error that ended it."""
         if not self.config.dry_run:
             comm.waiting = nullcontext
-            self.watchdog.stop()
+            self.watchdog.pause()
             with self.expendable("loss.png"):
                 super().__exit__(kind, error, trace)
             self.keeper.close()
@@ -112,7 +111,7 @@ class ServedRun(OpenRun):
         """As the plain run's, with the numbers of services."""
         numbers |= self.screen.more(tokens)
         if (health := self.parts.kept.get("health")) is not None:
-            numbers |= health.of_step(numbers["waited_seconds"])
+            numbers |= health.of_step(numbers)
         before = time.perf_counter()
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
         self.began += time.perf_counter() - before  # not a part of the step's seconds

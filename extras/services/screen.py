@@ -7,7 +7,6 @@ screen.line(row)                after a step: a line, where there is no terminal
 screen.finish()                 tables and pictures
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -31,25 +30,25 @@ from extras.services.devices import peak_flops
 from extras.services.launch import gather_objects
 from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
-from extras.services.memory import MemoryWatch, memory_table, outside_memory, peak_memory
+from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, outside_memory, peak_memory
 from extras.services.tables import full_shape, human, reduction_table
 from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants import Parts
 from step06_pipeline import plan
 
-OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
+OUTSIDE = "outside of tensors"  # a kind of memory: what CUDA and NCCL hold
 
 
 @dataclass
 class Flags:
-    """What a run shows."""
+    """Screen and pictures."""
 
     profile_memory: int = 0  # draw memory over time for the first N steps
     peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
 
 
 def mesh_picture(mesh: Mesh) -> str:
-    """Which rank is where: the last dimension from left to right, the others from row to row."""
+    """Where each rank is in the mesh: the last dimension runs from left to right, the others from row to row."""
     *outer, inner = mesh.sizes
     lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
     places = product(*(range(mesh.sizes[name]) for name in outer))
@@ -72,18 +71,17 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
 
 
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
-    """Which rank has which layers, and the idle time if backward takes twice as long as forward."""
+    """Which layers each rank has, and the idle time if backward takes twice as long as forward."""
     idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
-    lines = [f"stages of {config.schedule}, which is idle for {idle:.1%} of the time:"]
-    for rank in range(len(lists)):
-        shown = []
-        for stage, place in enumerate(places):
-            ends = ["embedding"] * (place.before is None), ["norm and head"] * (place.after is None)
-            layers = f"layers {place.layers.start}-{place.layers.stop - 1}"
-            if place.rank == rank:
-                shown.append(f"stage {stage}: " + ", ".join([*ends[0], layers, *ends[1]]))
-        lines.append(f"  pp {rank}  " + ";  ".join(shown))
-    return "\n".join(lines)
+    rows: list[list[str]] = [[] for _ in lists]
+    for stage, place in enumerate(places):
+        first, last = place.layers.start, place.layers.stop - 1
+        has = ["embedding"] * (place.before is None)
+        has += [f"layer {first}" if first == last else f"layers {first}-{last}"]
+        has += ["norm and head"] * (place.after is None)
+        rows[place.rank].append(f"stage {stage}: {', '.join(has)}")
+    lines = [f"  pp {rank}  {';  '.join(shown)}" for rank, shown in enumerate(rows)]
+    return "\n".join([f"stages of {config.schedule}, which is idle for {idle:.1%} of the time:", *lines])
 
 
 def parameters_in_all(parts: Parts) -> int:
@@ -94,7 +92,7 @@ def parameters_in_all(parts: Parts) -> int:
 
 
 def used_memory(row: dict[str, Any]) -> int:
-    """Of a step's record: bytes at the highest point so far; on a GPU with what is outside of tensors."""
+    """From a step's record: the most bytes in use so far; on a GPU also those outside of tensors."""
     return row["peak_memory_bytes"] + row.get("outside_memory_bytes", 0)
 
 
@@ -144,7 +142,7 @@ class ExpertLoad:
 
 
 class Screen:
-    """What one run shows. Only rank 0 prints and draws, but all ranks help."""
+    """Tables, records and pictures of a run. Rank 0 prints and draws; all ranks give their numbers."""
 
     def __init__(self, run: Any, parts: Parts, ledger: Ledger):
         self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
@@ -153,10 +151,10 @@ class Screen:
         self.flops = flops_per_token(shape_of(parts.model.config, self.config), self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
-        watched = self.config.profile_memory or int(self.device.type == "cpu")
         every = 1 if getattr(self.config, "log_ranks", False) else 10
-        self.clock, self.held = Clock(parts, every=every), MemoryWatch(parts, watched)
-        self.clock.listeners.append(self.held.phase)
+        self.clock, self.timeline = Clock(parts, every=every), MemoryTimeline()
+        self.held = MemoryWatch(parts, self.timeline)
+        self.clock.listeners.append(self.timeline.phase)
         for text in self.introduction(some.dtype):
             self.say(text)
 
@@ -180,13 +178,18 @@ class Screen:
         return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
 
     def begin(self, step: int):
-        """Before a step."""
+        """A step begins."""
         self.ledger.take()  # what was not part of a step
-        self.held.begin(step)
+        self.watch(step < (self.config.profile_memory or int(self.device.type == "cpu")))
         self.clock.begin()
         if step == 0 and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
             self.run.bar.clear()
             self.run.bar.disable = True
+
+    def watch(self, on: bool):
+        """Watch every tensor from now on, or no longer: in the first steps, and on a CPU in one of them at least."""
+        if self.timeline.watching != on:
+            self.timeline.__enter__() if on else self.timeline.__exit__(None, None, None)
 
     def more(self, tokens: int) -> dict[str, Any]:
         """Fields for the record of a step. A collective, if there are experts."""
@@ -206,7 +209,7 @@ class Screen:
         return numbers
 
     def line(self, row: dict[str, Any]):
-        """Now and then, where there is no bar."""
+        """Print a line now and then, where there is no terminal for a bar."""
         end = self.config.steps
         if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
             print(
@@ -217,8 +220,7 @@ class Screen:
 
     def finish(self):
         """Tables and pictures, after the last step. A collective."""
-        if self.held.watching:
-            self.held.stop()
+        self.watch(False)
         timelines = gather_objects(self.clock.timeline())
         if not self.run.first or not self.run.history:
             return
@@ -227,15 +229,10 @@ class Screen:
         if last["traffic"]:
             self.say(traffic_table(last))
         with self.run.expendable("a picture"):
-            self.run.rewrite()  # pictures are drawn from files
             if last["traffic"]:
-                plots.traffic(out)
-            if "expert_load" in last:
-                plots.expert_load(out)
+                plots.traffic(out, last["traffic"])
             if self.config.profile_memory:
-                seconds, curves = self.held.timeline.curves()
-                (out / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=curves)))
-                plots.memory(out)
+                plots.memory(out, *self.timeline.curves())
             if self.parts.pipeline is not None and self.config.pp > 1:
                 self.draw_timeline(timelines[:: self.world // self.config.pp])
         mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
@@ -246,13 +243,10 @@ class Screen:
         )
 
     def draw_timeline(self, rows: list[list]):
-        """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline."""
+        """What each stage of one pipeline did when in the last step."""
         places, lists = self.parts.pipeline.places, self.lists()
         kinds = {kind for row in rows for kind, *_ in row}
         spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
         costs = {kind: sum(seconds) / len(seconds) for kind, seconds in spans.items()}
         idle = idle_fraction([(rank, *box[3:]) for rank, row in enumerate(rows) for box in row], len(rows))
-        data = dict(schedule=self.config.schedule, ranks=rows, idle=idle)
-        data["simulated_idle"] = simulated_idle(lists, places, costs)
-        (self.run.out / "timeline.json").write_text(json.dumps(data))
-        plots.timeline(self.run.out)
+        plots.timeline(self.run.out, self.config.schedule, rows, idle, simulated_idle(lists, places, costs))

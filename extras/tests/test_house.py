@@ -21,7 +21,7 @@ MAY = {  # room -> the rooms that it may import, beside itself
     "step": {"common"},
     "common": set(),
     "variants": {"step", "common"},
-    "services": {"step", "common", "variants", "theory", "labs"},
+    "services": {"step", "common", "variants", "theory"},
     "theory": {"common"},
     "tests": {"step", "common", "variants", "services", "theory", "labs", "proof"},
     "labs": {"common"},

@@ -11,7 +11,7 @@
 Every point is one call of a formula or of the planner; `SERIES` has them by picture.
 """
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +110,9 @@ def draw(name: str, target: Path):
 
 
 if __name__ == "__main__":
-    folder = Path(*(sys.argv[1:2] or sys.exit("python -m extras.theory.pictures FOLDER")))
+    parser = argparse.ArgumentParser("python -m extras.theory.pictures", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write the pictures")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for name in SERIES:
         draw(name, folder / f"{name}.png")

@@ -5,11 +5,13 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from base64 import b64encode
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from shutil import copy
 
 try:
     from jinja2 import Environment, FileSystemLoader
@@ -18,13 +20,11 @@ try:
     from pygments.lexers import PythonLexer
     from pygments.token import STANDARD_TYPES
 
-    from extras.services.pages.attached import all_attached
     from extras.services.pages.names import Names
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
-from extras.labs import TASKS, holes, text_of
-from extras.services.pages import charts, pictures
+from extras.services.pages import pictures
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
@@ -42,7 +42,6 @@ class Pages:
         self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
         self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
-        self.attached = all_attached(ROOT)
 
     def highlight(self, module: str, source: str) -> list[str]:
         """A name is a link to what it stands for, and has as id what it defines."""
@@ -86,15 +85,6 @@ class Pages:
             sections.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
         return sections
 
-    def tasks(self, module: str, name: str | None) -> Iterator[tuple[int, int, str, str, str]]:
-        """Tasks of labs that take out this function or methods of this class: lab, number, title, minutes, text."""
-        for lab in TASKS:
-            taken = holes(lab).get(f"{module.replace('.', '/')}.py", {}).items()
-            own = {task for hole, task in taken if hole.partition(".")[0] == name}
-            for number, (task, (title, minutes, read, _)) in enumerate(zip(TASKS[lab], text_of(lab), strict=True)):
-                if task in own:
-                    yield lab, number + 1, title, minutes, read
-
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
         """What comes after a statement, to the end of the next: of each definition its words, and its code without."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
@@ -127,6 +117,11 @@ class Pages:
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
 
 
+def pictures_of(run: Path) -> list[tuple[str, str]]:
+    """(name, PNG in base64) of each picture that a run has left in its directory."""
+    return [(path.stem, b64encode(path.read_bytes()).decode()) for path in sorted(run.glob("*.png"))]
+
+
 def main():
     """Read the flags and write the pages."""
     parser = argparse.ArgumentParser("python -m extras.services.pages", description=__doc__)
@@ -139,16 +134,17 @@ def main():
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     with ProcessPoolExecutor(1) as pool:
         shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
-    shown, drawn = shown.result(), dict(run=list(charts.of_run(flags.run))) if flags.run else {}
+    shown, drawn = shown.result(), dict(run=pictures_of(flags.run)) if flags.run else {}
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
     every = ["index", *files, *drawn]
+    chapters = {module: pictures.small(shown[module][0]) for module in files if module in shown}
     flags.out.mkdir(parents=True, exist_ok=True)
+    copy(HERE / "schedules.gif", flags.out)
     for here in every:
-        values = dict(
-            p=pages, here=here, every=every, rules=rules, shown=shown.get(here, ()), charts=drawn.get(here, ())
-        )
+        of_page = dict(shown=shown.get(here, ()), charts=drawn.get(here, ()))
+        values = dict(p=pages, here=here, every=every, rules=rules, chapters=chapters) | of_page
         (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
 

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 
 import step06_pipeline as step06
 from common.schedules import SCHEDULES, simulate
-from extras.services.pages.charts import DARK
 from extras.services.plots import draw_timeline
 from extras.services.screen import idle_fraction
 from extras.services.seam import compose, plugins
@@ -40,7 +39,7 @@ def main():
             axes.clear()
             seen = [[*action[:3], start, min(stop, now), rank] for stop, rank, start, action in of if start < now]
             ranks = [[box[:5] for box in seen if box[5] == rank] for rank in range(RANKS)]
-            draw_timeline(axes, dict(schedule=name, idle=0, simulated_idle=0, ranks=ranks), 8.5, DARK)
+            draw_timeline(axes, ranks, 8.5)
             idle = idle_fraction([(rank, start, stop) for stop, rank, start, _ in of], RANKS)
             axes.set_title(SHOWN[name] + f", idle {idle:.0%}" * (now >= of[-1][0]), loc="left", fontsize=10)
             axes.set(xlim=(0, end), xticks=[], ylabel="rank")

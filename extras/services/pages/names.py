@@ -3,7 +3,6 @@
 An address is where a definition is on the pages: common.comm.html#Group.share. A place is (module, line, column).
 """
 
-import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -28,11 +27,6 @@ class Names:
             addresses, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
             if not addresses and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
                 addresses = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
-                before = (
-                    files[module].read_text().splitlines()[scope.line : name.line]
-                )  # shard_tensors(model, mesh, ..)
-                makers = set(re.findall(rf"\b(\w+)\({name.name}, mesh", "\n".join(before)))
-                addresses |= {a for a in self.named[module] if a.partition("#")[2] in makers} if addresses else set()
             while not (user := self.address(scope)):  # a lambda
                 scope = scope.parent()
             for address in addresses:

@@ -46,6 +46,12 @@ def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> 
     return dict(title=title, id=name, at=at, choices=choices, frames=frames)
 
 
+def small(of: dict) -> dict:
+    """The same picture without choices: the frame that is shown first."""
+    first = "/".join(value for *_, value in of["choices"])
+    return of | dict(choices=[], frames={"": of["frames"][first]})
+
+
 def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
     """What `make` makes of each choice; where the program refuses, what it says."""
     frames = {}
@@ -61,13 +67,16 @@ def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
 def table(ranks: list[dict], columns: list[str]) -> dict:
     """A table that changes from state to state: what the ranks recorded, side by side. Equal cells are kept once."""
     cells: dict[str, int] = {}
-
-    def joined(rows: tuple[dict, ...]) -> dict:
-        of = {name: [cell for row in rows for cell in row[name]] for name in rows[0]}
-        return {name: [cells.setdefault(json.dumps(cell), len(cells)) for cell in row] for name, row in of.items()}
-
-    states = [(now[0][0], joined([rows for _, rows in now])) for now in zip(*(r["states"] for r in ranks), strict=True)]
-    curve = ranks[0].get("curve", {})
+    states, curve = [], {kind: [] for kind in ranks[0].get("curve", ())}
+    for n, now in enumerate(zip(*(rank["states"] for rank in ranks), strict=True)):
+        joined = {}
+        for name in now[0][1]:
+            row = [json.dumps(cell) for _, rows in now for cell in rows[name]]
+            joined[name] = [cells.setdefault(cell, len(cells)) for cell in row]
+        if not states or joined != states[-1][1]:  # on some rank something has changed
+            states.append((now[0][0], joined))
+            for kind, sizes in curve.items():
+                sizes.append(ranks[0]["curve"][kind][n])
     return dict(text=ranks[0]["text"], columns=columns, states=states, cells=[*map(json.loads, cells)], curve=curve)
 
 
@@ -92,13 +101,11 @@ def ring(ranks: list[list]) -> dict:
             owner |= {query: rank for query, _ in pairs}
             note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
             boxes += [(query, key, 1, rank, hop, note.format(query, key), [], hop) for query, key in pairs]
-    text = (
-        f"16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. {len(boxes)} pairs in all,"
-    )
+    text = f"16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. {len(boxes)} pairs in"
     text += (
-        f" {len(boxes) / RANKS:g} a rank if shared evenly; they take the time of {slowest}, the slowest of each hop."
+        f" all, {len(boxes) / RANKS:g} a rank if shared evenly; they take the time of {slowest}, the slowest of each"
     )
-    text += " While a rank computes, it sends the keys that it has to the next."
+    text += " hop. While a rank computes, it sends the keys that it has to the next."
     rows = [f"{query}, rank {owner[query]}" for query in sorted(owner)]
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
@@ -167,7 +174,6 @@ def all_pictures() -> dict[str, list[dict]]:
         step01_single_gpu=[of("step", batches, "A step, and what memory holds", dtype="fp32", recompute="none")],
         step02_ddp=[
             of("collective", four, "Collectives: four ranks' numbers", operation="all_reduce"),
-            of("ring_reduce", four, "The ring, message by message", "RingSync"),
             of("buckets", ["gradients", *four], filling, "BucketSync"),
         ],
         step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],

@@ -1,8 +1,8 @@
-"""Four ranks run the course's own code on a small model and say what they saw: the numbers that the pictures show.
+"""Four ranks run the course's own code on a small model and record what they saw: the numbers that the pictures show.
 
-`recorded()` forks them; they meet in gloo. A recorder returns a rank's column of a table that changes from state to
-state: dict(text, states=[(what it says, {row: [cell]})], curve={kind: a number for each state} or {}). A cell is a list
-of texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
+`recorded()` forks the ranks, which use gloo. A recording is a rank's part of a table that changes from state to state:
+dict(text, states=[(what it says, {row: [cell]})], curve={kind: a number for each state} or {}). A cell is a list of
+texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -31,50 +32,27 @@ import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step07_moe_ep as step07
 from common import comm
-from common.comm import Group, Mesh
+from common.comm import Mesh
 from common.layout import materialize
 from common.model import PRESETS, Decoder, ModelConfig
 from common.trainer import Run
-from extras.services.memory import CATEGORIES, MemoryTimeline, held_tensors
-from extras.services.tables import bytes_of
+from extras.services.clocks import Clock
+from extras.services.memory import KINDS, MemoryTimeline, MemoryWatch
 from extras.variants import Parts
 
 RANKS = 4
 SMALL = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=32, vocab_size=257, seq_len=16)
 BLOCK = ModelConfig(dim=4, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, vocab_size=8, seq_len=4)  # fits a page
 FLAGS = dict(model="picture", micro_batch_size=1, steps=1, warmup_steps=0, device="cpu", dtype="fp32")
+FLAGS |= dict(dataset=str(Path(step01.__file__).with_name("requirements-lock.txt")))  # some text
 UNITS = {"E": "embedding", "0": "layer 0", "1": "layer 1", "H": "head with norm"}
 WAYS = ("forward", "backward")
-BRIEF = {r"model\.|\.weight|layers\.|self_attn\.|mlp\.|_proj|input_layer": "", "post_attention_layer": "post "}
-BRIEF |= {"embed_tokens": "E", "lm_head": "H"}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 
 
-def watched(config: Any, attach: Callable[[Parts], None]) -> Run:
-    """A run that writes nothing. `attach(parts)` is called once the step has built."""
-    run = Run(config)
-    run.first, plain = False, run.steps
-    run.steps = lambda **parts: (attach(Parts(run, **parts)), plain(**parts))[1]
-    return run
-
-
-def after(owner: Any, name: str, tell: Callable[[], Any]):
-    """Let a method of an object be followed by `tell`."""
-    plain = getattr(owner, name)
-    setattr(owner, name, lambda *args: (plain(*args), tell())[0])
-
-
-def watch_modules(model: Decoder, tell: Callable[[str, str], None]):
-    """`tell(name, "forward" or "backward")` when a unit has its input, or the gradient of its output."""
-    modules = model.model.embed_tokens, *model.model.layers.values(), model.lm_head
-    for name, module in zip(UNITS, modules, strict=True):
-
-        def begin_backward(_module: nn.Module, _inputs: tuple, output: Tensor, name: str = name):
-            if output.requires_grad:
-                output.register_hook(lambda _gradient: tell(name, "backward"))
-
-        module.register_forward_pre_hook(lambda *_, name=name: tell(name, "forward"))
-        module.register_forward_hook(begin_backward)
+def brief(name: str) -> str:
+    """A parameter's name, short enough for a chip: "0.q_proj"."""
+    return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
 def chips(labels: Iterable, colours: Iterable[int], style: str = "") -> list:
@@ -83,48 +61,91 @@ def chips(labels: Iterable, colours: Iterable[int], style: str = "") -> list:
     return [[text, colour, style] for text, colour in zip(texts, colours, strict=False)]
 
 
+class Film:
+    """A step's `train` on the small model. After each event, what `rows(film)` returns is a state.
+
+    Events: a unit has its input, or the gradient of its output; a parameter's gradient is here; a collective starts; a
+    unit's weights are freed; a method of the sync or the optimizer has returned. `passed` are those of units, as (its
+    name, direction), and of methods, by name; `here` the parameters whose gradients have come.
+    """
+
+    def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
+        self.rows, self.config = rows, step.Config(**FLAGS | flags)
+        self.states: list[tuple[str, dict]] = []
+        self.curve: dict[str, list[int]] = defaultdict(list)  # by kind: bytes in each state
+        self.passed: list[Any] = []
+        self.here: set[nn.Parameter] = set()
+        self.losses: list[float] = []  # of micro-batches, summed over tokens
+        self.run = run = Run(self.config)
+        run.first, steps = False, run.steps
+        run.steps = lambda **parts: (self.attach(Parts(run, **parts)), steps(**parts))[1]
+        run.count = lambda operation, *_: self.tell(f"{operation.replace('_', '-').capitalize()} starts.")
+        with MemoryTimeline() as self.memory:
+            step.train(self.config, run)
+
+    def attach(self, parts: Parts):
+        """The step has built: listen to its parts. Our hooks come after its own."""
+        self.parts, model = parts, parts.model
+        self.watch = MemoryWatch(parts, self.memory)
+        Clock(parts, host=True).listeners.append(self.memory.phase)
+        model.register_forward_hook(lambda _model, _inputs, loss: self.losses.append(loss.item()))
+        units = zip(UNITS, (model.model.embed_tokens, *model.model.layers.values(), model.lm_head), strict=True)
+        for unit, module in units:
+            module.register_forward_pre_hook(lambda *_, unit=unit: self.reach(unit, "forward"))
+            module.register_full_backward_pre_hook(lambda *_, unit=unit: self.reach(unit, "backward"))
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(partial(self.arrive, name))
+        methods = [(parts.sync, "finish")] * (parts.sync is not None)
+        for owner, method in (*methods, (parts.optimizer, "step"), (parts.optimizer, "zero_grad")):
+            parts.around(owner, method, partial(self.follow, f"`{method}` returns.", method), by=__name__)
+        for name, unit in zip(UNITS.values(), parts.units, strict=False):
+            if hasattr(unit, "free"):
+                parts.around(unit, "free", partial(self.follow, f"{name.capitalize()} is freed.", None), by=__name__)
+
+    def reach(self, unit: str, way: str):
+        """Hook: a unit begins its forward or its backward."""
+        self.tell(f"{way.capitalize()} of {UNITS[unit]}.", (unit, way))
+
+    def arrive(self, name: str, param: nn.Parameter):
+        """Hook: autograd has added to a gradient."""
+        self.here.add(param)
+        self.tell(f"The gradient of {brief(name)} is here.")
+
+    def follow(self, says: str, event: str | None, call: Callable, *args: Any):
+        """Around a method: tell when it has returned."""
+        call(*args)
+        self.tell(says, event)
+
+    def tell(self, says: str, event: Any = None):
+        """An event has happened."""
+        self.passed += [event] if event else []
+        if rows := self.rows(self):
+            self.watch.measure()  # so the timeline knows what is whose
+            self.states.append((says, rows))
+            for kind in KINDS:
+                self.curve[kind].append(self.memory.total[kind])
+
+
 def accumulation(dtype: str, recompute: str) -> dict:
     """Chapter 1: a step of three micro-batches, and bytes by kind."""
-    states, terms, timeline, curve, happened = [], [], MemoryTimeline(), defaultdict(list), []
-    config = step01.Config(**FLAGS | dict(global_batch_size=3, dtype=dtype, recompute=recompute))
 
-    def tell(parts: Parts, name: str, direction: str, says: str = ""):
-        n = sum(event[1:] == ("forward", "E") for event in happened) + ((name, direction) == ("E", "forward"))
-        happened.append((n, direction, name))
-        for kind, tensors in held_tensors(parts).items():
-            timeline.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
-        for kind in CATEGORIES:
-            curve[kind].append(timeline.total[kind])
+    def rows(film: Film) -> dict:
+        def style(i: int, *event: str) -> str:
+            n = film.passed.count(event)
+            return "gone" if n < i else "way" if n == i and film.passed[-1] == event else ""
 
-        def style(event: tuple) -> str:
-            return "way" if event == happened[-1] else "" if event in happened else "gone"
+        of = {way: [[[u, k, style(i, u, way)] for u in UNITS] for i in (1, 2, 3)] for k, way in enumerate(WAYS)}
+        terms = [[f"{loss / 3 / SMALL.seq_len:.4f}"] for loss in film.losses]
+        of["its loss / n_targets"] = terms + [[]] * (3 - len(terms))
+        optimizer, grad = film.parts.optimizer, film.parts.model.lm_head.weight.grad
+        held = dict(gradients=grad is not None, moments=optimizer.torch_optimizer.state)
+        of["for the update"] = [[[name, 2, "" if there else "gone"] for name, there in held.items()]]
+        return of
 
-        of = {way: [[[u, k, style((i, way, u))] for u in UNITS] for i in (1, 2, 3)] for k, way in enumerate(WAYS)}
-        of["its loss / n_targets"] = [[f"{term:.4f}"] for term in terms] + [[]] * (3 - len(terms))
-        grads = [param.grad for param in parts.model.parameters() if param.grad is not None]
-        norm = nn.utils.get_total_norm(grads).item()
-        says = says.format(n=n) or f"Micro-batch {n}: {direction} of {UNITS[name]}."
-        states.append((f"{says} Norm of the gradients that are here: {norm:.4f}.", of))
-
-    def end_forward(_model: Decoder, _inputs: tuple, loss: Tensor):
-        timeline.phase("backward")
-        terms.append(loss.item() / config.global_batch_size / SMALL.seq_len)
-
-    def attach(parts: Parts):
-        parts.model.register_forward_pre_hook(lambda *_: timeline.phase("forward"))
-        parts.model.register_forward_hook(end_forward)
-        watch_modules(parts.model, partial(tell, parts))
-        done = partial(tell, parts, "", "done")
-        first = parts.model.model.embed_tokens.weight
-        first.register_post_accumulate_grad_hook(lambda _: done("Micro-batch {n} is done."))
-        after(parts.optimizer, "step", lambda: done("AdamW has updated the masters."))
-        after(parts.optimizer, "zero_grad", lambda: done("The gradients are dropped."))
-
-    run = watched(config, attach)
-    with timeline:
-        step01.train(config, run)
-    text = f"The loss of the step is the sum of the terms: {run.history[0]['loss']:.4f}. E embedding, 0 and 1 layers, "
-    return dict(text=text + "H norm and head. Bars: bytes in memory, moment by moment.", states=states, curve=curve)
+    film = Film(step01, rows, global_batch_size=3, dtype=dtype, recompute=recompute)
+    text = f"The loss of the step is the sum of the terms: {film.run.history[0]['loss']:.4f}. E embedding, 0 and 1 "
+    text += "layers, H norm and head. Bars: bytes in memory, moment by moment."
+    return dict(text=text, states=film.states, curve=film.curve)
 
 
 def collective(mesh: Mesh, name: str) -> dict:
@@ -147,149 +168,58 @@ def collective(mesh: Mesh, name: str) -> dict:
     return dict(text=f"{doc} Numbers are fp32. Each rank sends {sent[0]:.0f} bytes.", states=states)
 
 
-def ring_reduce(mesh: Mesh) -> dict:
-    """Chapter 2: `RingSync.sum_up` of four numbers."""
-    group, states = mesh["dp"], []
-    gradient = torch.arange(1.0, group.size + 1) * 10**group.rank
-
-    def tell(says: str, sends: list):
-        states.append((says, dict(has=[chips(gradient.tolist(), range(RANKS))], sends=[sends])))
-
-    def exchange(sends: list, receives: list, group: Group) -> comm.Pending:
-        shard, to = sends[0][0].storage_offset(), sends[0][1]
-        part = "reduce-scatter" if len(states) < RANKS - 1 else "all-gather"
-        says = f"Round {len(states)}, {part}: each rank sends a shard to its right neighbour."
-        tell(says, [*chips([gradient[shard].item()], [shard], "way"), f"to rank {to}"])
-        return comm.exchange(sends, receives, group)
-
-    with mock.patch.object(step02, "exchange", exchange):
-        step02.RingSync(nn.Module(), None, mesh).sum_up(gradient, group)
-    tell("Every rank has all sums.", [])
-    text = "Rank r begins with 1 2 3 4 times 10^r: the digits of a number show which ranks are in the sum."
-    return dict(text=text, states=states)
-
-
-class SeenBuckets:
-    """A step of `--sync bucket`: what is in each bucket, whenever a gradient comes, and at the end."""
-
-    def __init__(self):
-        self.states: list[tuple[str, dict]] = []
-        self.names: dict[nn.Parameter, str] = {}
-        self.here: set[nn.Parameter] = set()  # whose gradients have come
-        self.summed = False
-        config = step02.Config(**FLAGS | dict(global_batch_size=RANKS, bucket_mb=8 / 1024))
-        step02.train(config, watched(config, self.attach))
-
-    def attach(self, parts: Parts):
-        """Tell of each gradient, after the sync's own hook, which may send; and of the end."""
-        self.sync = parts.sync
-        for name, param in parts.model.named_parameters():
-            for long, brief in BRIEF.items():
-                name = re.sub(long, brief, name)
-            self.names[param] = name
-            param.register_post_accumulate_grad_hook(self.arrived)
-        after(parts.sync, "finish", self.finished)
-
-    def arrived(self, param: nn.Parameter):
-        """A hook of autograd's."""
-        self.here.add(param)
-        self.tell(f"The gradient of {self.names[param]} is here.")
-
-    def finished(self):
-        """All buckets are emptied into their gradients."""
-        self.summed = True
-        self.tell("`finish` has waited for every sum: all ranks have the same numbers.")
-
-    def tell(self, says: str):
-        """A state. Rank 0 also says which gradients are there."""
-        of = {}
-        for i, bucket in enumerate(self.sync.buckets):
-            flying = i < len(self.sync.pending) and not self.summed
-            styles = ["gone" if param not in self.here else "way" if flying else "" for param in bucket.params]
-            row = [[self.names[param], i, style] for param, style in zip(bucket.params, styles, strict=True)]
-            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"] if self.here & {*bucket.params} else []
-            of[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [row] * (dist.get_rank() == 0) + [number]
-        self.states.append((f"{says} Sums that have started: {len(self.sync.pending)}.", of))
-
-
 def buckets() -> dict:
-    """Chapter 2: buckets fill and leave while backward goes on."""
+    """Chapter 2: buckets fill and leave while backward goes on. Rank 0 also shows its gradients."""
+
+    def rows(film: Film) -> dict:
+        sync, of = film.parts.sync, {}
+        names = {param: brief(name) for name, param in film.parts.model.named_parameters()}
+        for i, bucket in enumerate(sync.buckets):
+            flying = i < len(sync.pending) and "finish" not in film.passed
+            styles = ["gone" if param not in film.here else "way" if flying else "" for param in bucket.params]
+            gradients = [[names[param], i, style] for param, style in zip(bucket.params, styles, strict=True)]
+            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"] if film.here & {*bucket.params} else []
+            of[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [gradients] * (dist.get_rank() == 0) + [number]
+        return of
+
+    film = Film(step02, rows, global_batch_size=RANKS, bucket_mb=8 / 1024)
     text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a bucket's buffer."
-    return dict(text=text, states=SeenBuckets().states)
-
-
-class SeenZero:
-    """The second step of `--zero stage`: what this rank holds of each unit, whenever that changes."""
-
-    def __init__(self, stage: int):
-        self.stage, self.rank, self.summed = stage, dist.get_rank(), False
-        self.states: list[tuple[str, dict]] = []
-        self.curve: dict[str, list[int]] = defaultdict(list)
-        config = step03.Config(**FLAGS | dict(global_batch_size=RANKS, steps=2, zero=stage, dtype="bf16"))
-        self.run = watched(config, self.attach)
-        step03.train(config, self.run)
-
-    def attach(self, parts: Parts):
-        """Tell of each module's turn, of each sum and gathering, and of what is freed."""
-        self.parts, self.named = parts, dict(zip(UNITS.values(), parts.units, strict=False))
-        self.run.count = self.saw
-        watch_modules(parts.model, lambda name, direction: self.tell(f"{direction} of {UNITS[name]}."))
-        for name, unit in self.named.items() if self.stage == 3 else ():
-            after(unit, "free", lambda name=name: self.tell(f"{name} is freed: each rank keeps its shard."))
-        after(parts.sync, "finish", lambda: self.tell("`finish` returns: each sum is complete.", summed=True))
-        after(parts.optimizer, "step", lambda: self.tell("The update is done."))
-        after(parts.optimizer, "zero_grad", lambda: self.tell("The gradients are dropped.", summed=False))
-
-    def saw(self, operation: str, _group: Group, tensor: Tensor, _share: float):
-        """An observer: a collective of a unit's weights or gradient starts, or of a bucket."""
-        whose = [name for name, unit in self.named.items() if tensor is unit.flat or tensor is unit.gradient]
-        if whose or (self.stage == 0 and operation == "all_reduce" and tensor.dim()):
-            self.tell(f"{operation.replace('_', '-')} of {whose[0] if whose else 'a bucket'} starts.")
-
-    def tell(self, says: str, summed: bool | None = None):
-        """A state, if something has changed by it. `summed`: whether gradients are sums from now on."""
-        self.summed = self.summed if summed is None else summed
-        if not self.run.history:  # in the first step the optimizer has no moments yet
-            return
-        of: dict[str, list] = {}
-        for name in UNITS.values():
-            kinds = (f"{name}: {kind}" for kind in ("weights", "gradient", "summed", "optimizer"))
-            of |= dict(zip(kinds, self.held(self.named.get(name)), strict=True))
-        if self.states and "freed" in says and of == self.states[-1][1]:
-            return  # there was nothing to free
-        self.states.append((says[0].upper() + says[1:], of))
-        now = {kind: bytes_of(tensors) for kind, tensors in held_tensors(self.parts).items()}
-        now["optimizer"] = now.pop("masters") + now.pop("moments")
-        for kind, n_bytes in now.items():
-            self.curve[kind].append(n_bytes)
-
-    def shards(self, own: str, others: str) -> list:
-        """A chip for each shard: the style of this rank's, and of the others'."""
-        return [[[str(r), r, own if r == self.rank else others] for r in range(RANKS)]]
-
-    def held(self, unit: step03.Unit | None) -> list:
-        """Weights, the gradient of this rank's tokens, its sum, masters and moments. No unit: stage 0 has none."""
-        here, mine, gone = self.shards("", ""), self.shards("", "gone"), self.shards("gone", "gone")
-        if unit is None:
-            there = gone if self.parts.model.lm_head.weight.grad is None else here
-            return [here, gone, there, here] if self.summed else [here, there, gone, here]
-        weights = here if unit.flat.untyped_storage().nbytes() else mine
-        if weights is here and self.stage == 3 and (not unit.gathered or unit.gathering.works):
-            weights = self.shards("", "way")
-        gradient = gone if unit.gradient is None else here
-        if self.stage >= 2 and self.parts.sync.in_flight is not None and self.parts.sync.in_flight[0] is unit:
-            gradient = self.shards("way", "way")
-        total = unit.grad_shard if unit.grad_shard is not None else unit.reduced_shard
-        return [weights, gradient, gone if total is None else mine, mine]
+    return dict(text=text, states=film.states)
 
 
 def zero(stage: int) -> dict:
-    """Chapter 3: a step of ZeRO, a chip for each shard."""
-    seen = SeenZero(stage)
+    """Chapter 3: the second step of `--zero stage`; the first one makes the moments. A chip for each shard."""
+
+    def shards(own: str, others: str) -> list:
+        return [[[str(r), r, own if r == dist.get_rank() else others] for r in range(RANKS)]]
+
+    here, mine, gone, way = (shards(*styles) for styles in (("", ""), ("", "gone"), ["gone"] * 2, ["way"] * 2))
+
+    def held(parts: Parts, unit: step03.Unit) -> list:
+        weights, gradient = here, gone if unit.gradient is None else here
+        if stage == 3 and not (unit.gathered and not unit.gathering.works):
+            weights = way if unit.gathered else mine
+        if stage >= 2 and parts.sync.in_flight is not None and parts.sync.in_flight[0] is unit:
+            gradient = way
+        summed = unit.reduced_shard is None and unit.grad_shard is None
+        return [weights, gradient, gone if summed else mine, mine]
+
+    def rows(film: Film) -> dict:
+        of: dict[str, list] = {}
+        if film.run.history:
+            there = film.parts.model.lm_head.weight.grad is not None  # of stage 0, which has no units
+            done = film.passed.count("finish") == 2
+            whole = [here, here if there and not done else gone, here if there and done else gone, here]
+            for n, name in enumerate(UNITS.values()):
+                kinds = (f"{name}: {kind}" for kind in ("weights", "gradient", "summed", "optimizer"))
+                of |= zip(kinds, held(film.parts, film.parts.units[n]) if stage else whole, strict=True)
+        return of
+
+    film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=stage, dtype="bf16")
     text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
     text += " Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the optimizer has masters"
     text += " and two moments. Bars: bytes on rank 0, moment by moment."
-    return dict(text=text, states=seen.states, curve=seen.curve)
+    return dict(text=text, states=film.states, curve=film.curve)
 
 
 BLOCKS = {"attention": ("input_layernorm", "self_attn"), "MLP": ("post_attention_layernorm", "mlp")}
@@ -299,14 +229,14 @@ RETURNED = {"input_layernorm": "norm(x)", "post_attention_layernorm": "norm(x)",
 RETURNED |= {f"{name}_proj": name for name in ("q", "k", "v", "gate", "up")}
 
 
-def block_tensors(of: str, group: Group | None, mesh: Mesh, sp: bool) -> dict[str, Tensor]:
-    """Chapter 4: by name, what passes through a block, and ("d ...") its gradients; on one device if `group` is None.
+def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
+    """Chapter 4: by name, what passes through a block, and ("d ...") its gradients; on one device if `mesh` is None.
 
     The course's own initial matrices, 40 times as large: so two digits behind the point tell something.
     """
     with torch.device("meta"):
         model = Decoder(BLOCK)
-    if group is not None:
+    if mesh is not None:
         step04.shard_tensors(model, mesh, sp)
     materialize(model, 0, torch.device("cpu"), torch.float64)
     seen: dict[str, Tensor] = {}
@@ -341,18 +271,9 @@ def kind_of(ranks: list[Tensor], one: Tensor) -> str:
     raise RuntimeError("the tensors of the ranks do not make up that of one device")
 
 
-WHY = {  # what f and g have done: (with SP, without), in forward and in backward
-    "f(norm(x))": ("f has gathered the tokens.", "f does nothing in forward."),
-    "g": ("g has summed the terms, and sharded the tokens.", "g has summed the terms."),
-    "d norm(x)": ("f's backward has summed the terms, and sharded the tokens.", "f's backward has summed the terms."),
-    "d o_proj": ("g's backward has gathered the tokens.", "g's backward does nothing."),
-}
-WHY["d down_proj"] = WHY["d o_proj"]
-
-
 def block(mesh: Mesh, of: str, sp: bool) -> dict:
     """Chapter 4: a block's tensors on two ranks. The second one also shows those of one device."""
-    seen, one = (block_tensors(of, group, mesh, sp) for group in (mesh["tp"], None))
+    seen, one = (block_tensors(of, ranks, sp) for ranks in (mesh, None))
     both, r, states = [None, None], mesh["tp"].rank, []
     dist.all_gather_object(both, seen, mesh["tp"].handle)
     kinds = {name: kind_of([rank[name] for rank in both], one[name]) for name in seen}
@@ -364,19 +285,17 @@ def block(mesh: Mesh, of: str, sp: bool) -> dict:
     for k, (name, kind) in enumerate(kinds.items()):
         mine = matrix(seen[name], -1 if kind == "whole" else r, "way" if kind == "partial" else "")
         line = [[f"{x}: {y}", dict(w=-1, s=2, p=4)[y[0]], "gone" * (n > k)] for n, (x, y) in enumerate(kinds.items())]
-        ways = [chip for chip in line if chip[0][:2] != "d "], [chip for chip in line if chip[0][:2] == "d "]
         rows = {"numbers": [mine] + [matrix(one[name], -1)] * r}
-        rows |= {way: [row] * (r == 0) for way, row in zip(WAYS, ways, strict=True)}
-        states.append((f"{name}: {kind} on the two ranks. {WHY.get(name, ('', ''))[not sp]}", rows))
-    text = (
-        "One sequence of 4 tokens (rows), 4 channels; d: the gradient of. Whole: all ranks have the same. Shard: parts"
-    )
-    text += " of a tensor. Partial: terms of a sum. Each is found by comparing the numbers with those of one device."
+        for way, is_gradient in zip(WAYS, (False, True), strict=True):
+            rows[way] = [[chip for chip in line if chip[0].startswith("d ") == is_gradient]] * (r == 0)
+        states.append((f"{name}: {kind} on the two ranks.", rows))
+    text = "One sequence of 4 tokens (rows), 4 channels; d: the gradient of. Whole: all ranks have the same. Shard: "
+    text += "parts of a tensor. Partial: terms of a sum. Each is found by comparing the numbers with one device's."
     return dict(text=text, states=states)
 
 
 def ring_modes() -> list[str]:
-    """The modes in which keys go round one ring, called as chapter 5's is."""
+    """The modes in which keys go round one ring: called as chapter 5's is, they say which pairs are visible."""
     known = {mode: inspect.signature(made.attention).parameters for mode, made in step05.CONTEXT.items()}
     needed = {mode: [name for name, it in of.items() if it.default is it.empty] for mode, of in known.items()}
     return [mode for mode, of in known.items() if "visible" in of and needed[mode] == ["q", "k", "v", "group"]]
@@ -402,8 +321,16 @@ def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]
     return hops
 
 
+ROUTES = {
+    "router": "Router: of each token, what the experts weigh. The two heaviest are its choices.",
+    "sorted": "Sorted by expert; a bar between what is for one rank and for the next.",
+    "there": "There: the all-to-all has brought the rows, and they are sorted by expert; a bar between experts.",
+    "home": "Home: the outputs are back, in the order in which the rows left.",
+}
+
+
 def routing(mesh: Mesh, ep: int) -> dict:
-    """Chapter 7: a layer with 4 experts, 2 tokens a rank, 2 choices a token.
+    """Chapter 7: a layer with 4 experts, which change nothing; 2 tokens a rank, 2 choices a token.
 
     A token is known by its numbers: rows that travel are looked up among the tokens of all ranks.
     """
@@ -413,60 +340,44 @@ def routing(mesh: Mesh, ep: int) -> dict:
     layer, generator = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh), torch.Generator().manual_seed(2)
     layer.router.weight.data.normal_(0.0, 0.3, generator=generator)
     tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
-    rows, first = {}, mesh["ep"].rank * 4 // ep
+    rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # which experts
 
-    def show(name: str, of: Tensor, counts: Tensor, start: int = 0):
-        """A chip for each row, with its expert and its token; a bar between blocks. `counts`: [blocks, experts]."""
+    def show(name: str, of: Tensor, counts: Tensor, experts: range, block: int):
+        """A chip for each row, with its expert and its token; a bar after `block` experts."""
         places, made = iter([int((tokens - row).abs().sum(-1).argmin()) for row in of]), []
-        for block in counts.tolist():
-            chosen = [expert for expert, count in enumerate(block, start) for _ in range(count)]
-            made += ["|", *([f"e{e}:t{token}", token // 2, ""] for e, token in zip(chosen, places, strict=False))]
-        rows.setdefault(name, made[1:])  # what is received first; outputs on their way home pass there, too
+        for expert, count in zip(experts, counts.tolist(), strict=True):
+            made += ["|"] * (expert % block == 0)
+            made += [[f"e{expert}:t{token}", token // 2, ""] for _, token in zip(range(count), places, strict=False)]
+        rows[name] = made[1:]
 
-    def experts(of: Tensor, counts: Tensor) -> Tensor:
-        show("by expert", of, counts.diag(), first)
+    def there(of: Tensor, counts: Tensor) -> Tensor:
+        show("there", of, counts, here, 1)
         return of
 
-    def transpose_blocks(of: Tensor, sizes: Tensor) -> Tensor:
-        show("received", of, sizes, first)
-        return plain(of, sizes)
-
     def visit(of: Tensor, counts: Tensor) -> Tensor:
-        by_rank = torch.block_diag(*counts.view(ep, 1, -1))
-        show("sorted", of, by_rank)
-        out = step07.visit_experts(experts, mesh["ep"], of, counts)
-        show("home", out, by_rank)
+        show("sorted", of, counts, range(4), 4 // ep)
+        out = step07.visit_experts(there, mesh["ep"], of, counts)
+        show("home", out, counts, range(4), 4 // ep)
         return out
 
-    def topk(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        scores, chosen = plain_topk(p, k)
-        for token, (of, share) in enumerate(zip(chosen.tolist(), scores / scores.sum(-1, keepdim=True), strict=True)):
-            said = ", ".join(f"e{expert} {score:.2f}" for expert, score in zip(of, share.tolist(), strict=True))
-            rows.setdefault("routed", []).extend([[f"t{2 * mesh.rank + token}: {said}", mesh.rank, ""], "\n"])
-        return scores, chosen
+    def weigh(plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
+        words = [f"t{2 * mesh.rank + n}: " + " ".join(f"{x:.2f}" for x in row) for n, row in enumerate(p.tolist())]
+        rows["router"] = [part for word in words for part in ([word, mesh.rank, ""], "\n")]
+        return plain(p, counts)
 
-    plain, plain_topk, layer.experts.forward = step07.transpose_blocks, Tensor.topk, visit
-    patches = mock.patch.object(step07, "transpose_blocks", transpose_blocks), mock.patch.object(Tensor, "topk", topk)
-    with patches[0], patches[1], torch.no_grad():
+    layer.experts.forward, layer.aux_loss = visit, partial(weigh, layer.aux_loss)
+    with torch.no_grad():
         layer(tokens[2 * mesh.rank :][None, :2])
-    says = {
-        "routed": "Routed: each token's two experts, with the weights of their outputs.",
-        "sorted": "Sorted by expert; a bar between what is for one rank and for the next.",
-        "received": "Received: what the all-to-all has brought; a bar between senders.",
-        "by expert": "By expert: what one expert computes stands together; a bar between experts.",
-        "home": "Home: the outputs are back, in the order in which the rows left.",
-    }
-    known = {"experts here": [[", ".join(f"e{first + k}" for k in range(4 // ep))]]}
-    shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(says)} for k in range(len(says))]
+    known = {"experts here": [[", ".join(f"e{expert}" for expert in here)]]}
+    shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(ROUTES)} for k in range(len(ROUTES))]
     text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
-    return dict(text=text, states=[(said, known | of) for said, of in zip(says.values(), shown, strict=True)])
+    return dict(text=text, states=[(said, known | of) for said, of in zip(ROUTES.values(), shown, strict=True)])
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     """Everything that a rank saw, by picture and choice. Chapter 1 needs one rank alone."""
     torch.set_num_threads(1)
-    PRESETS["picture"], FLAGS["dataset"] = SMALL, f"{folder}/text.txt"
-    where = f"file://{folder}/meet"
+    PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
     try:
         mesh, pairs = Mesh(dp=RANKS), Mesh(dp=RANKS // 2, tp=2)
@@ -474,7 +385,6 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
         return dict(
             step={"/".join(choice): accumulation(*choice) for choice in one},
             collective={name: collective(mesh, name) for name in OPERATIONS},
-            ring_reduce={"": ring_reduce(mesh)},
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in step03.STAGES},
             block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in BLOCKS for sp in ("yes", "no")},
@@ -488,7 +398,6 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 def recorded() -> list[dict[str, dict[str, Any]]]:
     """What each of four ranks saw. Raises what one of them has raised."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
-        Path(folder, "text.txt").write_text(Path(step01.__file__).read_text())
         ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
         for rank in as_completed(ranks):
             rank.result()  # raises what came first: the others fail because this rank has left
