@@ -1,10 +1,11 @@
 """Speed and memory of the steps, each way to do it beside the others, and beside PyTorch's own.
 
-Whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The losses of all
-contestants must agree. `peak memory`: all tensors of rank 0 at the highest moment of the second step, kernels' own
-scratch included. Every contest is a table of rows: a step with its flags, or a function of peers.py (`peer`).
+A contest times whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The
+losses of all contestants must agree. `peak memory` is that of all tensors of rank 0 at the highest moment of the second
+step, without what kernels allocate inside. A row is a step with its flags, or a function of peers.py (`peer`).
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ import torch
 
 from common import UserError
 from common.trainer import parse
-from extras.tests.bench.harness import Entry, contest, on_ranks, report, where
+from extras.tests.bench.harness import Entry, contest, report
+from extras.tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """Which contestants, on how many ranks; `shared`: flags of all of them. `bound` of the difference of losses."""
+    """Contestants by name, with their flags; `shared`: flags of all. Losses may differ by `bound`."""
 
     about: str
     ranks: int
@@ -104,8 +106,14 @@ def bench(name: str, config: Config):
         ours = [name for name in entries if not entries[name].train]
         beside[row] = ours[-1] if peer and ours else chosen[0]
     bound = max(bound, 0.05 if torch.cuda.is_available() else 0.0)  # where they train in bf16
-    found, *_ = on_ranks(ranks, contest, entries, config.rounds, bound)
-    print(f"{name}: {about}; {where(ranks)}; {flags['model']}\n\n{report(found, beside)}")
+    pool = Pool(ranks, "spawn", "nccl" if torch.cuda.device_count() >= ranks else "gloo")  # with a GPU each, or on CPUs
+    try:
+        found, *_ = pool.run(contest, entries, config.rounds, bound, timeout=86400.0)
+    finally:
+        pool.stop()
+    load = f"{os.cpu_count()} CPU cores, one thread a rank, load {os.getloadavg()[0]:.1f}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else load
+    print(f"{name}: {about}; {flags['model']}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
     print(f"medians (and range) of {config.rounds} rounds in turns; ratios are of neighbours in a round")
 
 

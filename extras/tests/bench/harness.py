@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from extras.services.launch import gather_objects
 from extras.services.memory import MemoryTimeline
 from extras.services.seam import OpenRun, check, compose
 from extras.services.tables import human, table
-from extras.tests.pool import Pool
 
 
 class Entry(NamedTuple):
@@ -43,15 +42,6 @@ class Result(NamedTuple):
     peak: int  # bytes of rank 0's tensors, at most, in the second step
 
 
-def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
-    """Call a function of a module on so many fresh processes, with a GPU each if there are enough; results by rank."""
-    pool = Pool(world, "spawn", "nccl" if torch.cuda.device_count() >= world else "gloo")
-    try:
-        return pool.run(function, *args, timeout=86400.0)
-    finally:
-        pool.stop()
-
-
 class Bare(OpenRun):
     """A run that prints and writes nothing."""
 
@@ -65,7 +55,7 @@ class Bare(OpenRun):
             self.train = getattr(importlib.import_module("extras.tests.bench.peers"), entry.train)
 
     def built(self, **parts: Any):
-        """All parts are there: attach the variants to those of a step."""
+        """Attach the variants, if this is a step's own `train`."""
         self.began = time.perf_counter()
         if self.ours:
             self.open(**parts)
@@ -81,7 +71,7 @@ class Contestant(Bare):
         self.wait()
 
     def work(self):
-        """The thread."""
+        """Train, in the thread."""
         try:
             with self:
                 self.train(self.config, self)
@@ -90,7 +80,7 @@ class Contestant(Bare):
             self.done.release()
 
     def wait(self):
-        """Until the thread waits. Raises what it has raised."""
+        """Block until the thread waits. Raises what the thread has raised."""
         self.done.acquire()
         if self.error is not None:
             raise self.error
@@ -113,7 +103,7 @@ class Contestant(Bare):
 
 
 class AllTensors(MemoryTimeline):
-    """Also sees the local tensors of PyTorch's DTensors, which DTensors' own operators then use."""
+    """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Leave DTensors to themselves."""
@@ -122,7 +112,7 @@ class AllTensors(MemoryTimeline):
 
 
 class Watched(Bare):
-    """Two steps, whose tensors are seen."""
+    """Trains two steps under a timeline of all tensors."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """The second one begins after `before` events."""
@@ -196,10 +186,3 @@ def report(found: dict[str, Result], beside: dict[str, str]) -> str:
         shown = [human(n) if n else "-" for n in (result.sent, result.peak)]
         rows.append([name, f"{1e3 * median(result.seconds):.1f} ms", beside[name], *ratios, *shown])
     return table(rows)
-
-
-def where(world: int) -> str:
-    """The machine, in words."""
-    load = f"{os.cpu_count()} CPU cores, one thread a rank, load {os.getloadavg()[0]:.1f}"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else load
-    return f"{world} rank{'s' * (world > 1)} on {gpu}"

@@ -1,4 +1,4 @@
-"""PyTorch's own parallel training, as a `train(config, run)`: same model, weights, batches, clipping and update rule.
+"""Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
 
 Only what lies between the batch and the update differs from the steps; a `Peer` says what that is.
 """
@@ -41,7 +41,7 @@ class Peer:
 
 
 def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, run: Run):
-    """The loop of the steps around a peer, which cuts along `cut`."""
+    """The steps' training loop around a peer that shards along the dimension `cut`."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -67,7 +67,7 @@ def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, ru
 
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Matrices and norms, DTensors apart: PyTorch's fused kernels take no mixture."""
+    """Group matrices, norms and DTensors of each: PyTorch's fused kernels take no mixture."""
     sets: dict[tuple, list[nn.Parameter]] = {}
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
@@ -81,7 +81,7 @@ def adamw(module: nn.Module, config: Any) -> torch.optim.Optimizer:
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """PyTorch's clipping; where stages are cut (`mesh`), the squares of their norms are added up."""
+    """PyTorch's clipping; with pipeline stages (`mesh`), the squares of their norms are summed. Returns the norm."""
     square = 0.0
     for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -95,7 +95,7 @@ def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
 
 
 def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
-    """Forward and backward one after the other; `last` is told whether the next micro-batch is the last one."""
+    """Forward and backward of one micro-batch after another; `last` is told whether the next one is the last."""
     total = 0.0
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         last(i + 1 == len(xs))
@@ -106,7 +106,7 @@ def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """FSDP2: each layer a unit and the rest one, freed after use; gradients are summed, not averaged."""
+    """FSDP2: each layer is a unit, the rest another, freed after use; gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
     options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
@@ -120,7 +120,7 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 
 def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """DistributedDataParallel, summing, with a ZeroRedundancyOptimizer around the rule of the steps."""
+    """DistributedDataParallel with summed gradients, and a ZeroRedundancyOptimizer around the steps' update rule."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
     options = dict(gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=config.bucket_mb)
