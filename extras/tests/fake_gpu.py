@@ -1,9 +1,10 @@
-"""Training on GPUs that are not there: the branches for CUDA and NCCL, on a CPU build of torch.
+"""Trains on simulated GPUs, so that the branches for CUDA and NCCL run on a CPU build of torch.
 
 Tensors have a device, a dtype and a shape, and no numbers; ranks are alone (services/dry_run.py). A few lines of C++
-(fake_cuda.cpp) add what such a build lacks for tensors on "cuda". `train` of every step runs as it is, as rank 3 of 8
-GPUs, say. `Watch` sees each operator and each collective on its way: where the host waits for the GPU, whether streams
-wait for what they read, in which order collectives are launched. Not seen: kernels, time, memory given away too early.
+(fake_cuda.cpp) add what such a build lacks for tensors on "cuda". `train` of every step runs unchanged, for example as
+rank 3 of 8 GPUs. `Watch` sees each operator and each collective on its way: where the host waits for the GPU, whether
+streams wait for what they read, and in which order collectives are launched. It does not see kernels, time, or memory
+that is given away too early.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
 
 from common import comm
 from extras.services.clocks import Clock
@@ -61,22 +63,22 @@ def can_fake_cuda() -> bool:
 
 
 class Stream:
-    """A CUDA stream (or the host, or NCCL): what it was told, and what it has waited for."""
+    """A CUDA stream, the host, or NCCL: counts its launches, and remembers what it has waited for."""
 
     def __init__(self):
         self.launched = 0
         self.after: dict[Stream, int] = {}  # how many launches of other streams come before its next one
 
     def now(self) -> dict["Stream", int]:
-        """What will be done when all that was launched here is."""
+        """By stream, the launches that are complete when everything launched here is complete."""
         return self.after | {self: self.launched}
 
     def catch_up(self, moment: dict["Stream", int]):
-        """Wait for a moment of some stream."""
+        """Wait for such launches."""
         self.after |= {stream: max(n, self.after.get(stream, 0)) for stream, n in moment.items()}
 
     def wait_stream(self, other: "Stream"):
-        """Wait for what another stream was told so far."""
+        """Wait for everything that another stream has launched so far."""
         self.catch_up(other.now())
 
 
@@ -87,7 +89,7 @@ class Event:
         self.watch, self.at = watch, {}
 
     def record(self):
-        """Take the current stream's moment."""
+        """Remember what the current stream has launched."""
         self.at = self.watch.stream.now()
 
     def wait(self):
@@ -109,34 +111,29 @@ class Call(NamedTuple):
     what: tuple  # element counts and dtype
 
 
-def tensors_of(args: Iterable) -> list[Tensor]:
-    """The tensors among an operator's arguments, and in lists among them."""
-    flat = (part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return [part for part in flat if isinstance(part, Tensor)]
+def tensors_of(*args: Any) -> list[Tensor]:
+    """The tensors among these, and in lists among them."""
+    return [part for part in tree_iter(args) if isinstance(part, Tensor)]
 
 
 def place() -> str:
-    """The innermost line of the project, outside what makes things up, that is being executed."""
-    frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT)]
-    unseen = (str(ROOT / "tests"), str(ROOT / "extras/services/dry_run.py"))
-    frames = [f for f in frames if not f.filename.startswith(unseen) and "site-packages" not in f.filename]
+    """The innermost line that is being executed, of the project without this simulation."""
+    unseen = tuple(str(ROOT / part) for part in ("extras/tests", "extras/services/dry_run.py", ".venv"))
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
+    frames = [f for f in frames if not f.filename.startswith(unseen)]
     return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "outside"
 
 
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """From which byte of its storage to which a tensor lies, gaps among them."""
+def bytes_of(tensor: Tensor) -> tuple[tuple[str, int], tuple[int, int]]:
+    """Its storage, and the bytes [start, stop) that it occupies there, gaps included."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.itemsize
-    return start, start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
-
-
-def place_of(tensor: Tensor) -> tuple[str, int]:
-    """Its kind of device, and its storage there."""
-    return tensor.device.type, tensor.untyped_storage()._cdata
+    stop = start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
+    return (tensor.device.type, tensor.untyped_storage()._cdata), (start, stop)
 
 
 class Watch(TorchDispatchMode):
-    """Sees each operator of a rank."""
+    """Sees each operator of a rank, and notes what must not happen on a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -147,8 +144,7 @@ class Watch(TorchDispatchMode):
         # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
         self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
         self.early: set[str] = set()  # where something is read that its reader has not waited for
-        self.stream, self.host, self.nccl, self.beside = Stream(), Stream(), Stream(), 0
-        self.first = self.stream  # beside: launches on other streams
+        self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -164,13 +160,13 @@ class Watch(TorchDispatchMode):
         self.host.catch_up(self.stream.now())
 
     def asks(self, right: Callable, tensor: Tensor) -> Any:
-        """A method whose answer the host needs."""
+        """Call a method whose answer the host needs."""
         if tensor.is_cuda:
             self.wait(right.__name__)
         return right(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator, and look at it."""
+        """Run an operator, and note whether it makes the host wait or reads early."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -188,17 +184,14 @@ class Watch(TorchDispatchMode):
             self.order(func, args, kwargs, out)
         if name in ("_to_copy", "copy_") and isinstance(out, Tensor):
             here = not (kwargs.get("non_blocking") or (*args, False, False)[2] is True)
-            if here and {t.device.type for t in (*tensors_of(args), out)} >= {"cpu", "cuda"}:
+            if here and {t.device.type for t in tensors_of(args, out)} >= {"cpu", "cuda"}:
                 self.wait("copy between host and GPU")
         return out
 
     def order(self, func: Callable, args: tuple, kwargs: dict, out: Any):
-        """Note who reads what another stream has not written yet, and who writes what. NCCL has a stream of its own."""
+        """Note reads of what another stream may not have written yet, and what is written. NCCL has its own stream."""
         name, schema = func.overloadpacket.__name__, func._schema.arguments
-        inputs, made = (
-            tensors_of((*args, *kwargs.values())),
-            tensors_of(out if isinstance(out, list | tuple) else (out,)),
-        )
+        inputs, made = tensors_of(args, kwargs), tensors_of(out)
         reader = self.stream if any(t.is_cuda for t in (*inputs, *made)) else self.host
         written = [arg for a, arg in zip(schema, args, strict=False) if a.alias_info and a.alias_info.is_write]
         changed = made + tensors_of(written)
@@ -206,21 +199,21 @@ class Watch(TorchDispatchMode):
             self.nccl.catch_up(self.stream.now())
             reader, changed = self.nccl, [] if name == "send" else inputs[:1]
         reader.launched += 1
-        self.beside += reader not in (self.host, self.nccl) and self.stream is not self.first
         for tensor in () if name in NO_KERNEL or name.startswith("new_") or name.endswith("_like") else inputs:
-            start, stop = extent(tensor)
-            for (first, last), (writer, n) in self.written.get(place_of(tensor), {}).items():
+            storage, (start, stop) = bytes_of(tensor)
+            for (first, last), (writer, n) in self.written.get(storage, {}).items():
                 late = writer not in (reader, self.host) and reader.after.get(writer, 0) < n
                 if late and first < stop and start < last:
                     self.early.add(f"{name} in {place()}")
-        self.written |= {place_of(tensor): {} for tensor in made if not any(tensor is t for t in inputs)}
+        self.written |= {bytes_of(tensor)[0]: {} for tensor in made if not any(tensor is t for t in inputs)}
         for tensor in changed:
-            self.written.setdefault(place_of(tensor), {})[extent(tensor)] = reader, reader.launched
+            storage, part = bytes_of(tensor)
+            self.written.setdefault(storage, {})[part] = reader, reader.launched
         if func.namespace == "c10d" and any(arg is False for arg in args):  # not asynchronous
             self.stream.catch_up(self.nccl.now())
 
     def collective(self, func: Callable, args: tuple):
-        """Record a call after looking at what it is given: NCCL takes whole contiguous CUDA tensors of one dtype."""
+        """Record a call. NCCL wants contiguous CUDA tensors of one dtype; raises AssertionError for others."""
         name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
         group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
         sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
@@ -240,14 +233,9 @@ class Watch(TorchDispatchMode):
         else:
             self.calls.append([Call(name.strip("_"), group.group_name, ranks, (*sizes, dtype))])
 
-    def post(self, right: Callable, operations: list) -> Any:
-        """Instead of `batch_isend_irecv`: its messages are launched together."""
-        self.calls.append([])
-        return right(operations)
-
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
-    """Instead of torch's: flash in 16 bits, memory-efficient in fp32."""
+    """Replaces torch's own: flash attention in 16 bits, memory-efficient attention in fp32."""
     aten = torch.ops.aten
     if q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
@@ -255,14 +243,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_g
 
 
 class Watched(OpenRun):
-    """A run that leaves nothing behind, and tells the watch where a step is."""
+    """A run that writes nothing, and tells the watch when forward begins and when gradients are complete."""
 
     def __init__(self, config: Any, watch: Watch):
         super().__init__(config)
         self.first, self.watch, self.levels = False, watch, levels_of(config)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """After everything has been attached."""
+        """Attach the watch last, around all variants."""
         parts = self.open(**parts)
         Clock(parts, host=True).listeners.append(self.hear)
         parts.around(parts.optimizer, "gradients", self.asked, by=__name__)
@@ -270,21 +258,18 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def asked(self, gradients: Callable) -> dict[str, Tensor]:
-        """Around the optimizer's: the norm is next, for which the host waits."""
+        """Around the optimizer's `gradients`: the norm comes next, for which the host waits in any case."""
         self.watch.inside = False
         return gradients()
 
     def hear(self, phase: str):
-        """A listener of the clock."""
+        """Listen to the clock's phases."""
         self.watch.inside |= phase == "forward"
-
-    def record(self, *same: Any, **numbers: Any):
-        """Nothing."""
 
 
 @contextmanager
 def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, this process is a rank of so many, with a GPU each, and tensors have no numbers."""
+    """Inside, this process is rank `rank` of `world` with a GPU each, and tensors have no numbers."""
 
     def pend(pending: comm.Pending, *given: Any, right: Callable = comm.Pending.__init__, **how: Any):
         right(pending, *given, **how)
@@ -293,6 +278,10 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
     def arrive(pending: comm.Pending, right: Callable = comm.Pending.wait):
         watch.stream.catch_up(pending.moment)
         right(pending)
+
+    def post(operations: list, right: Callable = dist.batch_isend_irecv) -> Any:
+        watch.calls.append([])  # its messages are launched together
+        return right(operations)
 
     def on_host(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
         return right(*args, **how)
@@ -318,7 +307,7 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
     gpu |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: "a GPU that is not there")
     replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
     replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", on_host)]
-    replaced += [(dist, "batch_isend_irecv", partial(watch.post, dist.batch_isend_irecv)), (torch, "tensor", tensor)]
+    replaced += [(dist, "batch_isend_irecv", post), (torch, "tensor", tensor)]
     replaced += [(F, "scaled_dot_product_attention", attention)]
     mode = torch._subclasses.fake_tensor.FakeTensorMode
     with ExitStack() as stack:
@@ -338,7 +327,7 @@ BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16
 
 
 def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tuple[int, int] = (9, 0)) -> Watch:
-    """Train as a rank of so many under `options` (flags, and fields of the model's shape); what was seen on the way."""
+    """Train as a rank of so many under `options` (flags, and fields of the model's shape); returns what was seen."""
     cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
     config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
     run = Watched(config, watch)
@@ -350,7 +339,7 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tup
 
 
 def stuck(queues: list[list[list[Call]]]) -> list[str]:
-    """Carry out each rank's launches in their order, as if each blocked its rank; what waits for ever.
+    """Carry out each rank's launches in order, as if each blocked its rank; returns a line for each rank that hangs.
 
     A call ends when all of its ranks have it among what they launch next; a launch, when all of its calls have.
     """

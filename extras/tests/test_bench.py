@@ -1,11 +1,9 @@
 """The measurements' tables of rows: every flag is one of the step's, every value one that its menu has."""
 
-import contextlib
 import importlib
 
 import pytest
 
-from common import UserError
 from common.trainer import parse
 from extras.services.seam import check, compose
 from extras.tests.bench import __main__ as bench
@@ -14,15 +12,17 @@ from extras.tests.bench.contests import CONTESTS
 from extras.tests.bench.harness import Result, report, spread
 from extras.variants.record import spelled
 
-ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
+ROWS = [(c.step, c.ranks, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
+ROWS += [(entry.step, 2 * ranks, entry.flags) for ranks, entry in rows().values()]
 
 
-@pytest.mark.parametrize("step, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, flags in ROWS])
-def test_a_row_is_a_legal_command_line(step, flags):
-    """And says the same as the row."""
+@pytest.mark.parametrize("step, ranks, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, _, flags in ROWS])
+def test_a_row_is_a_legal_command_line(step, ranks, flags):
+    """It says the same as the row, and suits its number of ranks."""
     given = {name: value for name, value in flags.items() if name != "peer"}
     config = parse(compose(importlib.import_module(step)), " ".join(spelled(*flag) for flag in given.items()).split())
     assert {name: getattr(config, name) for name in given} == given
+    check(config, ranks)
 
 
 def test_every_measurement_is_listed(capsys):
@@ -36,17 +36,6 @@ def test_every_measurement_is_listed(capsys):
 def test_a_ratio_compares_neighbours_of_a_round():
     """A slow round hits both alike: twice as long is twice as long."""
     ours, theirs = [1.0, 10.0, 2.0], [2.0, 20.0, 4.0]
-    row = dict(sent={})
-    found = dict(ours=Result(ours, ours, row, 0), theirs=Result(theirs, theirs, row, 0))
+    found = dict(ours=Result(ours, ours, 0, 0), theirs=Result(theirs, theirs, 0, 0))
     assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"
     assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 2
-
-
-@pytest.mark.parametrize("entry", [entry for _, entry in rows().values()], ids=str)
-def test_an_entry_is_legal_on_two_ranks(entry):
-    """Or on four."""
-    config = compose(importlib.import_module(entry.step))(**entry.flags)
-    with contextlib.suppress(UserError):
-        check(config, 2)
-        return
-    check(config, 4)

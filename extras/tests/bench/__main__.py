@@ -6,34 +6,33 @@
 The table goes to stdout, everything else to stderr. Figures go to extras/tests/bench/figures.
 """
 
-import importlib
 import sys
+from types import ModuleType
 
 from common import UserError
-from extras.tests.bench.contests import CONTESTS
+from extras.tests.bench import attention, cluster, contests, plan
 
-MODULES = {  # name -> module with main(name, argv)
-    **dict.fromkeys(CONTESTS, "contests"),
-    "attention": "attention",
-    "plan": "plan",
-    "cluster-bytes": "cluster",
+MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
+    **dict.fromkeys(contests.CONTESTS, contests),
+    "attention": attention,
+    "plan": plan,
+    "cluster-bytes": cluster,
 }
 
 
 def main(argv: list[str]) -> int:
-    """Call the measurement's `main`; returns the exit status. A mistake is one line."""
+    """Take the measurement that argv[0] names; returns the exit status. A mistake is one line."""
     try:
         if argv and argv[0] not in MODULES:
             raise UserError(f"no measurement is called {argv[0]}; there are {', '.join(MODULES)}")
         if argv:
-            importlib.import_module(f"extras.tests.bench.{MODULES[argv[0]]}").main(argv[0], argv[1:])
+            MODULES[argv[0]].main(*argv[:1], argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, module in MODULES.items() if not argv else ():
-        row = CONTESTS.get(name)
-        about = row.about if row else importlib.import_module(f"extras.tests.bench.{module}").__doc__
-        print(f"{name:12} {about.splitlines()[0]}")
+        about = contests.CONTESTS[name].about if module is contests else module.__doc__.splitlines()[0]
+        print(f"{name:14} {about}")
     return 0
 
 

@@ -1,19 +1,24 @@
 """Speed and memory of the steps, each way to do it beside the others, and beside PyTorch's own.
 
-Whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The losses of all
-contestants must agree. `peak memory`: all tensors of rank 0 at the highest moment of the second step, kernels' own
-scratch included. Every contest is a table of rows: a step with its flags, or a function of peers.py (`peer`).
+A contest times whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The
+losses of all contestants must agree. `peak memory` is that of all tensors of rank 0 at the highest moment of the second
+step, without what kernels allocate inside. A row is a step with its flags, or a function of peers.py (`peer`).
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from common import UserError
-from extras.tests.bench.harness import Entry, Sizes, command, contest, on_ranks, report, where
+from common.trainer import parse
+from extras.tests.bench.harness import Entry, contest, report
+from extras.tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """Which contestants, on how many ranks; `shared`: flags of all of them. `bound` of the difference of losses."""
+    """Contestants by name, with their flags; `shared`: flags of all. Losses may differ by `bound`."""
 
     about: str
     ranks: int
@@ -76,26 +81,20 @@ CONTESTS = {
 
 
 @dataclass
-class Config(Sizes):
+class Config:
     """Flags of all contestants."""
 
     model: str = ""  # preset; default: tiny, in step 7 tiny-moe
     seq_len: int = 0  # override the sequence length; 0: as the preset
-    ranks: int = 0  # processes; 0: as the contest has them
-    global_batch_size: int = 16  # sequences of a step, all ranks together
-    micro_batch_size: int = 0  # sequences of a forward; 0: 4, or what the contest has
-    dtype: str = "auto"  # of weights and compute
-    device: str = "auto"  # where to compute
-    only: str = ""  # contestants, by commas; the first is what the others are measured by
-    peak: bool = True  # find the peak of memory, too
+    only: str = ""  # contestants, by commas; the others are compared with the first one
+    rounds: int = 8  # turns of each contestant, after one to warm up
 
 
 def bench(name: str, config: Config):
     """One contest."""
     about, ranks, step, rows, shared, bound = CONTESTS[name]
-    flags = dict(model="tiny", micro_batch_size=4, global_batch_size=config.global_batch_size) | shared
-    flags |= {key: value for key in ("model", "micro_batch_size", "seq_len") if (value := getattr(config, key))}
-    flags |= dict(dtype=config.dtype, device=config.device)
+    flags = dict(model="tiny", micro_batch_size=4, global_batch_size=16) | shared
+    flags |= {key: value for key in ("model", "seq_len") if (value := getattr(config, key))}
     chosen = config.only.split(",") if config.only else list(rows)
     if unknown := set(chosen) - set(rows):
         raise UserError(f"--only {', '.join(unknown)}: contestants are {', '.join(rows)}")
@@ -106,15 +105,18 @@ def bench(name: str, config: Config):
         entries[row] = Entry(step, flags | own, peer)
         ours = [name for name in entries if not entries[name].train]
         beside[row] = ours[-1] if peer and ours else chosen[0]
-    ranks = config.ranks or ranks
-    bound = max(bound, 0.05 if config.dtype == "bf16" else 0.0)
-    found, *_ = on_ranks(ranks, contest, entries, config.rounds, config.steps_a_turn, bound, config.peak)
-    print(f"{name}: {about}; {where(ranks)}")
-    print(f"{flags['model']}, {flags['global_batch_size']} sequences in micro-batches of {flags['micro_batch_size']}\n")
-    print(report(found, beside))
+    bound = max(bound, 0.05 if torch.cuda.is_available() else 0.0)  # where they train in bf16
+    pool = Pool(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")  # with a GPU each, or on CPUs
+    try:
+        found, *_ = pool.run(contest, entries, config.rounds, bound, seconds=86400.0)
+    finally:
+        pool.stop()
+    load = f"{os.cpu_count()} CPU cores, one thread a rank, load {os.getloadavg()[0]:.1f}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else load
+    print(f"{name}: {about}; {flags['model']}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
     print(f"medians (and range) of {config.rounds} rounds in turns; ratios are of neighbours in a round")
 
 
 def main(name: str, argv: list[str]):
     """The command line."""
-    command(lambda config: bench(name, config), Config, argv)
+    bench(name, parse(Config, argv))

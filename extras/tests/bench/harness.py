@@ -1,18 +1,16 @@
-"""What all measurements share: ranks, contestants that take turns, times with their spread, peak memory, tables.
+"""What the contests share: contestants that take turns, times with their spread, peak memory, and the table.
 
 A contestant is a `train(config, run)`: a step's own, or one of peers.py, which trains by PyTorch's own parallelism. It
-runs in a thread that waits before each step, so several of them can take turns in the same processes: whatever else the
-machine does hits all of them alike. A ratio compares neighbours of the same round. CPU seconds hardly depend on load.
+runs in a thread that waits before each step, so that several take turns in the same processes: whatever else the
+machine does slows all of them alike. A ratio compares neighbours of the same round.
 """
 
 import gc
 import importlib
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,23 +18,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from common import UserError, comm
-from common.trainer import parse
+from common import comm
 from extras.services.launch import gather_objects
 from extras.services.memory import MemoryTimeline
 from extras.services.seam import OpenRun, check, compose
 from extras.services.tables import human, table
-from extras.tests.pool import Pool
-
-WARM_UP = 1  # rounds that do not count
 
 
 class Entry(NamedTuple):
-    """A contestant: the `train` of a step's module under these flags, or that of peers.py which has this name."""
+    """A contestant: the `train` of a step's module under these flags, or the function of peers.py named `train`."""
 
     step: str
     flags: dict[str, Any]
-    train: str = ""  # of peers.py
+    train: str = ""
 
 
 class Result(NamedTuple):
@@ -44,25 +38,8 @@ class Result(NamedTuple):
 
     seconds: list[float]
     cpu: list[float]
-    row: dict[str, Any]  # of the last step; of PyTorch's own it is not known what is sent
+    sent: int  # bytes of rank 0 in the last step; 0 for PyTorch's own, of which it is not known
     peak: int  # bytes of rank 0's tensors, at most, in the second step
-
-
-def command(bench: Callable[[Any], None], cls: type, argv: list[str]):
-    """Parse the flags, measure; a mistake is one line."""
-    try:
-        bench(parse(cls, argv))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
-def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
-    """Call a function of a module on so many fresh processes, with a GPU each if there are enough; results by rank."""
-    pool = Pool(world, "cuda" if torch.cuda.device_count() >= world else "cpu")
-    try:
-        return pool.run(function, *args, seconds=86400.0)
-    finally:
-        pool.stop()
 
 
 class Bare(OpenRun):
@@ -78,7 +55,7 @@ class Bare(OpenRun):
             self.train = getattr(importlib.import_module("extras.tests.bench.peers"), entry.train)
 
     def built(self, **parts: Any):
-        """All parts are there: attach the variants to those of a step."""
+        """Attach the variants, if this is a step's own `train`."""
         self.began = time.perf_counter()
         if self.ours:
             self.open(**parts)
@@ -94,7 +71,7 @@ class Contestant(Bare):
         self.wait()
 
     def work(self):
-        """The thread."""
+        """Train, in the thread."""
         try:
             with self:
                 self.train(self.config, self)
@@ -103,13 +80,13 @@ class Contestant(Bare):
             self.done.release()
 
     def wait(self):
-        """Until it waits itself."""
+        """Block until the thread waits. Raises what the thread has raised."""
         self.done.acquire()
         if self.error is not None:
             raise self.error
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Instead of the bar: wait."""
+        """Wait before each step."""
         self.built(**parts)
         for step in range(self.config.steps):
             self.done.release()
@@ -126,94 +103,72 @@ class Contestant(Bare):
 
 
 class AllTensors(MemoryTimeline):
-    """Sees also the local tensors of PyTorch's DTensors, which come after these."""
+    """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Leave DTensors to themselves."""
-        theirs = any(kind.__name__ == "DTensor" for kind in types)  # to import it takes a second
+        theirs = any(kind.__name__ == "DTensor" for kind in types)  # importing it takes a second
         return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Watched(Bare):
-    """Two steps, whose tensors are seen; `before`: how many events are before the second."""
+    """Trains two steps under a timeline of all tensors."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Instead of the bar."""
+        """The second one begins after `before` events."""
         self.built(**parts)
         yield 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         self.before = len(self.timeline.events)
         yield 1
 
 
 def peak_bytes(entry: Entry) -> int:
-    """The most bytes of tensors that this rank holds in the second step: every allocation and release is seen.
-
-    On a CPU without what kernels allocate and release inside.
-    """
+    """The most bytes of tensors that this rank holds in the second step, without what kernels allocate inside."""
     gc.collect()
-    run = Watched(entry)
-    run.timeline = AllTensors()
-    if torch.cuda.is_available() and run.config.device != "cpu":
-        with run:
-            run.train(run.config, run)
-        return torch.cuda.max_memory_allocated()
-    with run.timeline, run:
+    run, timeline = Watched(entry), AllTensors()
+    run.timeline = timeline
+    with timeline, run:
         run.train(run.config, run)
-    return max(list(accumulate(event.bytes for event in run.timeline.events))[run.before :])
+    return max(list(accumulate(event.bytes for event in timeline.events))[run.before :])
 
 
-def meet():
-    """All ranks are here."""
-    if dist.is_initialized():
-        dist.barrier()
+def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds of a step on the slowest rank, CPU seconds of all ranks), by name and round, after one that warms up.
 
-
-def take_turns(steps: dict[str, Callable[[], Any]], rounds: int, n_steps: int = 1) -> dict[str, list[tuple]]:
-    """Runs on every rank: (seconds of one step on the slowest rank, CPU seconds of all ranks), by name and round.
-
-    One round goes through the names forwards, the next one backwards. The first does not count.
+    In a round each contestant makes three steps in a row. Every other round goes through the names backwards.
     """
-    found: dict[str, list[tuple]] = {name: [] for name in steps}
+    found: dict[str, list[tuple]] = {name: [] for name in made}
     finished = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for turn in range(rounds + WARM_UP):
-        for name in list(steps)[:: -1 if turn % 2 else 1]:
-            meet()
+    for turn in range(rounds + 1):
+        for name in list(made)[:: -1 if turn % 2 else 1]:
+            if dist.is_initialized():
+                dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
-            for _ in range(n_steps):
-                steps[name]()
+            for _ in range(3):
+                made[name].step()
             finished()
-            took = (time.perf_counter() - start) / n_steps, (time.process_time() - busy) / n_steps
-            found[name].append(took)
-    seconds = gather_objects(found)
+            found[name].append(((time.perf_counter() - start) / 3, (time.process_time() - busy) / 3))
+    ranks = gather_objects(found)
+    turns = {name: list(zip(*(each[name][1:] for each in ranks), strict=True)) for name in made}
     return {
-        name: [
-            (max(each[name][turn][0] for each in seconds), sum(each[name][turn][1] for each in seconds))
-            for turn in range(WARM_UP, rounds + WARM_UP)
-        ]
-        for name in steps
+        name: [(max(seconds for seconds, _ in turn), sum(cpu for _, cpu in turn)) for turn in turns[name]]
+        for name in made
     }
 
 
-def contest(entries: dict[str, Entry], rounds: int, n_steps: int, bound: float, peak: bool) -> dict[str, Result]:
+def contest(entries: dict[str, Entry], rounds: int, bound: float) -> dict[str, Result]:
     """Runs on every rank. Raises RuntimeError if the losses of two contestants ever differ by more than `bound`."""
-    peaks = {name: peak_bytes(entry) if peak else 0 for name, entry in entries.items()}
+    peaks = {name: peak_bytes(entry) for name, entry in entries.items()}
     made = {name: Contestant(entry) for name, entry in entries.items()}
-    times = take_turns({name: one.step for name, one in made.items()}, rounds, n_steps)
+    times, found = take_turns(made, rounds), {}
     first = next(iter(made.values()))
     for name, one in made.items():
         apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(one.history, first.history, strict=True))
         if apart > bound:
             raise RuntimeError(f"{name}: its loss differs by {apart:.3g} from that of the first")
-    return {
-        name: Result(
-            *map(list, zip(*times[name], strict=True)),
-            one.history[-1] | ({} if one.ours else dict(sent={})),
-            peaks[name],
-        )
-        for name, one in made.items()
-    }
+        seconds, cpu = map(list, zip(*times[name], strict=True))
+        found[name] = Result(seconds, cpu, sum(one.history[-1]["sent"].values()) if one.ours else 0, peaks[name])
+    return found
 
 
 def spread(values: list[float]) -> str:
@@ -226,25 +181,8 @@ def report(found: dict[str, Result], beside: dict[str, str]) -> str:
     rows = [["", "step time", "beside", "time", "CPU time", "sent a step", "peak memory"]]
     for name, result in found.items():
         base = found[beside[name]]
-        ratios = [
-            spread([a / b for a, b in zip(getattr(result, what), getattr(base, what), strict=True)])
-            for what in ("seconds", "cpu")
-        ]
-        shown = [human(n) if n else "-" for n in (sum(result.row["sent"].values()), result.peak)]
+        pairs = (result.seconds, base.seconds), (result.cpu, base.cpu)
+        ratios = [spread([a / b for a, b in zip(*pair, strict=True)]) for pair in pairs]
+        shown = [human(n) if n else "-" for n in (result.sent, result.peak)]
         rows.append([name, f"{1e3 * median(result.seconds):.1f} ms", beside[name], *ratios, *shown])
     return table(rows)
-
-
-def where(world: int) -> str:
-    """The machine, in words."""
-    gpu = torch.cuda.is_available()
-    load = f"{os.cpu_count()} CPU cores, one thread a rank, load {os.getloadavg()[0]:.1f}"
-    return f"{world} rank{'s' * (world > 1)} on {torch.cuda.get_device_name() if gpu else load}"
-
-
-@dataclass
-class Sizes:
-    """How long to measure (extras/tests/bench/harness.py)."""
-
-    rounds: int = 8  # turns of each contestant, after one to warm up
-    steps_a_turn: int = 3  # steps of each in a turn

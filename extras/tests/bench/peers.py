@@ -1,4 +1,4 @@
-"""PyTorch's own parallel training, as a `train(config, run)`: same model, weights, batches, clipping and update rule.
+"""Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
 
 Only what lies between the batch and the update differs from the steps; a `Peer` says what that is.
 """
@@ -15,27 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from common.comm import Mesh, all_reduce
 from common.data import Data
 from common.layout import materialize
-from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
+from common.model import IGNORE, PRESETS, Decoder, wide
 from common.schedules import Place
 from common.trainer import Run, choose_device
 from extras.variants.step02.torch_ddp import TorchSync
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
-from step06_pipeline import keep_stage, plan
+from step06_pipeline import forward_stage, keep_stage, plan
 
 
 @dataclass
@@ -49,7 +41,7 @@ class Peer:
 
 
 def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, run: Run):
-    """The loop of the steps around a peer, which cuts along `cut`."""
+    """The steps' training loop around a peer that shards along the dimension `cut`."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -75,7 +67,7 @@ def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, ru
 
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Matrices and norms, DTensors apart: PyTorch's fused kernels take no mixture."""
+    """Group matrices, norms and DTensors of each: PyTorch's fused kernels take no mixture."""
     sets: dict[tuple, list[nn.Parameter]] = {}
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
@@ -89,7 +81,7 @@ def adamw(module: nn.Module, config: Any) -> torch.optim.Optimizer:
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """PyTorch's clipping; where stages are cut (`mesh`), the squares of their norms are added up."""
+    """PyTorch's clipping; with pipeline stages (`mesh`), the squares of their norms are summed. Returns the norm."""
     square = 0.0
     for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -103,7 +95,7 @@ def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
 
 
 def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
-    """Forward and backward one after the other; `last` is told whether the next micro-batch is the last one."""
+    """Forward and backward of one micro-batch after another; `last` is told whether the next one is the last."""
     total = 0.0
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         last(i + 1 == len(xs))
@@ -114,7 +106,7 @@ def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """FSDP2: each layer a unit and the rest one, freed after use; gradients are summed, not averaged."""
+    """FSDP2: each layer is a unit, the rest another, freed after use; gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
     options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
@@ -128,7 +120,7 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 
 def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """DistributedDataParallel, summing, with a ZeroRedundancyOptimizer around the rule of the steps."""
+    """DistributedDataParallel with summed gradients, and a ZeroRedundancyOptimizer around the steps' update rule."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
     options = dict(gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=config.bucket_mb)
@@ -150,29 +142,31 @@ def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
     device_mesh = dist.init_device_mesh(device.type, (mesh["tp"].size,))
     sp = how == "sequence"
     between = Shard(1) if sp else Replicate()
-    layout = {f"{block}_proj": ColwiseParallel() for block in ("self_attn.q", "self_attn.k", "self_attn.v")}
-    layout |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    layout |= {name: RowwiseParallel(output_layouts=between) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    layout = {f"self_attn.{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
+    layout |= {f"mlp.{name}_proj": parallel.ColwiseParallel() for name in ("gate", "up")}
+    rowwise = parallel.RowwiseParallel(output_layouts=between)
+    layout |= {name: rowwise for name in ("self_attn.o_proj", "mlp.down_proj")}
     if how != "plain":
         given, wanted = (between, None, None), (Replicate(), None, None)
-        layout["self_attn"] = PrepareModuleInput(input_layouts=given, desired_input_layouts=wanted)
-        layout["mlp"] = PrepareModuleInput(input_layouts=given[:1], desired_input_layouts=wanted[:1])
+        prepare = parallel.PrepareModuleInput
+        layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
+        layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
     if sp:
-        layout |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        layout |= {name: parallel.SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
     for layer in model.model.layers.values():
-        parallelize_module(layer, device_mesh, layout)
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, device_mesh, ends | ({"model.norm": SequenceParallel()} if sp else {}))
+        parallel.parallelize_module(layer, device_mesh, layout)
+    head = parallel.ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    embedding = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    ends = {"model.embed_tokens": embedding, "lm_head": head}
+    ends |= {"model.norm": parallel.SequenceParallel()} if sp else {}
+    parallel.parallelize_module(model, device_mesh, ends)
 
     def loss(logits: DTensor, targets: Tensor) -> Tensor:
         flat = logits.flatten(0, 1).to(wide(dtype))
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def backward(*batch: Any) -> Tensor:
-        with loss_parallel():
+        with parallel.loss_parallel():
             total = in_micro_batches(model, lambda _: None, *batch)
         return total.to_local() if isinstance(total, DTensor) else total
 
@@ -181,26 +175,18 @@ def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 
 class Stage(nn.Module):
-    """A stage of step 6 as PyTorch's runtime wants it; the last one returns logits.
-
-    Where backward is split, the runtime finds the gradients of a stage's own parameters alone, so the head is one.
-    """
+    """A stage of step 6 as PyTorch's runtime wants it: its own parameters alone, and logits for a loss."""
 
     def __init__(self, model: Decoder, place: Place, positions: Tensor):
         super().__init__()
-        trunk = model.model
-        self.first = trunk.embed_tokens if place.before is None else None
-        self.layers = nn.ModuleList(trunk.layers[str(n)] for n in place.layers)
-        self.last = nn.Sequential(trunk.norm, model.lm_head) if place.after is None else None
-        self.config, self.positions = model.config, positions
+        self.own = nn.ModuleList(model.model.layers[str(n)] for n in place.layers)
+        self.own += [model.model.embed_tokens] if place.before is None else []
+        self.own += [model.model.norm, model.lm_head] if place.after is None else []
+        self.compute = partial(forward_stage, model, place, targets=None, positions=positions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `forward_stage`, but for the loss."""
-        x = self.first(x) if self.first is not None else x
-        tables = rope_tables(self.positions, self.config, wide(x.dtype))
-        for layer in self.layers:
-            x = layer(x, *tables)
-        return x if self.last is None else self.last(x)
+        """Tokens or hidden -> hidden or logits."""
+        return self.compute(x)
 
 
 TORCH_SCHEDULES = {  # by the schedule of ours that is compared with it
@@ -222,27 +208,22 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     group, scale = mesh["pp"], [torch.ones(())]
     keep_stage(model, group, places)
     materialize(model, config.seed, device, dtype)
+    loss, model.loss = model.loss, lambda logits, _: logits
     positions = torch.arange(model.config.seq_len, device=device)
     mine = [stage for stage, place in enumerate(places) if place.rank == group.rank]
-    stages = [
-        PipelineStage(Stage(model, places[stage], positions), stage, len(places), device, group=group.handle)
-        for stage in mine
-    ]
+    where = len(places), device
+    stages = [PipelineStage(Stage(model, places[n], positions), n, *where, group=group.handle) for n in mine]
     kind = getattr(schedules, f"Schedule{TORCH_SCHEDULES[config.schedule]}")
     single = issubclass(kind, schedules.PipelineScheduleSingle)
-    schedule = kind(
-        stages[0] if single else stages,
-        m,
-        loss_fn=lambda logits, targets: model.loss(logits, targets) / scale[0],
-        scale_grads=False,
-    )
+    scaled = dict(loss_fn=lambda logits, targets: loss(logits, targets) / scale[0], scale_grads=False)
+    schedule = kind(stages[0] if single else stages, m, **scaled)
     ends = [any(getattr(places[stage], side) is None for stage in mine) for side in ("before", "after")]
 
     def backward(xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
         scale[0], losses = n_targets, []
         inputs = [torch.cat(xs)] if ends[0] else []
         schedule.step(*inputs, target=torch.cat(ys) if ends[1] else None, losses=losses, return_outputs=False)
-        return sum((loss.detach() for loss in losses), torch.zeros((), device=device))
+        return sum((one.detach() for one in losses), torch.zeros((), device=device))
 
     return Peer(model, backward, mesh)
 

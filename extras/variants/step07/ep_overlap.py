@@ -1,33 +1,36 @@
-"""Messages of experts behind another micro-batch (`--ep-overlap`; DeepSeek-V3, section 3.2: what DualPipe is for).
+"""Messages of experts hidden behind another micro-batch (`--ep-overlap`; DeepSeek-V3, section 3.2: DualPipe's purpose).
 
-Where a rank's list has a forward, and next the backward of another micro-batch, both are done in turns: whoever has
-started an all-to-all lets the other compute, and waits only when it is let on again.
+Where a rank's list has a forward F, and next the backward B of another micro-batch, the two are computed in turns: the
+one that has started an all-to-all lets the other one compute, and waits for its rows when it has the turn again.
 
     F of micro-batch 3    attention, router |~ dispatch ~|             experts |~ combine ~|             attention ...
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
-All ranks wait for the one that has fewest such pairs. In 1F1B that is the last one, whose backward follows the forward
-of the same micro-batch; what others send when their pairs are done comes later, so a step is nearly twice as long: it
-is refused. `--schedule ahead`, interleaved, zbv, dualpipe and dualpipev have pairs on all ranks. Law: the share of
-messages hidden is that of forwards in pairs on the rank with fewest; without any saving a step is as long.
+All ranks wait for the one with the fewest pairs. In 1F1B the last rank has none, as its backward follows the forward of
+the same micro-batch, and a step would take nearly twice as long: 1F1B is refused. `--schedule ahead`, interleaved, zbv,
+dualpipe and dualpipev have pairs on all ranks. Law: the share of hidden messages is that of forwards in pairs on the
+rank with the fewest; the bytes are the same.
 
-Both are the code of step 7, each in a thread of its own; one thread runs at a time, and the turns are the same on all
-ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
-waits for what becomes of its F, on whatever way, is taken apart (paired_actions.py).
+F and B are the code of step 7, each in a thread. One thread runs at a time, and the turns are the same on all ranks, so
+their collectives have one order. In one thread, F or B would have to be cut into phases by hand: a layer calls its
+experts from inside `forward`, autograd does not pause between two nodes, and with --recompute rows travel from inside
+of autograd. F's output is sent when both are done, so a pair whose B waits for what follows from its F is taken apart
+(paired_actions.py).
 
-REFUSES names what two micro-batches at once cannot share. Counts go first, and are waited for at once, as the host must
-know them. --loss-chunk is refused because its forward asks for gradients while B waits in autograd's thread of a GPU.
+REFUSES names what two micro-batches at once cannot share. --loss-chunk is refused because its forward asks for
+gradients while B holds the only thread that autograd has for a GPU. The counts of rows are exchanged first, and are
+waited for at once, because the host must know them.
 
-In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
-actions at once.
+In step 7, `dispatch` and `combine` would hand over the turn between start and wait; in step 6, `execute` would compute
+two actions at once.
 """
 
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -46,52 +49,46 @@ SINCE = step07.Config
 
 
 class Turns:
-    """Two functions, of which one runs at a time; the first in a thread that lasts, as cuDNN's plans are a thread's."""
+    """Runs two functions of which one computes at a time, the first in a thread that lasts (cuDNN caches by thread)."""
 
     def __init__(self, device: torch.device):
-        self.changed, self.turn, self.left = threading.Condition(), 0, set()
-        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else GPU 0
-        self.thread = ThreadPoolExecutor(1, initializer=begin)
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else the thread has GPU 0
+        self.thread, self.turn, self.left = ThreadPoolExecutor(1, initializer=begin), 0, set()
 
-    def both(self, *functions: Callable) -> list:
-        """Run both to their ends. Returns what they return, raises what one of them raises."""
-        results, errors = [None, None], []
-        self.turn, self.left = 0, {0, 1}
+    def both(self, first: Callable, second: Callable) -> list:
+        """Run both to their ends, beginning with `first`. Returns what they return, raises what one of them raises."""
+        self.turn, self.left, self.go = 0, {0, 1}, (Semaphore(1), Semaphore(0))
+        there = self.thread.submit(self.run, 0, first)
+        try:
+            here = self.run(1, second)
+        finally:
+            wait([there])
+        return [there.result(), here]
 
-        def run(i: int):
-            with self.changed:
-                self.changed.wait_for(lambda: self.turn == i)
-            try:
-                results[i] = functions[i]()
-            except BaseException as error:  # of a thread: it would be lost
-                errors.append(error)
+    def run(self, i: int, function: Callable) -> Any:
+        """Run function i from its first turn on; at its end the other one has all turns."""
+        self.go[i].acquire()
+        try:
+            return function()
+        finally:
             self.left.discard(i)
             self.give(1 - i)
 
-        first = self.thread.submit(run, 0)
-        run(1)
-        first.result()
-        if errors:
-            raise errors[0]
-        return results
-
     def give(self, i: int):
-        """It is the turn of function i."""
-        with self.changed:
-            self.turn = i
-            self.changed.notify_all()
+        """Let function i compute."""
+        self.turn = i
+        self.go[i].release()
 
     def switch(self):
-        """Who calls this, in whatever thread, has the turn: let the other one compute, if it has not ended."""
+        """Hand the turn to the other function, unless it has ended, and wait to get it back. Any thread may call it."""
         me = self.turn
         if 1 - me in self.left:
             self.give(1 - me)
-            with self.changed:
-                self.changed.wait_for(lambda: self.turn == me)
+            self.go[me].acquire()
 
 
 def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arriving_Ge: Tensor, home: bool) -> Tensor:
-    """As `dispatch` of step 7, or `combine` on the way home; while they are under way, it is the other's turn."""
+    """As `dispatch` of step 7, or `combine` on the way home; while rows are under way, the other function computes."""
     sent = transpose_blocks(rows, arriving_Ge.T) if home else rows.contiguous()
     sizes = [blocks.sum(1).tolist() for blocks in (leaving_Ge, arriving_Ge)]
     in_rows, out_rows = reversed(sizes) if home else sizes
@@ -150,7 +147,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Do in pairs what the schedule's lists have side by side."""
+    """Compute in pairs what is side by side in the schedule's lists."""
     if not config.ep_overlap:
         return
     pipeline, turns = parts.pipeline, Turns(parts.pipeline.reference_param.device)

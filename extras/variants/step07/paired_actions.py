@@ -1,7 +1,4 @@
-"""A library: lists of a pipeline in which a forward and a backward are done at once, for ep_overlap.py.
-
-They differ from step 6's ListPipeline in that an instruction may compute two actions.
-"""
+"""A library for ep_overlap.py: programs whose instructions may compute a forward and a backward at once."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -16,7 +13,7 @@ from step06_pipeline import ACTS, Pipeline
 
 
 class Line(NamedTuple):
-    """One line of a rank's program: compute these actions at once; or send, or receive, the input of the one."""
+    """A line of a rank's program: compute these actions at once, or send or receive the input of the only one."""
 
     verb: str
     actions: tuple[Action, ...]
@@ -24,7 +21,7 @@ class Line(NamedTuple):
 
 
 def paired(row: list[Action]) -> list[tuple[Action, ...]]:
-    """A list, in which F is together with the B that follows, if that is of another micro-batch."""
+    """Group a list's actions: each F with the B that follows it, if that is of another micro-batch; others alone."""
     groups: list[tuple[Action, ...]] = []
     for action in row:
         before = groups[-1] if groups else ()
@@ -37,10 +34,10 @@ def paired(row: list[Action]) -> list[tuple[Action, ...]]:
 
 
 def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line]]:
-    """The program of each rank. As step 6's `add_messages`: in an order in which everything could be done.
+    """The program of each rank. As in step 6's `add_messages`, the order is one in which all actions can be computed.
 
-    A pair starts when both inputs are there, and ends with both outputs. Where all ranks wait for one another, the
-    first pair that stands at the front of a list is taken apart: in the lists themselves nobody waits for ever.
+    A pair starts when both of its inputs have arrived, and ends with both outputs. Where all ranks would wait for one
+    another, the first pair at the front of a list is taken apart, because the lists without pairs never block.
     """
     programs: list[list[Line]] = [[] for _ in lists]
     left, arrived = [deque(paired(row)) for row in lists], set()
@@ -63,7 +60,7 @@ def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line
 
 
 def execute(pipeline: Pipeline, program: list[Line], both: Callable[..., list]):
-    """In the place of a pipeline's own: as ListPipeline's. `both` does two actions at once."""
+    """Replaces ListPipeline's `execute`, for such programs. `both` computes two actions at once."""
     box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
     sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
     for verb, actions, peer in program:
