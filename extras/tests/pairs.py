@@ -35,9 +35,17 @@ LOOKS |= dict(log_ranks=(False, True), profile_memory=(0, 1))
 BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # where their effect shows
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
 # Flags that end a run early, need what a test's machine lacks, or stand for others; and the file that tests them.
-APART = dict(model="experts", device="gpu", backend="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
+APART = dict(
+    model="experts",
+    device="gpu",
+    backend="gpu",
+    timeout="checkpoint",
+    text_column="readers",
+    rank="dry_run",
+    profile="profile",
+)
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
-APART |= dict(dry_run="dry_run", gpu="dry_run", toy="variants", out="layouts", peak_tflops="screen")
+APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", toy="variants", out="layouts", peak_tflops="screen")
 # Gradients of experts that no token visits are rounding alone, and Adafactor divides them by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that want 4 layers

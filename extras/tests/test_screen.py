@@ -37,7 +37,7 @@ WHOLE, PARTIAL = "Replicate", "Partial"
 def serve_on_rank(name: str, options: dict, out: str, beside: int = 0) -> SimpleNamespace:
     """Runs on every rank: train with everything around, `beside` bytes in use outside of tensors; what it has shown."""
     step, screen = importlib.import_module(name), io.StringIO()
-    config = config_of(name, options | dict(out=out, steps=2))
+    config = config_of(name, dict(steps=2) | options | dict(out=out))
     outside = mock.patch("extras.services.screen.outside_memory", lambda _: beside)
     with outside, contextlib.redirect_stdout(screen), ServedRun(config) as run:
         run.parts.around(data.READERS, "hub", read_named, by=__name__)
@@ -168,6 +168,7 @@ def staged_on_rank() -> float:
         comm.all_to_all(outs[3], x, group).wait()
         comm.exchange([(x, (rank + 1) % n)], [(outs[4], (rank - 1) % n)], group).wait()
         found.append(torch.cat(outs))
+    dist.distributed_c10d._world.pg_map.pop(group.handle)  # it has no name, by which the pool would destroy it
     return (found[0] - found[1]).abs().max().item()
 
 

@@ -1,0 +1,101 @@
+"""A trace of a few steps (`--profile N`): every operator and every message of each rank, on a time line.
+
+OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev and in chrome://tracing. It covers N steps, after one that is
+untraced and one that warms up the profiler. Beside PyTorch's own events it has ranges named as in the chapters:
+
+    forward, optimizer                   a whole micro-batch on one stage, and the update
+    F3.1, B3.1, W3.1                     the actions of a pipeline, for micro-batch 3 and stage 1
+    sums of gradients                    what `sync.finish` waits for
+    gather layers.0                      an all-gather of ZeRO 3 starts
+    f, g, attend                         the ends of a block under tp, and attention, which under cp is a ring
+
+On a GPU, OUT/memory-RANK.pickle has every allocation of these steps, for https://pytorch.org/memory_viz.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from common import UserError
+from extras.variants import Parts
+from step06_pipeline import ACTS
+
+BLOCK = dict(enter="f", leave="g", attend="attend")  # of a layer or a block: a method, and its name in the chapters
+
+
+@dataclass
+class Flags:
+    """A trace."""
+
+    profile: int = 0  # steps to trace, after two others, in trace-RANK.json.gz; 0: none
+
+
+def check(config: Any, world: int):
+    """The traced steps must come. Raises UserError."""
+    if config.profile and config.steps < config.profile + 2:
+        raise UserError(f"--profile {config.profile}: it needs --steps {config.profile + 2}, as two steps come before")
+
+
+def named(name: str, call: Callable, *given: Any, **more: Any) -> Any:
+    """Around a call: a range of this name."""
+    with record_function(name):
+        return call(*given, **more)
+
+
+def action(kind: str, act: Callable, i: int, stage: int, *given: Any) -> Any:
+    """Around an action of a pipeline: F3.1 is the forward of micro-batch 3 through stage 1."""
+    return named(f"{kind}{i}.{stage}", act, i, stage, *given)
+
+
+class Trace:
+    """Names what a step does, and writes down when."""
+
+    def __init__(self, steps: int, parts: Parts):
+        self.run, self.cuda = parts.run, next(parts.model.parameters()).is_cuda
+        self.name(parts)
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.cuda
+        when = schedule(wait=1, warmup=1, active=steps, repeat=1)
+        self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
+        if self.cuda:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        self.profiler.start()
+
+    def name(self, parts: Parts):
+        """Put a range around each call that the docstring above names."""
+        calls = [(parts.optimizer, "step", "optimizer"), (parts.sync, "finish", "sums of gradients")]
+        if parts.pipeline is None:
+            calls.append((parts.model, "forward", "forward"))
+        for unit in parts.units:
+            if hasattr(unit, "gather"):
+                first = next(iter(unit.named)).removeprefix("model.")
+                calls.append((unit, "gather", "gather " + ".".join(first.split(".")[:2])))
+        for module in parts.model.modules():
+            calls += [(module, method, name) for method, name in BLOCK.items() if hasattr(module, method)]
+        for owner, method, name in calls:
+            if owner is not None:
+                parts.around(owner, method, partial(named, name), by=__name__)
+        for kind, method in ACTS.items() if parts.pipeline is not None else ():
+            if hasattr(parts.pipeline, method):
+                parts.around(parts.pipeline, method, partial(action, kind), by=__name__)
+        parts.around(parts.run, "record", self.step, by=__name__)
+
+    def step(self, record: Callable, *given: Any, **numbers: Any):
+        """Around the end of a step."""
+        record(*given, **numbers)
+        self.profiler.step()
+
+    def write(self, profiler: profile):
+        """The last of the N steps is over."""
+        profiler.export_chrome_trace(str(self.run.out / f"trace-{self.run.rank}.json.gz"))
+        if self.cuda:
+            torch.cuda.memory._dump_snapshot(str(self.run.out / f"memory-{self.run.rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def attach(config: Any, parts: Parts) -> Trace | None:
+    """Begin to trace, if the flag asks for it."""
+    return Trace(config.profile, parts) if config.profile else None
