@@ -34,9 +34,9 @@ from extras.tests import equal
 from extras.tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from extras.tests.faults import Fault, injected
 from extras.tests.pool import Pool, RankError
-from extras.theory.footprint import outside
 from extras.theory.gpus import COMMUNICATOR, CONTEXT
 from extras.theory.layouts import Layout, communicators
+from extras.theory.memory import outside
 from extras.theory.shapes import shape_of
 from extras.variants import Parts
 from extras.variants.step01 import chunked_loss, documents

@@ -233,7 +233,7 @@ LINES = "a launch line of what it counts or measures"
 NAMED = {  # the variants and flags of theirs that services and theory may name
     "extras.services.cluster": ("ranks_per_node", "a flag of its own"),
     "extras.services.dry_run": ("routing ep_inside capacity_factor", "it says where tokens without numbers go"),
-    "extras.theory.guide": ("expert_matmul loss_chunk prefetch", LINES),
+    "extras.theory.report": ("expert_matmul loss_chunk prefetch", LINES),
     "extras.theory.layouts": ("cp_kernel documents", LINES),
     "extras.theory.plan": ("expert_presets", "a door"),
 }
