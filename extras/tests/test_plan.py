@@ -159,7 +159,7 @@ def test_the_bound_of_the_peak(name):
     x, shape, experts, rank = DRAWN[name]
     seen, m = counted(x, shape, rank, **experts), shape_of(ModelConfig(**shape), SimpleNamespace(**experts))
     ours, peak = rank_bytes(m, x, rank * x.pp // x.world, on_cpu=True), sum(seen.meter.peak().values())
-    assert 1 / 1.2 <= ours.total / peak <= 1.2, (ours.total / peak, DRAWN[name])
+    assert 0.8 <= ours.total / peak <= 1.2, (ours.total / peak, DRAWN[name])
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
     assert ours.weights + ours.optimizer == pytest.approx(state, rel=0.005)
 
