@@ -10,6 +10,8 @@ Z = w from ZeRO 2 on, else 0: a gradient is moved into its unit's buffer, and th
 
     beside all that waits, the largest of
     loss        3 w T V: logits, their logarithms, their gradient; in chunks of C tokens 3 w C V + w N
+    head        (e + w + Z) N: its gradient as autograd makes it, as it is added up, and where ZeRO wants it; but what
+                it and the loss have kept is gone then
     layer       3 e T f + e T h, gradients of SwiGLU's products and of the output, with the layer itself, if it is
                 done again. (On a CPU, whose norm is ten operators, 5 w T h, if that is more)
     weights     (e + w) M: a gradient as autograd makes it, and as it is added up. Where W is not apart, Z U beside it
@@ -27,7 +29,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.schedules import Place
-from extras.theory.activations import NARROW, WIDE, MicroBatch, kept_along, layer_bytes, stage_bytes
+from extras.theory.activations import NARROW, WIDE, MicroBatch, end_bytes, kept_along, layer_bytes, stage_bytes
 from extras.theory.gpus import COMMUNICATOR, CONTEXT
 from extras.theory.layouts import Layout, communicators, network
 from extras.theory.pipelines import ends_of, lists_of, rank_places, splits, ways_of
@@ -118,7 +120,8 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     layer = max(work, unit + cast) if split else unit + max(work, cast)
     one_matrix = m.tied and first and last and ways_of(x.schedule, x.pp, x.chunks) == 1
     copied = WIDE * (one_matrix or (split and x.zero >= 2))
-    return along, max(layer, last * loss_bytes(p)), first * (made + copied) * matrix
+    head = (made + summed) * matrix - end_bytes(p)
+    return along, max(layer, last * loss_bytes(p), last * head), first * (made + copied) * matrix
 
 
 def rank_bytes(m: Shape, x: Layout, rank: int, on_cpu: bool = False) -> Held:
