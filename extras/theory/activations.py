@@ -1,4 +1,4 @@
-"""Activations: what a rank of the course's trainer keeps of a micro-batch; of a layer, to the byte.
+"""Activations: what a rank of the course's trainer keeps of a micro-batch in 16 bits; of a layer, to the byte.
 
 A layer keeps what its backward needs, from F to B. Where a schedule has W apart, it keeps something else from B to W.
 How many micro-batches wait at a time, the rank's list of actions says (`kept_along`).
@@ -11,17 +11,16 @@ from common.schedules import Action, Place
 from extras.theory.layouts import Layout
 from extras.theory.shapes import Shape
 
+NARROW, WIDE = 2, 4  # bytes of a number, and of one that is added up
 MOST = 2**30  # bytes of a chunk's logits, wide (extras/variants/step01/chunked_loss.py)
 CHUNK = 2048  # tokens whose logits exist at the same time: a plan's --loss-chunk
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch on one rank of a layout."""
+    """The sizes of a micro-batch on one rank of a layout. `on_cpu`: for a CPU's kernels, as in the dry run."""
 
     m: Shape
     x: Layout
-    e: int = 2  # bytes of an element
-    wide: int = 4  # bytes of an element of what is added up
     on_cpu: bool = False
 
     @property
@@ -31,7 +30,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def own(self) -> float:
-        """Those that the rank has between blocks."""
+        """Tokens that the rank has between blocks."""
         return self.tokens / self.x.tp if self.x.sp else self.tokens
 
     @property
@@ -40,23 +39,45 @@ class MicroBatch(NamedTuple):
         return self.tokens / self.x.tp
 
     @property
+    def visits(self) -> float:
+        """Rows that the rank's experts compute, if tokens go to all experts alike."""
+        return self.share * self.m.experts_per_token
+
+    @property
+    def kv(self) -> float:
+        """Channels of keys, and of values, on this rank; it has at least one head."""
+        return self.m.kv_dim / min(self.x.tp, self.m.n_kv_heads)
+
+    @property
     def rows(self) -> int:
-        """Of the vocabulary's matrices."""
+        """Rows of the vocabulary's matrices."""
         return -(-self.m.vocab_size // self.x.tp)
 
     @property
     def at_once(self) -> int:
         """Tokens whose logits exist at the same time."""
-        most = max(1, MOST // (self.rows * self.wide))
-        return min(self.tokens, CHUNK, most)
+        return min(self.tokens, CHUNK, max(1, MOST // (self.rows * WIDE)))
+
+
+def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
+    """A layer's matrix products on one rank: rows, inner, outer, and how many of them are one launch.
+
+    Matrices with the same input are one product: q, k and v; gate and up.
+    """
+    m, tp, up = p.m, p.x.tp, 1 if p.m.gpt else 2
+    width = m.shared_experts * m.expert_width if experts else m.ffn_dim  # of what every token visits
+    products = [(p.tokens, m.dim, m.dim / tp + 2 * p.kv, 1), (p.tokens, m.dim / tp, m.dim, 1)]
+    if width:
+        products += [(p.tokens, m.dim, up * width / tp, 1), (p.tokens, width / tp, m.dim, 1)]
+    if experts:
+        here, width = m.experts / p.x.ep, m.expert_width
+        products += [(p.visits / here, m.dim, up * width, here), (p.visits / here, width, m.dim, here)]
+    return products
 
 
 def norm_bytes(p: MicroBatch) -> float:
     """What a norm keeps of a token: its input, one wide number; on a CPU also what its kernels keep."""
-    kept = p.m.dim * p.e + p.wide
-    if p.on_cpu:
-        kept += p.m.dim * (2 * p.wide - p.e if p.e < p.wide else p.wide)
-    return kept
+    return p.m.dim * NARROW + WIDE + p.on_cpu * p.m.dim * (2 * WIDE - NARROW)
 
 
 def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
@@ -67,27 +88,23 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
     recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
     made. (Scores, where they stay: step01/attention_scores.py.)
     """
-    m, e, wide, cheap = p.m, p.e, p.wide, recompute == "elementwise"
+    m, e, cheap = p.m, NARROW, recompute == "elementwise"
     if recompute == "full":
         return p.own * m.dim * e
     whole = p.tokens * m.dim * e  # a block's input, or what its last matrix made
-    kv_dim = m.kv_dim * max(1, p.x.tp / m.n_kv_heads)
-    if recompute == "none" and not (p.on_cpu or e == 2):
-        kv_dim = m.dim  # a GPU's kernels in fp32 want as many k as q
-    kv_dim *= 1 if cheap else p.x.gathered  # else they are gathered again
-    kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
+    keys = p.tokens * 2 * p.kv * e * (1 if cheap else p.x.gathered)  # else they are gathered again
+    kept = whole + keys + p.share * (2 * m.dim * e + WIDE * m.n_heads)
     kept += p.own * (m.dim * e if cheap else 2 * norm_bytes(p))
     products = 2 if cheap else 4
     if not experts:
         return kept + whole + p.share * e * products * m.ffn_dim
-    rows, width = p.share * m.experts_per_token, m.expert_width
     if cheap:
-        kept += rows * e * (2 * width + m.dim) + p.share * wide * m.experts
+        kept += p.visits * e * (2 * m.expert_width + m.dim) + p.share * WIDE * m.experts
     else:
-        kept += rows * e * (4 * width + 2 * m.dim) + p.share * wide * (m.dim + 2 * m.experts)
+        kept += p.visits * e * (4 * m.expert_width + 2 * m.dim) + p.share * WIDE * (m.dim + 2 * m.experts)
     if m.shared_experts and (cheap or p.x.tp > 1):
         kept += whole
-    return kept + p.share * e * products * m.shared_experts * width
+    return kept + p.share * e * products * m.shared_experts * m.expert_width
 
 
 def end_bytes(p: MicroBatch) -> float:
@@ -95,56 +112,30 @@ def end_bytes(p: MicroBatch) -> float:
 
     In chunks: the gradients of the hidden states and of the head, which are known since forward.
     """
-    kept = p.own * norm_bytes(p) + p.tokens * p.m.dim * p.e
+    kept = p.own * norm_bytes(p) + p.tokens * p.m.dim * NARROW
     if p.at_once < p.tokens:
-        return kept + p.rows * p.m.dim * p.e
-    return kept + p.tokens * p.rows * p.wide
+        return kept + p.rows * p.m.dim * NARROW
+    return kept + p.tokens * p.rows * WIDE
 
 
-def stage_bytes(p: MicroBatch, place: Place) -> float:
-    """What a stage keeps of a micro-batch until its backward. Tables of RoPE are shared by its layers."""
-    kept = sum(layer_bytes(p, p.m.has_experts(n), p.x.recompute) for n in place.layers)
-    kept += 2 * p.m.seq_len // p.x.cp * p.m.head_dim * p.wide
+def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]:
+    """What a stage keeps of a micro-batch from F to B and, `split`, from B to W: its products' inputs and gradients.
+
+    Tables of RoPE are shared by its layers.
+    """
+    kinds = [p.m.has_experts(n) for n in place.layers]
+    kept = sum(layer_bytes(p, kind, p.x.recompute) for kind in kinds)
+    kept += 2 * p.m.seq_len // p.x.cp * p.m.head_dim * WIDE
     if place.before is None and p.x.tp > 1:
         kept += 9 * p.tokens  # int64 and bool: which rows of the embedding
     if place.after is None:
         kept += end_bytes(p)
-    return kept
+    products = [product for kind in kinds for product in products_of(p, kind)] if split else []
+    return kept, NARROW * sum(n * rows * (inner + outer) for rows, inner, outer, n in products)
 
 
-def waiting_bytes(p: MicroBatch, experts: bool) -> float:
-    """What one layer keeps between B and W: the inputs of its matrices, and the gradients of their outputs."""
-    m, kv_dim = p.m, p.m.kv_dim * max(1, p.x.tp / p.m.n_kv_heads)
-    width = m.ffn_dim  # of what every token visits
-    if experts:
-        width = m.shared_experts * m.expert_width
-    inputs = p.tokens * m.dim + p.share * m.dim  # of q, k and v, which is one; of o
-    gradients = p.share * (m.dim + 2 * kv_dim) + p.tokens * m.dim
-    if width:
-        inputs += p.tokens * m.dim + p.share * width
-        gradients += p.tokens * m.dim + p.share * 2 * width
-    if experts:
-        rows = p.share * m.experts_per_token
-        inputs += rows * (m.dim + m.expert_width)
-        gradients += rows * (m.dim + 2 * m.expert_width)
-    return p.e * (inputs + gradients)
-
-
-class Kept(NamedTuple):
-    """Bytes that a stage keeps of one micro-batch."""
-
-    until_b: float  # from F on
-    until_w: float = 0.0  # from B on, where W comes apart
-
-
-def kept_of(p: MicroBatch, place: Place, split: bool) -> Kept:
-    """Of a stage. `split`: W comes apart."""
-    waits = sum(waiting_bytes(p, p.m.has_experts(n)) for n in place.layers) if split else 0.0
-    return Kept(stage_bytes(p, place), waits)
-
-
-def kept_along(row: list[Action], kept: dict[int, Kept]) -> list[float]:
-    """What a rank keeps before each action of its list, and after the last. `kept`: by stage."""
+def kept_along(row: list[Action], kept: dict[int, tuple[float, float]]) -> list[float]:
+    """What a rank keeps before each action of its list, and after the last. `kept`: by stage, as `stage_bytes`."""
     changes = []
     for kind, _, stage in row:
         until_b, until_w = kept[stage]

@@ -11,9 +11,6 @@ ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what 
 CONTEXT = 1.5 * GIB  # CUDA's context and libraries
 COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
 NODE = 8  # GPUs of a node
-START = 34e-6  # seconds of a message that has no bytes, and no way to go
-HOP, HOP_BETWEEN = 3.4e-6, 14e-6  # seconds from one rank of a ring to the next, within a node and between nodes
-LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
 
 
 class Gpu(NamedTuple):
@@ -29,16 +26,16 @@ class Gpu(NamedTuple):
     contention: float = 0.0  # by what part of itself each doubling of nodes beyond two lengthens a byte's time
     node: int = NODE  # GPUs of a node
     number: int = 2  # bytes of a number that it computes with: an activation's, a weight's
-    start: float = START
-    hop: float = HOP
-    hop_between: float = HOP_BETWEEN
-    launch: float = LAUNCH
+    start: float = 34e-6  # seconds of a message that has no bytes, and no way to go
+    hop: float = 3.4e-6  # seconds from one rank of a ring to the next within a node
+    hop_between: float = 14e-6  # and from one node to the next
+    launch: float = 12e-6  # seconds that a kernel takes if it has nothing to do
 
 
 # `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.
 # `between`: one 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on
 # NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
-# A100 to Megatron's and vTrain's (with `within`, `hbm`, START and launch, all together), H100, the 500 W one and
+# A100 to Megatron's and vTrain's (with `within`, `hbm`, `start` and `launch`, all together), H100, the 500 W one and
 # B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory. Hops: those of
 # NCCL's own model, for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA, AWS's
 # network: one number for three measured there, 160, 90 and 39 GB/s on 4, 8 and 64 nodes (Ultra-Scale Playbook).

@@ -1,7 +1,7 @@
 """A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import inf
@@ -59,18 +59,16 @@ class Layout:
 
     def flags(self) -> str:
         """What to write after the script: step 7, or without experts step 6."""
-        words = [f"--pp {self.pp} --cp {self.cp} --tp {self.tp}"] + [f"--ep {self.ep}"] * (self.ep > 1)
-        words += [f"--zero {self.zero}"]
-        words += [f"--micro-batch-size {self.micro_batch_size} --global-batch-size {self.global_batch_size}"]
-        words += [f"--schedule {self.schedule}"] * (self.pp > 1)
-        words += [f"--chunks {self.chunks}"] * (self.pp > 1 and has_chunks(self.schedule))
-        words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
-        words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
+        always = ("pp", "cp", "tp", "zero", "micro_batch_size", "global_batch_size", "recompute")
+        means = dict(schedule=self.pp > 1, chunks=self.pp > 1 and has_chunks(self.schedule), cp_mode=self.cp > 1)
+        means |= dict(sp=self.tp > 1 and not self.sp)
+        words = []
+        for field in fields(self)[:-1]:  # dp is what is left
+            name, value = field.name, getattr(self, field.name)
+            if name in always or means.get(name, value != field.default):
+                flag = name.replace("_", "-")
+                words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
         words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
-        words += ["--pp-scatter"] * self.pp_scatter
-        words += ["--zero-keep"] * self.zero_keep + ["--zero-overlap"] * self.zero_overlap
-        words += ["--ep-overlap"] * self.ep_overlap
-        words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
         return " ".join(words)
 
 
@@ -144,27 +142,33 @@ def all_have_pairs(actions: Callable, v: int, pp: int) -> bool:
 def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
     """The rules of the steps that a layout breaks, each as what to say. `schedule`: what its --schedule stands for.
 
-    Everything that cannot work, once: for the flags of a run (extras/services/legal.py) and for the planner.
+    Everything that cannot work, once: for the flags of a run (extras/services/legal.py) and for the planner. A rule is
+    an `if` and the line that says why. Each is true by itself, whatever the others say: a new one can stand anywhere.
     """
-    pp, dp, cp, tp, data, seq, v = x.pp, x.dp, x.cp, x.tp, x.dp * x.cp, m.seq_len, stages(schedule, x.pp)
-    heads, kv_heads, cut = m.n_heads // tp, max(1, m.n_kv_heads // tp), 2 * cp if x.cp_mode in BOTH_ENDS else cp
-    mine, n = x.global_batch_size // dp, x.micro_batches
-    if x.global_batch_size % dp:
-        yield f"--global-batch-size {x.global_batch_size} must be a multiple of the {dp} ranks of dp"
+    pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
+    cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of a rank
+    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
+    n, in_all, ranks = x.micro_batches, pp * stages(schedule, pp), dp * cp * tp
+
+    # what is split over dp, tp and cp
+    if batch % dp:
+        yield f"--global-batch-size {batch} must be a multiple of the {dp} ranks of dp"
     if m.n_kv_heads % tp and (tp % m.n_kv_heads or m.n_heads % tp):
-        kinds = f"the {m.n_heads} heads, and divide the {m.n_kv_heads} key/value heads"
-        yield f"--tp {tp} must divide {kinds} or be a multiple of them"
+        both = f"the {m.n_heads} heads, and divide the {m.n_kv_heads} key/value heads"
+        yield f"--tp {tp} must divide {both} or be a multiple of them"
     if x.sp and seq % tp:
         yield f"--tp {tp} must divide the {seq} tokens of a sequence; or use --no-sp"
-    if x.cp_mode == "ulysses" and cp > 1 and (heads % cp or (kv_heads % cp and cp % kv_heads)):
-        yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
+    if x.sp and cp > 1 and here % tp:
+        yield f"--tp {tp} must divide the {here} tokens that --cp leaves a rank: use --no-sp"
     if cp > 1 and seq % cut:
         yield f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}"
-    if cp > 1 and x.sp and seq // cp % tp:
-        yield f"--tp {tp} must divide the {seq // cp} tokens that --cp leaves a rank: use --no-sp"
-    if m.n_layers < pp * v:
-        yield f"--pp {pp}: {m.n_layers} layers for {pp * v} stages: lower --pp or --chunks"
-    if x.schedule == "interleaved" and pp > 1 and v > 1 and n % pp:
+    if cp > 1 and x.cp_mode == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
+
+    # pipelines
+    if m.n_layers < in_all:
+        yield f"--pp {pp}: {m.n_layers} layers for {in_all} stages: lower --pp or --chunks"
+    if x.schedule == "interleaved" and in_all > pp and n % pp:
         yield f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank"
     if x.schedule == "dualpipe" and pp % 2:
         yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
@@ -172,18 +176,29 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
         yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
     if x.pp_scatter and x.sp:
         yield "--pp-scatter: with --sp a rank has a part of the tokens anyway; leave it out, or use --no-sp"
-    if x.pp_scatter and seq // cp % tp:
-        yield f"--pp-scatter: --tp {tp} must divide the {seq // cp} tokens of a rank"
-    if data % x.zero_replicas:
-        yield f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts"
-    if (x.zero_keep and x.zero != 3) or (x.zero_overlap and x.zero != 1):
-        yield "--zero-keep is for --zero 3, and --zero-overlap for --zero 1"
+    if x.pp_scatter and here % tp:
+        yield f"--pp-scatter: --tp {tp} must divide the {here} tokens of a rank"
+
+    # ZeRO
+    if dp * cp % x.zero_replicas:
+        yield f"--zero-replicas {x.zero_replicas} must divide the {dp * cp} ranks over which ZeRO cuts"
     if x.zero_replicas > 1 and not x.zero:
         yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
+    if (x.zero_keep and x.zero != 3) or (x.zero_overlap and x.zero != 1):
+        yield "--zero-keep is for --zero 3, and --zero-overlap for --zero 1"
+
+    # experts
     if x.ep > 1 and not any(map(m.has_experts, range(m.n_layers))):
         yield f"--ep {x.ep}: no layer has experts; lower --dense-layers or --moe-every"
-    if m.experts and (m.experts % x.ep or data * tp % x.ep):
-        yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
+    if m.experts and (m.experts % x.ep or ranks % x.ep):
+        yield f"--ep {x.ep} must divide --experts {m.experts}, and the {ranks} ranks of dp x cp x tp"
+    if m.experts and m.experts_per_token > m.experts:
+        yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
+    if m.experts and batch // dp % x.micro_batch_size:
+        part = f"--micro-batch-size {x.micro_batch_size} must divide the {batch // dp} sequences of a rank"
+        yield f"{part}: the auxiliary loss is a mean over them"
+    if m.experts and here % tp:
+        yield f"--no-sp: --tp {tp} must divide the {here} tokens of a sequence, to route them"
     if x.ep_overlap and min(x.ep, pp) == 1:
         yield "--ep-overlap: another micro-batch is computed beside messages of experts; use --ep and --pp"
     if x.ep_overlap and pp > 1 and not all_have_pairs(schedule.actions, schedule.v, pp):
@@ -191,38 +206,25 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
         yield f"--ep-overlap: in --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved"
     if x.ep_overlap and x.zero == 3 and not x.zero_keep:
         yield "--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep"
-    if m.experts and m.experts_per_token > m.experts:
-        yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
-    if m.experts and mine % x.micro_batch_size:
-        part = f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank"
-        yield f"{part}: the auxiliary loss is a mean over them"
-    if m.experts and seq // cp % tp:
-        yield f"--no-sp: --tp {tp} must divide the {seq // cp} tokens of a sequence, to route them"
 
 
 def illegal(m: Shape, x: Layout) -> str:
     """Why the steps refuse a layout, or the planner does; or ""."""
     try:
-        schedule = schedule_of(x)
+        return next(broken(m, x, schedule_of(x.schedule, x.chunks)), "")
     except UserError as error:
         return str(error)
-    return next(broken(m, x, schedule), "")
-
-
-def schedule_of(x: Layout) -> Schedule:
-    """What `--schedule` stands for, always the same object. Raises UserError if it asks what a layout does not say."""
-    return schedule_by_name(x.schedule, x.chunks)
 
 
 @lru_cache
-def schedule_by_name(name: str, chunks: int) -> Schedule:
-    """The same, of a layout of which nothing else matters."""
+def schedule_of(name: str, chunks: int) -> Schedule:
+    """What `--schedule` stands for, always the same object. Raises UserError if it asks what a layout does not say."""
     return SCHEDULES[name](Layout(chunks=chunks))
 
 
 def has_chunks(name: str) -> bool:
     """Whether --chunks says how many stages a rank has under this schedule."""
-    return schedule_by_name(name, 99).v == 99
+    return schedule_of(name, 99).v == 99
 
 
 @lru_cache(maxsize=4096)
@@ -281,12 +283,9 @@ def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose."""
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    plain = replace(mesh, chunks=1, ep_overlap=False)  # with one chunk, and not in pairs, more of them are legal
-    names = [name for name in SCHEDULES if not illegal(m, replace(plain, schedule=name))]
-    ways = [(name, 1) for name in names if not has_chunks(name)]
-    more = [v for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
-    ways += [(name, v) for name in names if has_chunks(name) for v in more]
-    return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
+    each = product(SCHEDULES, divisors(m.n_layers // mesh.pp))
+    ways = [(name, v) for name, v in each if not illegal(m, replace(mesh, schedule=name, chunks=v))]
+    return [(name, v) for name, v in ways if has_chunks(name) == (v > 1)]
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
@@ -297,13 +296,13 @@ def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
     return [dict(zero=0), dict(zero=1), *more] if alike else [dict(zero=0)]
 
 
-def expert_ways(mesh: Layout) -> list[dict[str, Any]]:
-    """Optional flags of expert parallelism that may speed up a mesh."""
-    return [dict(ep_overlap=overlap) for overlap in ([False, True] if mesh.pp > 1 and mesh.ep > 1 else [False])]
+def tries(mesh: Layout) -> Iterator[Layout]:
+    """Every recomputation on a mesh, and the optional flag of expert parallelism that may speed it up."""
+    for kind, overlap in product(RECOMPUTE, [False, True][: 1 + (mesh.pp > 1 and mesh.ep > 1)]):
+        yield replace(mesh, recompute=kind, ep_overlap=overlap)
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """Every legal schedule, way of ZeRO and recomputation on a mesh, and what else it can gain by."""
-    for met in (replace(mesh, **way) for way in expert_ways(mesh)):
-        for (schedule, chunks), zero, recompute in product(schedules(m, met), zero_ways(m, met), RECOMPUTE):
-            yield replace(met, schedule=schedule, chunks=chunks, recompute=recompute, **zero)
+    """Every legal schedule and way of ZeRO on one of these."""
+    for (schedule, chunks), zero in product(schedules(m, mesh), zero_ways(m, mesh)):
+        yield replace(mesh, schedule=schedule, chunks=chunks, **zero)

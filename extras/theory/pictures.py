@@ -20,10 +20,9 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from common.model import PRESETS
-from extras.theory.footprint import COURSE, held
 from extras.theory.gpus import GPUS, Gpu
 from extras.theory.layouts import RECOMPUTE, Layout
-from extras.theory.memory import Held
+from extras.theory.memory import Held, held
 from extras.theory.seconds import step_seconds
 from extras.theory.shapes import Shape
 
@@ -42,8 +41,8 @@ class Series(NamedTuple):
 
 def holds(tokens: int = 4096, **layout) -> Held:
     """What the fullest rank holds, with one sequence on each."""
-    x = Layout(zero=0, **layout) if "zero" not in layout else Layout(**layout)
-    return held(replace(L8, seq_len=tokens), replace(x, global_batch_size=x.dp), COURSE)
+    x = Layout(**dict(zero=0) | layout)
+    return held(replace(L8, seq_len=tokens), replace(x, global_batch_size=x.dp))
 
 
 def by_sequence() -> Iterator[Series]:
@@ -63,21 +62,16 @@ def by_ranks() -> Iterator[Series]:
     yield Series("tp, without SP", RANKS, [sum(holds(tp=n, sp=False)[:4]) / 1e9 for n in RANKS])
 
 
-def bubble(p: int, m: int, v: int) -> float:
-    """The idle part of a step: 1F1B, or interleaved with v stages a rank."""
-    return (p - 1) / (v * m + p - 1)
-
-
 def bubbles() -> Iterator[Series]:
-    """The same against micro-batches."""
+    """The idle part of a step against micro-batches: 1F1B, or interleaved with v stages a rank."""
     for p, v in (4, 1), (8, 1), (8, 2), (8, 4), (16, 1):
-        yield Series(f"p = {p}, v = {v}", MICRO_BATCHES, [bubble(p, m, v) for m in MICRO_BATCHES])
+        yield Series(f"p = {p}, v = {v}", MICRO_BATCHES, [(p - 1) / (v * m + p - 1) for m in MICRO_BATCHES])
 
 
 def data_speed(dp: int, batch: int, zero: int, gpu: Gpu) -> float:
     """Planned tokens/s of a GPU: `batch` sequences of 4,096 tokens, recomputed in full, so that all stages fit."""
     x = Layout(dp=dp, zero=zero, global_batch_size=batch, recompute="full")
-    return 4096 * batch / dp / step_seconds(replace(L8, seq_len=4096), x, gpu, COURSE).step
+    return 4096 * batch / dp / step_seconds(replace(L8, seq_len=4096), x, gpu).step
 
 
 def speeds() -> Iterator[Series]:

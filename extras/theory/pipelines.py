@@ -1,16 +1,17 @@
 """Pipelines on paper: which stages a rank has, and what it does in which order."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from common.schedules import Action, Place
-from extras.theory.layouts import Layout, balance, pairs_in, schedule_of, stages
+from extras.theory.layouts import balance, pairs_in, schedule_of, stages
 from extras.theory.shapes import Shape
 
 
 @lru_cache(maxsize=4096)
 def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
     """By pipeline rank its stages: number and place."""
-    entry = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
+    entry = schedule_of(schedule, chunks)
     places = balance(m, entry.places(m.n_layers, pp, stages(entry, pp)))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
 
@@ -23,7 +24,7 @@ def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
 @lru_cache(maxsize=4096)
 def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
     """Where the stages are, of a model with some layers."""
-    entry = schedule_of(Layout(pp, schedule=schedule, chunks=chunks))
+    entry = schedule_of(schedule, chunks)
     return entry.places(pp * max(2, chunks), pp, stages(entry, pp))
 
 
@@ -33,18 +34,9 @@ def ways_of(schedule: str, pp: int, chunks: int) -> int:
     return sum(place.before is None for place in places_of(schedule, pp, chunks))
 
 
-@lru_cache(maxsize=4096)
-def longest_wait(schedule: str, pp: int, chunks: int) -> int:
-    """Stages that a micro-batch passes before it comes to the rank that it comes to last."""
-    places, passed = places_of(schedule, pp, chunks), {}
-    for stage in (stage for stage, place in enumerate(places) if place.before is None):
-        for depth in range(len(places)):
-            rank = places[stage].rank
-            passed[rank] = min(depth, passed.get(rank, depth))
-            if places[stage].after is None:
-                break
-            stage = places[stage].after
-    return max(passed.values())
+def depth(schedule: str, pp: int, chunks: int) -> int:
+    """Stages that a micro-batch passes."""
+    return len(places_of(schedule, pp, chunks)) // ways_of(schedule, pp, chunks)
 
 
 @lru_cache(maxsize=4096)
@@ -53,26 +45,27 @@ def splits(schedule: str, pp: int, chunks: int) -> bool:
     return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
 
 
+def continued(value: Callable[[int], float], pp: int, n: int) -> float:
+    """`value` of n micro-batches, if after 2 pp of them every further pp add the same."""
+    few = 2 * pp + n % pp
+    if n <= few + pp:
+        return value(n)
+    return value(few) + (n - few) / pp * (value(few + pp) - value(few))
+
+
 @lru_cache(maxsize=4096)
 def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
     """The part of its forwards that a rank does beside the backward of another micro-batch (step07/ep_overlap.py).
 
     Those that come right before one in its list, on the rank that has fewest: all others wait for it. In 1F1B that is
-    the last rank, whose backward is always of the same micro-batch: 0. After 3 p micro-batches it goes on evenly.
+    the last rank, whose backward is always of the same micro-batch: 0.
     """
-
-    def pairs(n: int) -> int:
-        return min(map(pairs_in, lists_of(schedule, pp, chunks, n)))
-
     forwards = sum(action.kind == "F" for action in lists_of(schedule, pp, chunks, pp)[0]) * n / pp
-    fewer = 2 * pp + n % pp
-    if n <= fewer + pp:
-        return pairs(n) / forwards
-    return (pairs(fewer) + (n - fewer) / pp * (pairs(fewer + pp) - pairs(fewer))) / forwards
+    return continued(lambda n: min(map(pairs_in, lists_of(schedule, pp, chunks, n))), pp, n) / forwards
 
 
 @lru_cache(maxsize=4096)
 def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
     """The lists of all ranks for n micro-batches."""
-    entry = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
+    entry = schedule_of(schedule, chunks)
     return [entry.actions(pp, n, stages(entry, pp), rank) for rank in range(pp)]

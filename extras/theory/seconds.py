@@ -19,50 +19,46 @@ What makes a network worse as it grows (the laws of NCCL, ncclTopoTuneModel in i
 A ring over many ranks sends each of them less and less, but its hops grow with n: from some n on, nothing hides them.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
+import numpy as np
+
 from common.schedules import simulate
-from extras.theory.footprint import Recipe
+from extras.theory.activations import MicroBatch, products_of
 from extras.theory.gpus import Gpu
-from extras.theory.layouts import GATHERS, Layout, Network, network, schedule_of, stages
+from extras.theory.layouts import GATHERS, Layout, Network, network
 from extras.theory.memory import rank_numbers
-from extras.theory.pipelines import lists_of, longest_wait, paired, places_of, rank_places, splits, ways_of
+from extras.theory.pipelines import continued, depth, ends_of, lists_of, paired, places_of, rank_places, splits, ways_of
 from extras.theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
-COMPUTE = ("matmul", "attention", "memory")
-ByPart = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
+PARTS = ("matmul", "attention", "memory", "again", "tp", "cp", "ep")  # again: what backward recomputes; messages
+COMPUTE = slice(0, 4)  # of these, computation
+SENDS_AGAIN = ("elementwise", "full")  # ways to recompute
+BothWays = tuple[float, float]  # seconds of a forward pass, and of its backward pass
 
 
-class Work(NamedTuple):
-    """Seconds of forward, of the input's gradient (with what is computed again), and of the weights' gradient."""
+class Recipe(NamedTuple):
+    """What one software decides. The course's trainer is `COURSE`; of others the planner predicts published runs."""
 
-    f: ByPart
-    b: ByPart
-    w: ByPart
-
-
-def add(*parts: ByPart) -> ByPart:
-    """Sums by part."""
-    return {name: sum(p.get(name, 0.0) for p in parts) for name in {name: 0 for p in parts for name in p}}
-
-
-def times(parts: ByPart, factor: float) -> ByPart:
-    """Every part so many times."""
-    return {name: seconds * factor for name, seconds in parts.items()}
+    name: str
+    flash: bool = False  # attention is one kernel: scores never reach memory, and half of them are not computed
+    gradient: float = 2  # bytes of a weight's gradient, in which micro-batches add up and which travels
+    stops: bool = False  # recomputation stops before a layer's last matmul, as torch.utils.checkpoint does
+    overlap_dp: bool = False  # sums gradients during backward
+    overlap_tp: bool = False  # with SP gathers a block's input again in backward, behind its weight gradients
+    scatter: bool = True  # tp ranks send a slice each over a pipeline boundary, also without SP
+    library: float = 1.0  # the part of `Gpu.matmul` that the libraries of its time reached
 
 
-def total(parts: ByPart) -> float:
-    """All parts together."""
-    return sum(parts.values())
+COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, scatter=False)
 
 
-def tokens_of(m: Shape, x: Layout) -> int:
-    """A micro-batch's on one rank of cp."""
-    return x.micro_batch_size * m.seq_len // x.cp
+def by_part(**seconds: float) -> np.ndarray:
+    """[len(PARTS)], 0 where nothing is given."""
+    return np.array([seconds.get(part, 0.0) for part in PARTS])
 
 
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
@@ -93,6 +89,11 @@ def hops_seconds(gpu: Gpu, net: Network, tree: bool) -> float:
     return (net.ranks - net.nodes) * gpu.hop + (net.nodes - 1) * gpu.hop_between
 
 
+def ring(net: Network, n_bytes: float) -> float:
+    """Bytes that each rank sends to gather (or to reduce and scatter) a whole of `n_bytes`."""
+    return (net.ranks - 1) / net.ranks * n_bytes
+
+
 def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1, tree: bool = False) -> float:
     """A collective in which each rank sends so many bytes, cut into `messages`.
 
@@ -106,8 +107,8 @@ def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1,
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     """Each rank has `n_bytes`, as much for each rank of the group, itself too.
 
-    Unlike a ring, of which one rank of a node sends to the next node over the cards of all, each rank has parts for all
-    ranks of the other nodes, and sends them over its own card, while those for its own node go over the links there.
+    In a ring one rank of a node sends to the next node, over the cards of all. Here each rank has rows for all ranks of
+    other nodes and sends them over its own card, while those for its own node travel over the links there.
     """
     if not net.leaves:
         return collective_seconds(gpu, net, ring(net, n_bytes))
@@ -115,182 +116,187 @@ def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     return n_bytes / net.ranks * slower + gpu.start + hops_seconds(gpu, net, tree=False)
 
 
-def ring(net: Network, n_bytes: float) -> float:
-    """Bytes that each rank sends to gather (or to reduce and scatter) a whole of `n_bytes`."""
-    return (net.ranks - 1) / net.ranks * n_bytes
+def product_seconds(p: MicroBatch, gpu: Gpu, experts: bool) -> tuple[float, float, float]:
+    """A layer's matrix products: forward, the gradients of their inputs, and those of the weights."""
+    products = products_of(p, experts) + [(p.share, p.m.dim, p.m.experts, 1)] * experts  # the router
+    return (
+        sum(matmul_seconds(gpu, rows, inner, outer, n) for rows, inner, outer, n in products),
+        sum(matmul_seconds(gpu, rows, outer, inner, n) for rows, inner, outer, n in products),
+        sum(matmul_seconds(gpu, inner, rows, outer, n) for rows, inner, outer, n in products),
+    )
 
 
-def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float]:
-    """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
-    tokens = tokens_of(m, x)
+def attention_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> BothWays:
+    """One layer's attention core, between the projections."""
+    m, x = p.m, p.x
     if recipe.flash:
-        busiest = 2 - 1 / x.cp if x.cp_mode == "ring" else 1  # rank: a plain ring's last one has most keys
+        busiest = 2 - 1 / x.cp if x.cp_mode == "ring" else 1  # a plain ring's last rank has most keys
         keys = m.seq_len / 2 * busiest  # of a token, in the mean
-        forward = tokens * keys * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
+        forward = p.tokens * keys * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
         return forward + gpu.launch, 2.5 * forward + gpu.launch
-    heads, scores = x.micro_batch_size * m.n_heads / x.tp, tokens * m.seq_len * m.n_heads / x.tp
+    heads, scores = x.micro_batch_size * m.n_heads / x.tp, p.tokens * m.seq_len * m.n_heads / x.tp
     one = matmul_seconds(gpu, m.seq_len, m.head_dim, m.seq_len, heads)
     # softmax reads and writes 2 bytes; dropout reads 2 and writes 2 and its mask; their backwards read what they need
     return 2 * one + memory_seconds(gpu, 9 * scores, 2), 4 * one + memory_seconds(gpu, 11 * scores, 2)
 
 
-def context_seconds(m: Shape, x: Layout, gpu: Gpu, core: float, core_back: float) -> tuple[float, float]:
-    """Messages over cp of one layer, forward and backward, that attention does not hide.
+def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> BothWays:
+    """One layer's passes over memory between its matmuls."""
+    m, x = p.m, p.x
+    width = p.share * m.ffn_dim
+    if experts:
+        width = (p.visits + p.share * m.shared_experts) * m.expert_width
+    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # norms 2 x 2, residual sums (with GPT's dropout)
+    qkv = p.tokens * (m.dim / x.tp + 2 * p.kv) * (2 if recipe.flash else 6)
+    inside = gpu.number * (qkv + width * (2 if m.gpt else 3))
+    rows = experts * p.visits * m.dim * gpu.number * 2 * 3  # are sorted, sent, and put back
+    forward = memory_seconds(gpu, between + inside + rows, 12)
+    return forward, memory_seconds(gpu, 1.5 * between + 1.7 * inside + rows, 20)
 
-    A ring's travel beside it. Who gathers keys waits for them before, and for the sum of their gradients, in fp32,
-    behind it. Ulysses' q, k and v come before, and o leaves after it; their gradients the other way.
+
+def tp_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool, w: float) -> BothWays:
+    """Messages over tp of one layer. Backward includes what recomputation sends again, and excludes what `w` hides.
+
+    They are halves of all-reduces: a block has a gather and a scatter, or an all-reduce. Experts have none, but shared
+    ones have SP's, and without SP their outputs are gathered. Recomputation does not need the output of a layer's last
+    matmul, so a recipe that `stops` does not sum it again. `w`: seconds of the weights' gradients.
     """
-    net, tokens = network(x, "cp", gpu.node), tokens_of(m, x)
+    m, x, net = p.m, p.x, network(p.x, "tp", gpu.node)
+    half = collective_seconds(gpu, net, ring(net, p.tokens * m.dim * gpu.number), tree=not x.sp)
+    shared = m.shared_experts > 0
+    halves, needed = (2 + 2 * shared + (not x.sp), 2 + shared) if experts else (4, 3 if x.sp else 2)
+    again = needed if recipe.stops or x.recompute == "elementwise" else halves
+    there, sent = halves * half, again * half * (x.recompute in SENDS_AGAIN)
+    if not recipe.overlap_tp:
+        return there, there + sent
+    regather = (1 if experts else 2) * half * x.sp
+    return there, there + regather - min(there / 2 + regather, w) + sent
+
+
+def cp_seconds(p: MicroBatch, gpu: Gpu, core: BothWays) -> BothWays:
+    """Messages over cp of one layer that its attention, `core`, does not hide.
+
+    A ring's messages travel beside attention. A gather of keys comes before it, the sum of their gradients, in fp32,
+    after it. Ulysses' q, k and v come before, and o leaves after it; their gradients the other way.
+    """
+    x, net = p.x, network(p.x, "cp", gpu.node)
+    q, kv = p.share * p.m.dim, p.tokens * 2 * p.kv
     if net.ranks == 1:
         return 0.0, 0.0
-    kv = tokens * 2 * m.kv_dim / min(x.tp, m.n_kv_heads)
     if x.cp_mode == "ulysses":
-        heads = tokens * m.dim / x.tp
-        one_way = sum(all_to_all_seconds(gpu, net, n * gpu.number) for n in (heads + kv, heads))
+        one_way = sum(all_to_all_seconds(gpu, net, n * gpu.number) for n in (q + kv, q))
         return one_way, one_way
+    sent = (x.cp - 1) * kv * gpu.number  # keys and values of all others
     if x.cp_mode in GATHERS:
-        sent = [ring(net, x.cp * kv * size) for size in (gpu.number, 4)]
-        return collective_seconds(gpu, net, sent[0]), collective_seconds(gpu, net, sent[1])
-    there = (x.cp - 1) * kv * gpu.number
-    sent = there, there + x.cp * kv * 4  # gradients follow, in fp32
-    return tuple(max(0.0, collective_seconds(gpu, net, n) - s) for n, s in zip(sent, (core, core_back), strict=True))
+        return collective_seconds(gpu, net, sent), collective_seconds(gpu, net, (x.cp - 1) * kv * 4)
+    back = sent + x.cp * kv * 4  # their gradients go round with them
+    hidden = zip((sent, back), core, strict=True)
+    return tuple(max(0.0, collective_seconds(gpu, net, n) - seconds) for n, seconds in hidden)
 
 
-def matrices(m: Shape, tp: int, width: int) -> list[tuple[float, float]]:
-    """(inner, outer) of an MLP's matrices on one rank; those that stand side by side are one."""
-    return [(m.dim, (1 if m.gpt else 2) * width / tp), (width / tp, m.dim)]
+def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> np.ndarray:
+    """One layer on one rank, for one micro-batch: [forward, input's gradient, weights' gradient; part].
 
-
-def products_of(m: Shape, x: Layout, experts: bool) -> list[tuple[float, float, float, float]]:
-    """A layer's matrix products on one rank: rows, inner and outer of each, and how many of it are one launch."""
-    tp, tokens = x.tp, tokens_of(m, x)
-    dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
-    dense += matrices(m, tp, m.expert_width) * m.shared_experts if experts else matrices(m, tp, m.ffn_dim)
-    products = [(tokens, *matrix, 1) for matrix in dense]
-    if experts:
-        here, rows = m.experts / x.ep, tokens / tp * m.experts_per_token
-        products += [(rows / here, *matrix, here) for matrix in matrices(m, 1, m.expert_width)]
-        products.append((tokens / tp, m.dim, m.experts, 1))
-    return products
-
-
-def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
-    """One layer on one rank, for one micro-batch, if nothing is computed again."""
-    tp, tokens = x.tp, tokens_of(m, x)
-    own = tokens / tp if x.sp else tokens
-    visits = tokens / tp * m.experts_per_token if experts else 0  # of this rank's experts, and whole ones
-    width = visits * m.expert_width + tokens / tp * (m.shared_experts * m.expert_width if experts else m.ffn_dim)
-
-    products = products_of(m, x, experts)
-    f = sum(matmul_seconds(gpu, rows, inner, outer, n) for rows, inner, outer, n in products)
-    b = sum(matmul_seconds(gpu, rows, outer, inner, n) for rows, inner, outer, n in products)
-    w = sum(matmul_seconds(gpu, inner, rows, outer, n) for rows, inner, outer, n in products)
-    core, core_back = attention_seconds(m, x, gpu, recipe)
-
-    qkv = (m.dim + 2 * m.kv_dim) / tp
-    between = own * m.dim * gpu.number * (11 if m.gpt else 10)  # norms 2 x 2, residual sums (with GPT's dropout)
-    inside = gpu.number * (tokens * qkv * (2 if recipe.flash else 6) + width * (2 if m.gpt else 3))
-    travels = visits * m.dim * gpu.number * 2 * 3  # rows are sorted, sent, and put back
-    forward = memory_seconds(gpu, between + inside + travels, 12)
-    backward = memory_seconds(gpu, 1.5 * between + 1.7 * inside + travels, 20)
-
-    net, whole = network(x, "tp", gpu.node), tokens * m.dim * gpu.number
-    gather = collective_seconds(gpu, net, ring(net, whole), tree=not x.sp)
-    halves, _ = tp_halves(m, x, experts)
-    there = halves * gather
-    regather = (1 if experts else 2) * gather * (x.sp and recipe.overlap_tp)
-    back = there + regather - (min(there / 2 + regather, w) if recipe.overlap_tp else 0.0)
-
-    cp, cp_back = context_seconds(m, x, gpu, core, core_back)
-    ep = 2 * all_to_all_seconds(gpu, network(x, "ep", gpu.node), visits * m.dim * gpu.number)
-    return Work(
-        dict(matmul=f, attention=core, memory=forward, tp=there, cp=cp, ep=ep),
-        dict(matmul=b, attention=core_back, memory=backward, cp=cp_back, ep=ep, tp=back),
-        dict(matmul=w),
-    )
-
-
-def tp_halves(m: Shape, x: Layout, experts: bool) -> tuple[int, int]:
-    """Halves of an all-reduce over tp in a layer's forward, and of these, those that are done again in backward.
-
-    A block has a gather and a scatter, or an all-reduce. The last of an MLP is not done again: nobody needs its output.
-    Experts have none, but shared ones have SP's, and without SP their outputs are gathered.
+    Elementwise recomputation keeps the outputs of matmuls but sends as much again as full recomputation, as the dry run
+    counts. Full recomputation may stop before an MLP's last matmul, whose output is not needed. Selective
+    recomputation computes the scores again.
     """
-    if not experts:
-        return 4, 3 if x.sp else 2
-    shared = m.shared_experts > 0
-    return 2 + 2 * shared + (not x.sp), 2 + shared
+    p = MicroBatch(m, x)
+    f, b, w = product_seconds(p, gpu, experts)
+    core, memory = attention_seconds(p, gpu, recipe), elementwise_seconds(p, gpu, recipe, experts)
+    tp, cp = tp_seconds(p, gpu, recipe, experts, w), cp_seconds(p, gpu, core)
+    ep = 2 * all_to_all_seconds(gpu, network(x, "ep", gpu.node), experts * p.visits * m.dim * gpu.number)  # and back
+    last = matmul_seconds(gpu, p.tokens, m.ffn_dim / x.tp, m.dim) if recipe.stops and not experts else 0.0
+    full = f + core[0] + memory[0] - last
+    again = dict(none=0.0, selective=core[0], elementwise=memory[0] / 2, full=full)[x.recompute]
+    sent = x.recompute in SENDS_AGAIN
+    forward = by_part(matmul=f, attention=core[0], memory=memory[0], tp=tp[0], cp=cp[0], ep=ep)
+    backward = dict(tp=tp[1], cp=cp[1] + sent * cp[0], ep=ep + sent * ep)
+    backward = by_part(matmul=b, attention=core[1], memory=memory[1], again=again, **backward)
+    return np.stack([forward, backward, by_part(matmul=w)])
 
 
-def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: ByPart, experts: bool) -> ByPart:
-    """What a layer's backward computes again of its forward `f`.
-
-    A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
-    of the collectives over tp (`tp_halves`). Elementwise recomputation keeps what matmuls made, and sends as much again
-    as the full one: so counts the dry run. Selective recomputation computes the scores again.
-    """
-    if x.recompute in ("none", "selective"):
-        return {} if x.recompute == "none" else dict(attention=f["attention"])
-    halves, again = tp_halves(m, x, experts)
-    sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * again / halves)
-    if x.recompute == "elementwise":
-        return sent | dict(memory=f["memory"] / 2)
-    if not recipe.stops:
-        return f
-    rows = tokens_of(m, x)
-    last = 0.0 if experts else matmul_seconds(gpu, rows, m.ffn_dim / x.tp, m.dim)
-    return f | sent | dict(matmul=f["matmul"] - last)
-
-
-def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
-    """The output projection and the loss of one micro-batch, which nobody computes again."""
-    tokens, vocab, net = tokens_of(m, x), m.vocab_size / x.tp, network(x, "tp", gpu.node)
+def head_work(m: Shape, x: Layout, gpu: Gpu) -> np.ndarray:
+    """The same of the output projection and the loss, which nobody computes again."""
+    tokens, vocab, net = MicroBatch(m, x).tokens, m.vocab_size / x.tp, network(x, "tp", gpu.node)
     gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * gpu.number), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
-    f = dict(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
-    b = dict(matmul=matmul_seconds(gpu, tokens, vocab, m.dim), memory=logits / 2, tp=gather)
-    return Work(f, b, dict(matmul=matmul_seconds(gpu, m.dim, tokens, vocab)))
+    f = by_part(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
+    b = by_part(matmul=matmul_seconds(gpu, tokens, vocab, m.dim), memory=logits / 2, tp=gather)
+    return np.stack([f, b, by_part(matmul=matmul_seconds(gpu, m.dim, tokens, vocab))])
+
+
+def layer_layout(x: Layout) -> Layout:
+    """The part of a layout that decides the work of a layer."""
+    keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp, cp_mode=x.cp_mode)
+    return Layout(cp=x.cp, tp=x.tp, ep=x.ep, **keep)
+
+
+@lru_cache(maxsize=100_000)
+def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
+    """A layer without experts, one with experts, and the head, for a `layer_layout`: [3, forward ..., part]."""
+    gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
+    dense = layer_work(m, x, gpu, recipe, False)
+    experts = layer_work(m, x, gpu, recipe, True) if m.experts else dense
+    return np.stack([dense, experts, head_work(m, x, gpu)])
+
+
+def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
+    """One micro-batch in the whole model, for a `layer_layout`: [forward ..., part]."""
+    return np.tensordot((*layer_counts(m).values(), 1), works(m, x, gpu, recipe), 1)
+
+
+@lru_cache(maxsize=4096)
+def loads(m: Shape, schedule: str, pp: int, chunks: int) -> np.ndarray:
+    """What each pipeline rank has: [rank; layers without experts, with experts, heads].
+
+    If micro-batches take two ways, half of them take each.
+    """
+    counts = []
+    for places in rank_places(m, schedule, pp, chunks):
+        kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
+        counts.append((kinds.count(False), kinds.count(True), ends_of(places)[1]))
+    return np.unique(counts, axis=0) / ways_of(schedule, pp, chunks)
+
+
+@lru_cache(maxsize=200_000)
+def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: int, chunks: int) -> tuple:
+    """One micro-batch on the busiest rank, [part], and the f, b and w of a mean stage, for a `layer_layout`."""
+    ranks = np.tensordot(loads(m, schedule, pp, chunks), works(m, x, gpu, recipe).sum(axis=1), 1)
+    costs = model_work(m, x, gpu, recipe).sum(axis=1) / depth(schedule, pp, chunks)
+    return max(ranks, key=np.sum), tuple(costs.tolist())
+
+
+def hidden_seconds(x: Layout, busy: np.ndarray, part: float = 1.0) -> float:
+    """Of a micro-batch's messages of experts, those that --ep-overlap hides behind another one's computation.
+
+    `part`: of forwards that have the backward of another micro-batch beside them.
+    """
+    return part * min(busy[PARTS.index("ep")], busy[COMPUTE].sum()) if x.ep_overlap else 0.0
 
 
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
-    """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
-
-    After 3 p micro-batches every further p of them add the same time, so the rest is continued from there.
-    """
-    places, split = places_of(schedule, p, chunks), splits(schedule, p, chunks)
-
-    def simulated(n: int) -> float:
-        lists = lists_of(schedule, p, chunks, n)
-        return simulate(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)[-1][0]
-
-    fewer = 2 * p + n % p
-    if n <= fewer + p:
-        return simulated(n)
-    first, second = simulated(fewer), simulated(fewer + p)
-    return second + (n - fewer - p) / p * (second - first)
-
-
-def stages_of(x: Layout) -> int:
-    """Stages that a micro-batch passes on each rank."""
-    return stages(schedule_of(x), x.pp)
+    """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it."""
+    places = places_of(schedule, p, chunks)
+    costs = dict(F=1.0, B=b if splits(schedule, p, chunks) else b + w, W=w)
+    return continued(lambda n: simulate(lists_of(schedule, p, chunks, n), places, costs, message)[-1][0], p, n)
 
 
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """Seconds that no order of work can save.
 
-    Some rank waits for its first forward; where no W fills the gap, another also for the last backward. And one
-    micro-batch passes all stages in turn, there and back.
+    The rank that micro-batches reach last waits for its first forward; where no W fills the gap, another one also for
+    the last backward. And one micro-batch passes all stages in turn, there and back.
     """
-    p, v, way = x.pp, stages_of(x), (x.schedule, x.pp, x.chunks)
-    ends = longest_wait(*way) * (f if splits(*way) else f + b + w)
-    return max(ends, p * v * (f + b) - x.micro_batches * v * (f + b + w))
+    way = x.schedule, x.pp, x.chunks
+    ends, passed = x.pp // ways_of(*way) - 1, depth(*way)
+    return max(ends * (f if splits(*way) else f + b + w), passed * (f + b - x.micro_batches / x.pp * (f + b + w)))
 
 
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """A message over a pipeline boundary."""
-    size, net = tokens_of(m, x) * m.dim * gpu.number, network(x, "pp", gpu.node)
-    crosses = net.in_node == 1
+    size, crosses = MicroBatch(m, x).tokens * m.dim * gpu.number, network(x, "pp", gpu.node).in_node == 1
     scatter = (recipe.scatter or x.pp_scatter) and not x.sp
     sent = size / x.tp if scatter or x.sp else size
     seconds = sent / (gpu.between if crosses else gpu.within) + gpu.start + (gpu.hop_between if crosses else gpu.hop)
@@ -306,117 +312,41 @@ class Seconds(NamedTuple):
     compute: float
     recompute: float
     bubble: float
-    exposed: ByPart
+    exposed: dict[str, float]
     update: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """All by name."""
+        parts = dict(compute=self.compute, again=self.recompute, bubble=self.bubble)
+        return parts | self.exposed | dict(update=self.update)
 
     @property
     def step(self) -> float:
         """The whole step."""
-        return self.compute + self.recompute + self.bubble + sum(self.exposed.values()) + self.update
+        return sum(self.parts.values())
 
 
-class LayerWorks(NamedTuple):
-    """A micro-batch: the work of a layer, by whether it has experts; the head's."""
-
-    layers: dict[bool, Work]
-    head: Work
-
-
-def layer_layout(x: Layout) -> Layout:
-    """The part of a layout that decides the work of a layer."""
-    keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp, cp_mode=x.cp_mode)
-    return Layout(cp=x.cp, tp=x.tp, ep=x.ep, **keep)
-
-
-@lru_cache(maxsize=100_000)
-def layer_works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> LayerWorks:
-    """What stages are made of, for a layout of one micro-batch and stage (`layer_layout`)."""
-    gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
-    if x.recompute == "none":
-        layers = {flag: layer_work(m, x, gpu, recipe, flag) for flag, n in layer_counts(m).items() if n}
-        return LayerWorks(layers, head_work(m, x, gpu))
-    once = layer_works(m, replace(x, recompute="none"), gpu._replace(matmul=gpu.matmul / recipe.library), recipe)
-    layers = {
-        flag: work._replace(b=add(work.b, done_again(m, x, gpu, recipe, work.f, flag)))
-        for flag, work in once.layers.items()
-    }
-    return LayerWorks(layers, once.head)
-
-
-@lru_cache(maxsize=4096)
-def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, float, float]]:
-    """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
-    different, share = set(), 1 / ways_of(schedule, pp, chunks)  # of the micro-batches
-    for places in rank_places(m, schedule, pp, chunks):
-        kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
-        heads = sum(place.after is None for place in places.values())
-        different.add((kinds.count(False) * share, kinds.count(True) * share, heads * share))
-    return different
-
-
-def together(work: LayerWorks, load: tuple[float, float, float]) -> ByPart:
-    """A micro-batch of a rank with this load: forward and both backwards, by part."""
-    parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in work.layers[flag]]
-    return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
-
-
-@lru_cache(maxsize=100_000)
-def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> Work:
-    """One micro-batch in the whole model."""
-    work, counts = layer_works(m, x, gpu, recipe), layer_counts(m)
-    return Work(*(add(work.head[i], *(times(one[i], counts[k]) for k, one in work.layers.items())) for i in range(3)))
-
-
-def most_hidden(busy: ByPart) -> float:
-    """Of a micro-batch's messages of experts, those that another one's computation hides, if always one is beside it.
-
-    It computes as long as this one does. The gradients of weights count, though a schedule may have them apart.
-    """
-    return min(busy.get("ep", 0.0), sum(busy.get(part, 0.0) for part in COMPUTE))
-
-
-class RankWork(NamedTuple):
-    """One micro-batch on the busiest rank, by part, with and without doing again; a mean stage's f, b and w."""
-
-    busy: ByPart
-    once: ByPart
-    costs: tuple[float, float, float]
-
-
-@lru_cache(maxsize=200_000)
-def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: int, chunks: int) -> RankWork:
-    """The work of a pipeline's ranks, for the `layer_layout` of a layout."""
-    once, work = layer_works(m, replace(x, recompute="none"), gpu, recipe), layer_works(m, x, gpu, recipe)
-    load = max(loads(m, schedule, pp, chunks), key=lambda load: total(together(work, load)))
-    number = pp * stages_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
-    costs = tuple(total(part) / number for part in model_work(m, x, gpu, recipe))
-    return RankWork(together(work, load), together(once, load), costs)
-
-
-def hidden_seconds(x: Layout, busy: ByPart) -> float:
-    """Of a micro-batch's messages of experts, those that --ep-overlap hides: where F has the B of another beside it."""
-    return paired(x.schedule, x.pp, x.chunks, x.micro_batches) * most_hidden(busy) if x.ep_overlap else 0.0
-
-
-def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
+def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulated: bool = True) -> Seconds:
     """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
     n, way = x.micro_batches, (x.schedule, x.pp, x.chunks)
-    busy, once, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, *way)
+    busy, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, *way)
     bubble, exposed = 0.0, {}
     if x.pp > 1:
         message = boundary_seconds(m, x, gpu, recipe)
         bubble = least_bubble(x, f, b, w)
         if simulated:
             b, w = round(b / f, 2), round(w / f, 2)
-            idle = pipeline_ratio(*way, n, b, w, float(f"{message / f:.2g}")) - n * (1 + b + w) * stages_of(x)
-            exposed["pp"] = min(f * idle, 2 * (x.pp - 1) * message)  # to fill the pipeline and to drain it
-            bubble = f * idle - exposed["pp"]
-    exposed |= {dim: n * busy[dim] for dim in ("tp", "cp", "ep") if busy.get(dim)}
-    if x.ep_overlap:
-        exposed["ep"] -= n * hidden_seconds(x, busy)
-    exposed |= data_seconds(m, x, gpu, recipe, total(busy))
-    compute, plain = (n * sum(parts.get(part, 0.0) for part in COMPUTE) for parts in (busy, once))
-    return Seconds(plain, compute - plain, bubble, exposed, update_seconds(m, x, gpu, recipe))
+            ratio = pipeline_ratio(*way, n, b, w, float(f"{message / f:.2g}"))
+            idle = f * (ratio - n * (1 + b + w) * depth(*way) / x.pp)
+            exposed["pp"] = min(idle, 2 * (x.pp - 1) * message)  # to fill the pipeline and to drain it
+            bubble = idle - exposed["pp"]
+    parts = dict(zip(PARTS, (n * busy).tolist(), strict=True))
+    parts["ep"] -= n * hidden_seconds(x, busy, paired(*way, n) if x.ep_overlap else 0.0)
+    exposed |= {dim: parts[dim] for dim in ("tp", "cp", "ep")} | dict(dp=data_seconds(m, x, gpu, recipe, busy.sum()))
+    compute = parts["matmul"] + parts["attention"] + parts["memory"]
+    exposed = {dim: seconds for dim, seconds in exposed.items() if seconds}
+    return Seconds(compute, parts["again"], bubble, exposed, update_seconds(m, x, gpu, recipe))
 
 
 def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
@@ -439,37 +369,35 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     return collective_seconds(gpu, pair, 2 * ring(pair, (shared + own) * recipe.gradient))
 
 
-def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> ByPart:
+def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
     """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
 
     Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
-    the last twentieth: the last unit's gradient travels when nothing is left to compute. ZeRO's stage 1 sums at the
-    end, unless told to overlap, and stages 1 and 2 gather the weights after the update. Stage 3 gathers them twice in
-    each micro-batch, or keeps them. Software that overlaps sends a layer at a time, any other all at once.
+    the last twentieth: the last unit's gradient travels when nothing is left to compute. It sends a layer at a time,
+    any other software all at once.
     """
-    n, hidden, open_ = x.micro_batches, 0.0, 0.0
+    n, hidden, exposed = x.micro_batches, 0.0, pair_seconds(m, x, gpu, recipe)
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1
+    sums, late_sums, gathers, late_gathers = {  # how often: beside computation, or after it
+        0: (2, 0, 0, 0),  # an all-reduce has two halves
+        1: (x.zero_overlap, not x.zero_overlap, 0, 1),
+        2: (n, 0, 0, 1),
+        3: (n, 0, 1 if x.zero_keep else 2 * n, 0),
+    }[x.zero]
     far = network(x, "replicas", gpu.node)
     for numbers, dim in zip(fullest_numbers(m, x), ("shard", "expert shard"), strict=True):
         net = network(x, dim, gpu.node)
         if net.ranks == 1 or not numbers:
             continue
         if far.ranks > 1 and dim == "shard":
-            open_ += 2 * collective_seconds(gpu, far, ring(far, numbers / net.ranks * 4), layers, tree=True)
-        reduced = collective_seconds(gpu, net, ring(net, numbers * recipe.gradient), layers, tree=x.zero == 0)
+            exposed += 2 * collective_seconds(gpu, far, ring(far, numbers / net.ranks * 4), layers, tree=True)
+        summed = collective_seconds(gpu, net, ring(net, numbers * recipe.gradient), layers, tree=x.zero == 0)
         gathered = collective_seconds(gpu, net, ring(net, numbers * gpu.number), layers)
-        if x.zero == 0:
-            hidden += 2 * reduced
-        elif x.zero == 1:
-            hidden, open_ = hidden + reduced * x.zero_overlap, open_ + reduced * (not x.zero_overlap) + gathered
-        elif x.zero == 2:
-            hidden, open_ = hidden + n * reduced, open_ + gathered
-        else:
-            hidden += n * reduced + (1 if x.zero_keep else 2 * n) * gathered
+        hidden += sums * summed + gathers * gathered
+        exposed += late_sums * summed + late_gathers * gathered
     if recipe.overlap_dp:
         hidden = max(hidden - micro_batch * (n if x.zero >= 2 else 1), 0.05 * hidden)
-    seconds = hidden + open_ + pair_seconds(m, x, gpu, recipe)
-    return {"dp": seconds} if seconds else {}
+    return hidden + exposed
 
 
 def update_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:

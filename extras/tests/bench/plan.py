@@ -6,7 +6,7 @@
 The files in tests/bench/published are those of its README.md; any others of the same columns do. A row names a run, not
 its software: the letter of its id does. S and K are Megatron's; the planner knows its ways, and vTrain's (RECIPES). Of
 other software it knows none: such a row is predicted as if the course's trainer had run it, and its errors are no
-errors of a recipe.
+errors of a recipe. Memory is the course's trainer's for all rows; no source of S, K or vTrain gives it.
 """
 
 import csv
@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from common import UserError
 from common.trainer import parse
-from extras.theory.footprint import COURSE, Recipe, held
 from extras.theory.gpus import GIB, GPUS, Gpu
 from extras.theory.layouts import Layout
-from extras.theory.seconds import step_seconds
+from extras.theory.memory import held
+from extras.theory.seconds import COURSE, Recipe, step_seconds
 from extras.theory.shapes import Shape, flops_per_token, gpt, total_weights
 from extras.theory.tables import table
 
@@ -73,10 +75,10 @@ def given(row: dict[str, str], name: str) -> str:
     return "" if text.lower() == "nan" else text
 
 
-def real(row: dict[str, str], name: str) -> float:
-    """A column's number. Raises UserError if it has none, or none above 0."""
+def real(row: dict[str, str], name: str, default: float | str = "") -> float:
+    """A column's number, or what it is if empty. Raises UserError if there is none, or it is negative or infinite."""
     try:
-        found = float(given(row, name))
+        found = float(given(row, name) or default)
     except ValueError:
         raise UserError(f"{row}: {name} must be a number") from None
     if not 0 <= found < float("inf"):
@@ -84,74 +86,70 @@ def real(row: dict[str, str], name: str) -> float:
     return found
 
 
-def number(row: dict[str, str], name: str, default: int) -> int:
-    """A column, or what it is if empty."""
-    return int(real(row, name)) if given(row, name) else default
+def rows_of(path: str) -> list[dict[str, str]]:
+    """A file's lines that are not empty, by column, and each one's number, from 1 on. Raises UserError."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
+    names, *lines = [*csv.reader(Path(path).read_text().splitlines())] or [[]]
+    rows = [dict(zip(names, cells, strict=False)) | dict(line=str(n)) for n, cells in enumerate(lines, 1)]
+    return [row for row in rows if any(given(row, name) for name in names)]
 
 
 def shape_of(row: dict[str, str]) -> Shape:
     """The model of a row; sizes that it does not give are those of the model that it names."""
-    heads, dim = number(row, "heads", 1), number(row, "hidden", 0)
-    layers, seq = number(row, "layers", 0), number(row, "seq", 4096)
+    dim, layers, heads, seq = (
+        int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
+    )
     if not dim or not layers:
         raise UserError(f"row {row['id']}: hidden and layers must be given")
     if row["id"][0] in RECIPE:
-        return gpt(dim, layers, heads, number(row, "vocab", 51200), seq, number(row, "ffn", 0))
-    more = next((sizes for name, sizes in NAMED.items() if name in row["model"].lower()), {})
-    sizes = dict(ffn_dim=number(row, "ffn", more.get("ffn_dim", 4 * dim)))
-    sizes |= dict(vocab_size=number(row, "vocab", more.get("vocab_size", 128256)), seq_len=seq)
-    return Shape(dim, layers, heads, number(row, "kv", heads), **more | sizes)
+        return gpt(dim, layers, heads, int(real(row, "vocab", 51200)), seq, int(real(row, "ffn", 0)))
+    more = dict(ffn_dim=4 * dim, vocab_size=128256)
+    more |= next((sizes for name, sizes in NAMED.items() if name in given(row, "model").lower()), {})
+    more |= {name: int(real(row, n)) for n, name in (("ffn", "ffn_dim"), ("vocab", "vocab_size")) if given(row, n)}
+    return Shape(dim, layers, heads, int(real(row, "kv", heads)), seq_len=seq, **more)
 
 
 def layout_of(row: dict[str, str]) -> Layout:
     """The layout of a row. ZeRO 1 where it does not say; sequence parallelism but where Megatron's rows have none."""
-    pp, tp, cp = (number(row, dim, 1) for dim in ("pp", "tp", "cp"))
-    dp = number(row, "dp", number(row, "n", pp * tp * cp) // (pp * tp * cp))
-    gbs, chunks = number(row, "gbs", dp), number(row, "vp", 1)
-    mbs = number(row, "mbs", 1)
+    megatron = row["id"][0] in RECIPE
+    names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
+    pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
+    dp = int(real(row, "dp", real(row, "n", pp * tp * cp) // (pp * tp * cp)))
+    gbs = int(real(row, "gbs", dp))
     whole = gbs // dp // mbs % pp == 0  # as an interleaved schedule wants it
-    some = "selective" if row["id"][0] in RECIPE else "elementwise"  # all others fuse attention
-    recompute = {"sel+SP": some, "sel": some, "full": "full"}.get(row["recompute"], "none")
-    x = Layout(pp, cp, tp, number(row, "ep", 1), number(row, "zero", 1), mbs, gbs, dp=dp, recompute=recompute)
+    some = "selective" if megatron else "elementwise"  # all others fuse attention
+    recompute = {"sel+SP": some, "sel": some, "full": "full"}.get(given(row, "recompute"), "none")
+    x = Layout(pp, cp, tp, ep, zero, mbs, gbs, dp=dp, recompute=recompute, chunks=chunks)
     way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
-    return replace(x, schedule=way, chunks=chunks, sp=row["id"][0] not in RECIPE or row["recompute"] == "sel+SP")
-
-
-def lines_of(path: str) -> list[str]:
-    """A text file's lines. Raises UserError if it is not there."""
-    if not Path(path).is_file():
-        raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
-    return Path(path).read_text().splitlines()
+    return replace(x, schedule=way, sp=not megatron or given(row, "recompute") == "sel+SP")
 
 
 def read_rows(path: str) -> list[Case]:
     """The runs of a file. Raises UserError for a GPU that nobody knows."""
     cases = []
-    for row in csv.DictReader(lines_of(path)):
-        row |= {name: given(row, name) for name in (*row, "id", "gpu", "model", "recompute")}
-        if not row["id"] or row["gpu"] not in CHIPS:
-            raise UserError(f"row {row['id']} on {row['gpu']}: known are {', '.join(CHIPS)}")
+    for row in rows_of(path):
+        row["id"], chip = given(row, "id"), given(row, "gpu")
+        if not row["id"] or chip not in CHIPS:
+            raise UserError(f"row {row['id']} on {chip}: known are {', '.join(CHIPS)}")
         recipe = RECIPES[RECIPE.get(row["id"][0], "course")]
         published = {name: real(row, name) for name in FIGURES if given(row, name)}
-        m, layout, gpu = shape_of(row), layout_of(row), GPUS[CHIPS[row["gpu"]]]
-        if not row["recompute"] and held(m, layout, recipe).total > gpu.memory:
+        m, layout, gpu = shape_of(row), layout_of(row), GPUS[CHIPS[chip]]
+        if not given(row, "recompute") and held(m, layout).total > gpu.memory:
             layout = replace(layout, recompute="full")  # not stated, and without it the run does not fit
         cases.append(Case(row["id"], m, layout, gpu, recipe, published))
     return cases
 
 
 def read_vtrain(path: str) -> list[Case]:
-    """The lines of a file; the id is the line's number, the header not counted, from 1 on."""
-    cases, lines, took = [], lines_of(path), "iteration time (ms)"
-    names = next(csv.reader(lines), [])
-    for line, cells in enumerate(csv.reader(lines)):
-        row = dict(zip(names, cells, strict=False))
-        if line and any(given(row, name) for name in row):
-            gbs, mbs, dim, heads, layers, seq, tp, dp, pp = (int(real(row, name)) for name in VTRAIN)
-            x = Layout(pp, 1, tp, 1, 0, mbs, gbs, recompute="full", sp=False, dp=dp)
-            published = dict(step_s=real(row, took) / 1e3) if given(row, took) else {}
-            m = gpt(dim, layers, heads, 50257, seq)
-            cases.append(Case(str(line), m, x, GPUS["a100-80-half"], RECIPES["vtrain"], published))
+    """The lines of a file; the id is the line's number, the header not counted."""
+    cases, took = [], "iteration time (ms)"
+    for row in rows_of(path):
+        gbs, mbs, dim, heads, layers, seq, tp, dp, pp = (int(real(row, name)) for name in VTRAIN)
+        x = Layout(pp, 1, tp, 1, 0, mbs, gbs, recompute="full", sp=False, dp=dp)
+        published = dict(step_s=real(row, took) / 1e3) if given(row, took) else {}
+        m = gpt(dim, layers, heads, 50257, seq)
+        cases.append(Case(row["line"], m, x, GPUS["a100-80-half"], RECIPES["vtrain"], published))
     return cases
 
 
@@ -168,8 +166,8 @@ def predict(case: Case) -> dict[str, float]:
     seconds = step_seconds(case.shape, case.layout, case.gpu, case.recipe).step
     tokens = case.layout.global_batch_size * case.shape.seq_len / case.layout.world / seconds
     rate = counted_flops(case) * tokens
-    memory = held(case.shape, case.layout, case.recipe).total
-    return dict(zip(FIGURES, (seconds, rate / 1e12, 100 * rate / case.gpu.flops, tokens, memory / GIB), strict=True))
+    found = seconds, rate / 1e12, 100 * rate / case.gpu.flops, tokens, held(case.shape, case.layout).total / GIB
+    return dict(zip(FIGURES, found, strict=True))
 
 
 def error(case: Case, predicted: dict[str, float], name: str) -> float:
@@ -183,39 +181,25 @@ def time_figure(case: Case) -> str:
     return next((name for name in FIGURES[:4] if name in case.published), "")
 
 
-def spearman(a: list[float], b: list[float]) -> float:
-    """The correlation of ranks; equal values share the mean of theirs."""
-
-    def ranks(values: list[float]) -> list[float]:
-        return [sum(x < value for x in values) + (sum(x == value for x in values) - 1) / 2 for value in values]
-
-    one, two = ranks(a), ranks(b)
-    middle = (len(a) - 1) / 2
-    both = sum((x - middle) * (y - middle) for x, y in zip(one, two, strict=True))
-    sizes = [sum((x - middle) ** 2 for x in values) for values in (one, two)]
-    return both / (sizes[0] * sizes[1]) ** 0.5 if all(sizes) else 1.0
-
-
-def groups_of(cases: list[Case]) -> dict[str, list[int]]:
-    """Indices of the lines with the same model, GPUs and batch."""
-    found = defaultdict(list)
-    for index, case in enumerate(cases):
-        size, x = f"{total_weights(case.shape) / 1e9:.1f}e9", case.layout
-        found[f"{size} weights, {x.world} GPUs, batch {x.global_batch_size}"].append(index)
-    return dict(found)
-
-
 def choice(published: list[float], predicted: list[float]) -> tuple[float, float]:
-    """Spearman, and the regret: how much longer the layout with the least predicted time took than the best."""
-    picked = min(range(len(predicted)), key=predicted.__getitem__)
-    return spearman(published, predicted), published[picked] / min(published) - 1
+    """Spearman's correlation (equal values share the mean of their ranks), and the regret.
+
+    Regret: how much longer the layout with the least predicted time took than the best.
+    """
+    ranks = [[sum(x < value for x in row) + row.count(value) / 2 for value in row] for row in (published, predicted)]
+    alike = any(len(set(row)) == 1 for row in ranks)
+    picked = published[predicted.index(min(predicted))]
+    return 1.0 if alike else float(np.corrcoef(ranks)[0, 1]), picked / min(published) - 1
 
 
-def summary(name: str, errors: list[float]) -> list[str]:
-    """A line of the table of errors."""
-    mean = sum(map(abs, errors)) / len(errors)
-    worst, bias = max(errors, key=abs), sum(errors) / len(errors)
-    return [name, str(len(errors)), f"{mean:.1%}", f"{worst:+.1%}", f"{bias:+.1%}"]
+def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
+    """Those with a published time and the same model, GPUs and batch."""
+    found = defaultdict(list)
+    for case in cases:
+        if case.published:
+            x, size = case.layout, f"{total_weights(case.shape) / 1e9:.1f}e9"
+            found[f"{size} weights, {x.world} GPUs, batch {x.global_batch_size}"].append(case)
+    return found
 
 
 def bench(config: Config):
@@ -224,27 +208,27 @@ def bench(config: Config):
     found = [predict(case) for case in cases + lines]
     rows, errors = [["id", "as if by", "figure", "published", "predicted", "time", "memory, GiB", "error"]], {}
     for case, predicted in zip(cases + lines, found, strict=True):
-        name = time_figure(case)
-        kind = KINDS.get(case.recipe.name, "time, other software")
         row = [case.id, case.recipe.name, "", "", "", "", f"{predicted['mem_gib']:.1f}", ""]
-        if name:
+        if name := time_figure(case):
             off = error(case, predicted, name)
             row[2:6] = name, f"{case.published[name]:.4g}", f"{predicted[name]:.4g}", f"{off:+.1%}"
-            errors.setdefault(kind, []).append(off)
+            errors.setdefault(KINDS.get(case.recipe.name, "time, other software"), []).append(off)
         if "mem_gib" in case.published:
             row[7] = f"{error(case, predicted, 'mem_gib'):+.1%}"
         rows.append(row)
     print(f"{table(rows)}\n\n(time: error of the step's time, also where the source gives a rate)\n")
     if both := errors.get("time, S", []) + errors.get("time, K", []):
         errors["time, S and K"] = both
-    head = ["errors of", "runs", "mean", "worst", "bias"]
-    print(table([head, *(summary(name, found) for name, found in errors.items())]), end="\n\n")
-    timed = [(case, predicted["step_s"]) for case, predicted in zip(lines, found[len(cases) :], strict=True)]
-    timed = [(case, predicted) for case, predicted in timed if case.published]
+    rows = [["errors of", "runs", "mean", "worst", "bias"]]
+    for name, all_ in errors.items():
+        figures = np.mean(np.abs(all_)), max(all_, key=abs), np.mean(all_)
+        rows.append([name, str(len(all_)), f"{figures[0]:.1%}", *(f"{figure:+.1%}" for figure in figures[1:])])
+    print(table(rows), end="\n\n")
     rows = [["vTrain group", "layouts", "mean error", "Spearman", "regret"]]
-    for name, indices in groups_of([case for case, _ in timed]).items():
-        one, two = ([timed[i][0].published["step_s"] for i in indices], [timed[i][1] for i in indices])
-        mean = sum(abs(b / a - 1) for a, b in zip(one, two, strict=True)) / len(one)
+    for name, group in groups_of(lines).items():
+        one = [case.published["step_s"] for case in group]
+        two = [predict(case)["step_s"] for case in group]
+        mean = np.mean([abs(b / a - 1) for a, b in zip(one, two, strict=True)])
         correlation, regret = choice(one, two)
         rows.append([name, str(len(one)), f"{mean:.1%}", f"{correlation:.3f}", f"{regret:.1%}"])
     print(f"{table(rows)}\n\n{LEFT_OUT}")

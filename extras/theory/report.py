@@ -1,0 +1,213 @@
+"""The planner's report: tables of the best layouts, why others lose, and the questions that texts ask of a plan.
+
+Each question is answered by the law of a step, with this model's and this cluster's numbers, and by what the first
+layout does about it. The last line is that layout, as a launch.
+
+N: weights. n: ranks. b: sequences of a micro-batch, of which a rank has m in a step. s: tokens of a sequence. h: dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+from math import ceil
+
+from common.model import PRESETS
+from extras.theory.activations import CHUNK
+from extras.theory.gpus import GIB, NODE, ROOM, Gpu
+from extras.theory.layouts import Layout, illegal, network
+from extras.theory.memory import held, state_bytes
+from extras.theory.search import Found, evaluate, fits, leanest
+from extras.theory.seconds import ring
+from extras.theory.shapes import Shape, flops_per_token, total_weights
+from extras.theory.tables import table
+
+
+def script(m: Shape) -> str:
+    """The step that trains this model: the last, if it has experts."""
+    return "step07_moe_ep.py" if m.experts else "step06_pipeline.py"
+
+
+def always(m: Shape) -> str:
+    """Flags beside those of a layout."""
+    return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
+
+
+def gib(n_bytes: float) -> str:
+    """Bytes as text."""
+    return f"{n_bytes / GIB:,.1f} GiB"
+
+
+def rates(m: Shape, one: Found, gpu: Gpu) -> tuple[float, float, float]:
+    """MFU (the model's work), HFU (all that is done), and tokens/s of a GPU."""
+    x = one.layout
+    tokens = x.global_batch_size * m.seq_len / x.world / one.seconds.step
+    model, executed = flops_per_token(m, x.recompute == "full")
+    return model * tokens / gpu.flops, executed * tokens / gpu.flops, tokens
+
+
+def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
+    """The best layouts: their flags, memory and time."""
+    order = ("compute", "again", "bubble", "tp", "cp", "pp", "ep", "dp", "update")
+    parts = [part for part in order if any(part in one.seconds.parts for one in best)]
+    memory = [["", *best[0].held._fields, "GiB of a GPU"]]
+    times = [["", *parts, "step, s", "MFU", "HFU", "tokens/s of a GPU"]]
+    for number, one in enumerate(best, 1):
+        mfu, hfu, tokens = rates(m, one, gpu)
+        memory.append([str(number), *(f"{n / GIB:.1f}" for n in (*one.held, one.held.total))])
+        seconds = [*(one.seconds.parts.get(part, 0.0) for part in parts), one.seconds.step]
+        times.append([str(number), *(f"{part:.3f}" for part in seconds), f"{mfu:.1%}", f"{hfu:.1%}", f"{tokens:.0f}"])
+    layouts = "\n".join(f"{number:2}  {one.layout.flags()}" for number, one in enumerate(best, 1))
+    return (
+        f"flags after torchrun ... -m extras {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
+        f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
+        f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
+    )
+
+
+def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
+    """One line each: the obvious other choices, made in the best layout, and why they lose."""
+    x, alone = best.layout, dict(tp=1, pp=1, cp=1)
+    no_zero = dict(zero=0, zero_keep=False, zero_overlap=False)
+    tries = {
+        "no tp": dict(tp=1),
+        "tp alone, one node": alone | dict(tp=NODE),
+        "tp alone, two nodes": alone | dict(tp=2 * NODE),
+        "no pipeline": dict(pp=1),
+        "a deeper pipeline": dict(pp=2 * x.pp, schedule="1f1b"),
+        "ZeRO 3 alone": alone | no_zero | dict(zero=3, micro_batch_size=1),
+        "no ZeRO": no_zero,
+        "nothing computed again": dict(recompute="none"),
+        "everything computed again": dict(recompute="full"),
+        "larger micro-batches": dict(micro_batch_size=2 * x.micro_batch_size),
+        "experts not sharded": dict(ep=1, ep_overlap=False),
+        "messages of experts not hidden": dict(ep_overlap=False),
+    }
+    for name, changed in tries.items():
+        other = replace(x, **changed)
+        other = replace(other, dp=x.world // (other.pp * other.cp * other.tp))
+        if other.pp == 1:
+            other = replace(other, schedule="1f1b", ep_overlap=False)
+        if other == x or other.world != x.world:
+            continue
+        if reason := illegal(m, other):
+            yield f"{name}: {reason}"
+            continue
+        found = evaluate(m, other, gpu)
+        if not fits(found.held, gpu):
+            yield f"{name}: does not fit by {gib(found.held.total - ROOM * gpu.memory)}"
+            continue
+        parts, step = found.seconds.parts, found.seconds.step
+        worst = max(parts, key=lambda part: parts[part] - best.seconds.parts.get(part, 0.0))
+        yield f"{name}: {step / best.seconds.step - 1:+.1%} time; {worst} is {parts[worst] / step:.1%} of its step"
+
+
+def can_fit(m: Shape, x: Layout, gpu: Gpu) -> bool:
+    """Whether a model fits on a mesh in micro-batches of one sequence, if all is done to save memory."""
+    return any(fits(held(m, x), gpu) for x in leanest(m, replace(x, micro_batch_size=1, recompute="full")))
+
+
+def largest(known: dict[str, Shape], m: Shape, x: Layout, gpu: Gpu) -> str:
+    """The name of the largest model that fits on a mesh with these sequences."""
+    others = {name: replace(other, seq_len=m.seq_len) for name, other in known.items()}
+    fitting = [name for name, other in others.items() if can_fit(other, x, gpu)]
+    return max(fitting, key=lambda name: total_weights(others[name]), default="none")
+
+
+def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
+    """Tokens of the longest sequence that fits on a mesh, in steps of an eighth; 0 if not even 1,024 tokens fit."""
+    lengths = ((8 + part) << doubled for doubled in range(7, 24) for part in range(8))
+    legal = (s for s in lengths if leanest(replace(m, seq_len=s), x))
+    return max(takewhile(lambda s: can_fit(replace(m, seq_len=s), x, gpu), legal), default=0)
+
+
+def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Iterator[tuple[str, ...]]:
+    """Each with the lines of its answer."""
+    x, memory, seconds = chosen
+    room, n, ranks = ROOM * gpu.memory, total_weights(m), x.dp * x.cp
+    alone, plain = Layout(global_batch_size=1), Layout(dp=ranks, global_batch_size=ranks)
+    stages = [sum(state_bytes(m, replace(plain, zero=zero), 0)) for zero in range(4)]
+    once = {kind: held(m, replace(alone, recompute=kind)).activations for kind in ("none", "full")}
+    yield (
+        "Does the training state fit in memory?",
+        f"18 N = 18 x {n:.4g} = {gib(18 * n)}, of {gib(room)} on a GPU: at least {ceil(18 * n / room)} GPUs",
+        f"shared by {ranks} ranks of dp x cp, 18 N, 6 N + 12 N / n, 2 N + 16 N / n, 18 N / n: "
+        + ", ".join(f"ZeRO {zero} {gib(state)}" for zero, state in enumerate(stages)),
+        f"here: --zero {x.zero} of 1/{x.tp * x.pp} of the weights, {gib(sum(memory[:3]))} (steps 1 and 3)",
+    )
+    yield (
+        "Do the activations fit?",
+        f"they grow with b s: a sequence keeps {gib(once['none'])} in {m.n_layers} layers; recomputed in full, "
+        f"{gib(once['full'])} for about a third more FLOPs",
+        f"here: --micro-batch-size {x.micro_batch_size} --recompute {x.recompute}, {gib(memory.activations)} wait for "
+        "their backward pass (step 1; step 6: how many micro-batches a schedule lets wait)",
+    )
+    yield (
+        "Which batch?",
+        f"{x.global_batch_size} sequences = b m dp, {x.global_batch_size * m.seq_len / 1e6:.2f} M tokens; so dp is at "
+        f"most {x.global_batch_size}, and what it leaves of {x.world} GPUs must share a sequence, or the model",
+        f"here: dp {x.dp} x --micro-batch-size {x.micro_batch_size} x m = {x.micro_batches} (steps 1 and 2)",
+    )
+    parts = sorted(seconds.parts.items(), key=lambda part: -part[1])
+    yield (
+        "What bounds the time?",
+        f"computation: 6 FLOPs a token for each weight that it meets, and its attention, at {gpu.matmul:.0%} of "
+        f"{gpu.flops / 1e12:.0f} TFLOP/s; and the messages and idle time that it does not hide",
+        "here: " + ", ".join(f"{name} {part / seconds.step:.1%}" for name, part in parts if part),
+    )
+    hidden = ceil(2 * m.kv_dim / m.dim * gpu.flops * gpu.matmul / gpu.within)
+    count, net, size = x.micro_batches, network(x, "shard"), n / x.tp / x.pp * 4
+    yield (
+        "Which dimension first?",
+        f"tp, inside a node of {gpu.node}: a layer waits for (n-1)/n x 8 activations b s h in each micro-batch, at "
+        f"{gpu.within / 1e9:.0f} GB/s inside and {gpu.between / 1e9:.0f} outside (step 4)",
+        "cp, if a sequence does not fit: a ring hides its messages from s / cp >= 2 (kv / h) FLOP/s / (bytes/s) "
+        f"= {hidden:,} tokens on (step 5)",
+        f"pp, between nodes: b s h at a boundary; but it is idle, in 1F1B (p-1)/(m+p-1) of the time: here "
+        f"{(x.pp - 1) / (count + x.pp - 1):.1%} (step 6)",
+        f"dp, with what is left: gradients once a step, 2 (n-1)/n x 4 bytes: here {2 * ring(net, size) / 1e9:.1f} GB a "
+        f"rank, {'between' if net.leaves else 'within'} nodes, while backward computes (step 2)",
+        f"here: --tp {x.tp} --cp {x.cp} --pp {x.pp}, dp {x.dp}",
+    )
+    if m.experts:
+        yield (
+            "Where are the experts?",
+            f"{m.experts} in a layer, {m.experts_per_token} (K) a token: a row goes and comes for each, and its "
+            "gradient, 4 (ep-1)/ep T K h a layer (step 7)",
+            f"here: --ep {x.ep}",
+        )
+    yield (
+        "How large can the model be on this mesh?",
+        "with --zero 3 --recompute full and one sequence at a time, of the models that the planner knows: "
+        f"{largest(known, m, x, gpu)}",
+    )
+    tokens = longest(m, x, gpu)
+    yield (
+        "How long can the context be on this mesh?",
+        f"with the same flags: {f'{tokens:,} tokens' if tokens else 'the state alone does not fit'}; twice the cp, "
+        "about twice the tokens (step 5)",
+    )
+
+
+def launch(name: str, m: Shape, x: Layout) -> str:
+    """The command of a layout."""
+    each = max(n for n in range(1, NODE + 1) if x.world % n == 0)
+    start = f"torchrun --nnodes={x.world // each} --nproc_per_node={each}"
+    more = always(m) if x.pp > 1 else always(m).replace("--pp-split cost ", "")
+    return f"{start} -m extras {script(m)} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {more}"
+
+
+def report(name: str, known: dict[str, Shape], m: Shape, best: list[Found], gpu: Gpu) -> str:
+    """All of it; the launch line only of a preset."""
+    one = best[0]
+    mfu, _, tokens = rates(m, one, gpu)
+    lines = [tables(m, best, gpu), "", "the obvious alternatives to layout 1:"]
+    lines += [f"    {line}" for line in alternatives(m, one, gpu)]
+    for number, (question, *answers) in enumerate(questions(known, m, one, gpu), 1):
+        lines += ["", f"{number}. {question}", *(f"    {answer}" for answer in answers)]
+    so = "So" if fits(one.held, gpu) else f"It does not fit ({ROOM:.0%} of a GPU's memory may be planned)"
+    lines += [
+        "",
+        f"{so}: {gib(one.held.total)} of {gib(gpu.memory)} on the fullest GPU, {one.seconds.step:.2f} s a step, ",
+    ]
+    lines[-1] += f"{tokens:.0f} tokens/s of a GPU, MFU {mfu:.0%}."
+    return "\n".join([*lines, *[launch(name, m, one.layout)] * (name in PRESETS)])
