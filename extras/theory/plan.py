@@ -119,7 +119,7 @@ def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
     if not best:
         raise no_fit(m, flags, batch)
     print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
-    print(f"bounds left {timed} of all legal layouts to time; the best of each mesh, ten meshes:\n")
+    print(f"{timed} layouts timed, as bounds exclude all other legal ones; here is the best of each of ten meshes:\n")
     return best
 
 
