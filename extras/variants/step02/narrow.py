@@ -1,7 +1,7 @@
 """A library: numbers in fewer bytes, for what is sent. Each function here makes a message, or undoes it.
 
-quantise, dequantise 8 bits a number, and an fp32 scale for each 256 of them: 1 + 4/256 bytes a number pick, put_back
-the largest numbers alone, with their places: 8 bytes each (12 in fp64)
+quantise, dequantise    8 bits a number, and an fp32 scale for each 256 of them: 1 + 4/256 bytes a number
+pick, put_back          the largest numbers alone, with their places: 8 bytes each (12 in fp64)
 """
 
 import torch

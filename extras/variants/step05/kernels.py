@@ -1,4 +1,4 @@
-"""Step 5's ring with any kernel: a library for other files here.
+"""A library: step 5's ring with any kernel.
 
 A *kernel* is a pair of functions such as step 5's `part_attention` and `part_gradients`: forward and backward of one
 part of the keys. The ring, the rule of what is visible, and `merge` are those of step 5.
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from common.comm import Group, Pending, exchange
 from common.model import wide
-from step05_cp_ring import Config, merge, part_attention, part_gradients, travel, zigzag_visible
+from step05_cp_ring import merge, part_attention, part_gradients, travel, zigzag_visible
 
-SINCE = Config
 FORMULAS = part_attention, part_gradients
 
 
