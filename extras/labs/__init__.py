@@ -58,7 +58,7 @@ TASKS: dict[int, dict[str, str]] = {
         "parts": "scaled_scores part_attention merge",
         "zigzag": "zigzag_positions zigzag_visible",
         "gradients of a part": "part_gradients",
-        "ring": "RingAttention.forward RingAttention.backward",
+        "ring": "travel RingAttention.forward RingAttention.backward",
         "loop": "ring_attention shard_context",
     },
     6: {
@@ -72,7 +72,7 @@ TASKS: dict[int, dict[str, str]] = {
     },
     7: {
         "experts": "ExpertLinear.forward Experts.forward",
-        "layer": "MoE.forward",
+        "layer": "MoE.route MoE.forward",
         "balance": "AddLoss.forward AddLoss.backward MoE.aux_loss",
         "dispatch": "transpose_blocks dispatch combine visit_experts",
         "groups": "shard_experts",

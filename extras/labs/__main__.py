@@ -30,7 +30,7 @@ In the project's folder:
     python -m extras.labs check {folder} --task "{task}"
     python -m extras.labs hint {folder} 1    the next of three hints for task 1; hints cost nothing
 
-The tests say what is demanded of each function: read one that fails. A test that hangs fails after half a minute, and
+The tests say what is demanded of each function: read one that fails. A test that hangs fails after a minute, and
 says in which call each rank waits.
 """
 
