@@ -190,6 +190,13 @@ def test_the_course_and_its_proof_are_small(rooms, most):
     assert not [module for module in modules if re.search(r"\bextras\b", FILES[module].read_text())]
 
 
+def test_all_python_is_limited():
+    """What is added takes the place of something else: the limit only falls."""
+    assert (
+        sum(len(path.read_text().splitlines()) for path in ROOT.glob("**/*.py") if ".venv" not in path.parts) < 26_900
+    )
+
+
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) not in ("", "proof", "tests", "labs")])
 def test_public_names_have_docstrings(module):
     """Every public function, class and method says what it is, and so does the file; and nothing is `global`."""
