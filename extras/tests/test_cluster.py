@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from extras.services import cluster
 from extras.services.plots import read_metrics
-from extras.services.seam import spelled
 from extras.tests import equal
 from extras.tests.bench.cluster import count, on_nodes, rows
 from extras.tests.faults import Fault
+from extras.variants.record import spelled
 
 ROOT = Path(__file__).parents[2]
 TRAINING = dict(equal.BASE, n_layers=4, experts=4, global_batch_size=4, steps=4)

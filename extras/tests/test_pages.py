@@ -121,8 +121,8 @@ HAS = [  # page, what stands on it
     ("run", r'<figcaption>timeline</figcaption><img src="data:image/png;base64,'),
     *((here, f'class=next><a href="{following}.html"') for here, following in pairwise(FILES)),
     ("step05_cp_ring", r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8"),  # a product in a docstring stays one
-    ("step05_cp_ring", "<p>What <code>rank</code> computes"),  # a parameter is no link to a namesake
-    ("step05_cp_ring", r"# the past: its first chunk is before both of ours, its second one after both</span>\n"),
+    ("step05_cp_ring", "<p>Which pairs <code>rank</code> computes"),  # a parameter is no link to a namesake
+    ("step05_cp_ring", r"# source.{5}s first chunk precedes both of ours; its second one follows both</span>\n"),
 ]
 
 

@@ -186,7 +186,7 @@ def test_law(name):
 # --- when ranks wait
 
 APART = Fault(
-    *("step06_pipeline", "OneForwardOneBackward", "dy = self.send_forward(y, recv_backward=i - warm_up)"),
+    *("step06_pipeline", "OneForwardOneBackward", "dy = self.send_forward(y, dy_of=i - warm_up)"),
     *("self.send_forward(y); dy = self.recv_backward(i - warm_up)", "two calls where one is needed"),
 )
 

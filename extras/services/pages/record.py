@@ -304,7 +304,8 @@ def ring_modes() -> list[str]:
 def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]:
     """Chapter 5: by hop, whose keys are here, and the pairs of a query and a key that the mode's attention computes."""
     positions, attention = step05.CONTEXT[mode]
-    plain, part, hops = inspect.signature(attention).parameters["visible"].default, step05.part_attention, []
+    known, part, hops = inspect.signature(attention).parameters, step05.part_attention, []
+    plain = known["visible"].default
 
     def visible(rank: int, source: int, length: int) -> list:
         hops.append((source, []))
@@ -316,8 +317,9 @@ def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]
         return part(q, k, v, causal)
 
     x = positions(4 * RANKS, mesh.rank, RANKS).double()[None, :, None, None]
+    kernel = dict(kernel=(counted, step05.part_gradients)) if "kernel" in known else {}  # chapter 5's own takes none
     with mock.patch.object(step05, "part_attention", counted):
-        attention(x, x, x, mesh["dp"], visible=visible)
+        attention(x, x, x, mesh["dp"], visible=visible, **kernel)
     return hops
 
 

@@ -39,10 +39,10 @@ from common import UserError, comm
 from common.comm import Group
 from common.trainer import parse
 from extras.services.launch import gather_objects
-from extras.services.seam import spelled
 from extras.services.tables import table
 from extras.tests.bench.harness import Bare, Entry
 from extras.tests.faults import Fault, injected
+from extras.variants.record import spelled
 
 ROOT = Path(__file__).parents[3]
 HEADERS = 14 + 20 + 32  # bytes of a packet before its payload: Ethernet, IP, TCP with timestamps
