@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (`train` binds them to no name, as that would keep them alive after `zero_grad`.)"""
+    """Multiply gradients in place. (`train` gives them no variable: it would keep their memory after `zero_grad`.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)

@@ -66,7 +66,7 @@ class Unit:
         self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # `.data` hides the alias: autograd forbids writing to flat
+            param.data = self.view(self.flat, name)  # `.data`: else autograd would reject the writes to flat
             param.grad_dtype = wide(param.dtype)
         self.shard = self.flat[self.first : self.first + self.length]
         self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64

@@ -27,7 +27,7 @@ B: the bytes of k and v of a rank's tokens in a micro-batch. G: those of their g
 sends (n-1) B forward (twice with --recompute full), (n-1) B + n G backward: this grows with s, the FLOPs with s^2/n.
 
 Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
-its first chunk would get the first token of its second chunk as target (not on the last rank), without any error.
+its first chunk would get the first token of its second chunk as target: wrong (but on the last rank), and no error.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses, and `sent` over cp: these bytes x layers x micro-batches, + 12 bytes for the norm.
@@ -209,7 +209,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
     Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before it travels. The ranks of
-    cp hold the same weights and see different tokens, like those of dp. So gradients are summed, and ZeRO shards, over
+    cp hold the same weights and see different tokens, like those of dp. So both the gradient sums and ZeRO are over
     dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len

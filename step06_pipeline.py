@@ -15,7 +15,7 @@ wait for x, at the end earlier ranks wait for dx. Two schedules, AFAB and 1F1B, 
 THE BUBBLE. Each of p ranks is idle for (p-1) / (m + p-1) of the time of m micro-batches (here 9 of 27), in both. 1F1B
 saves memory: a rank holds the activations of at most p - rank micro-batches. In AFAB it holds those of all m.
 
-DEADLOCK. In the middle of 1F1B, rank r has a y for rank r+1, which has a dx for rank r. If each sends first, and a send
+DEADLOCK. In mid-1F1B, rank r has an output y for rank r+1, which has a dx for rank r. If each sends first, and a send
 blocks until it is received, both wait for ever. So `send_receive` posts the send and the receive together.
 
 AUTOGRAD ends at a boundary. A stage's input is a leaf, whose `.grad` is the dx to send. Of its output we keep only the
@@ -24,7 +24,7 @@ the next forward returns, or the step ends), as by Megatron's deallocate_pipelin
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
-`python -m common.schedules 4 6 1` draws these two schedules.
+`python -m common.schedules 4 6 1` draws these two (and 1F1B once more, as `interleaved`).
 """
 
 import math
@@ -211,7 +211,7 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --- 6b, for a second evening: a schedule is a list of actions for each rank (common/schedules.py); one class runs any
+# --- 6b, second evening (6a goes on at `plan`): a schedule is a list of actions for each rank; one class runs any list
 # INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r) the bubble is (p-1) / (v m + p-1). The price
 # is more messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #

@@ -18,7 +18,7 @@ between blocks, without f and g (with --no-sp, its shard of them). So all dp x c
     dp           0 4 8 12                               different sequences                  divide the batch
     data         0 2 4 6 8 10 12 14      (dp x cp)      the same weights but for experts     sum their gradients
     sequence     0 1 2 3                 (cp x tp)      tokens of the same micro-batch       sum counts, for f_e
-    ep           0 1 2 3 4 5 6 7         (neighbours)   each expert once, together           exchange rows: all-to-all
+    ep           0 1 2 3 4 5 6 7         (neighbours)   all experts, each on one rank        exchange rows: all-to-all
     expert_data  0 8                                    the same experts                     sum their gradients
 
     --ep 2, K = 2  rank 0 has experts e0 e1            rank 1 has experts e2 e3
@@ -159,7 +159,7 @@ def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: T
     in_rows, out_rows = leaving_Ge.sum(1).tolist(), arriving_Ge.sum(1).tolist()
     received_RD = sorted_ND.new_empty(sum(out_rows), sorted_ND.shape[1])
     all_to_all(received_RD, sorted_ND.contiguous(), group, in_rows, out_rows).wait()
-    return transpose_blocks(received_RD, arriving_Ge)  # from sorted by rank, then by expert
+    return transpose_blocks(received_RD, arriving_Ge)  # the received rows are sorted by rank, then by expert
 
 
 def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tenso
 
 
 def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-    """`Experts.forward` with experts on several ranks. In backward, dispatch is combine and combine is dispatch."""
+    """`Experts.forward` with experts on several ranks. The backward of `dispatch` is `combine`, and the reverse."""
     leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
