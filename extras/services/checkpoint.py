@@ -52,8 +52,11 @@ def folder_name(step: int) -> str:
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file."""
+    found = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def index_checksum(index: dict[str, Any]) -> str:
