@@ -78,7 +78,7 @@ class Trace:
         for owner, method, name in calls:
             if owner is not None:
                 parts.around(owner, method, partial(named, name), by=__name__)
-        for kind, method in ACTS.items() if parts.pipeline is not None else ():
+        for kind, method in ACTS.items():
             if hasattr(parts.pipeline, method):
                 parts.around(parts.pipeline, method, partial(action, kind), by=__name__)
         parts.around(parts.run, "record", self.step, by=__name__)

@@ -205,9 +205,7 @@ def report(name: str, known: dict[str, Shape], m: Shape, best: list[Found], gpu:
     for number, (question, *answers) in enumerate(questions(known, m, one, gpu), 1):
         lines += ["", f"{number}. {question}", *(f"    {answer}" for answer in answers)]
     so = "So" if fits(one.held, gpu) else f"It does not fit ({ROOM:.0%} of a GPU's memory may be planned)"
-    lines += [
-        "",
-        f"{so}: {gib(one.held.total)} of {gib(gpu.memory)} on the fullest GPU, {one.seconds.step:.2f} s a step, ",
-    ]
-    lines[-1] += f"{tokens:.0f} tokens/s of a GPU, MFU {mfu:.0%}."
+    memory = f"{gib(one.held.total)} of {gib(gpu.memory)} on the fullest GPU"
+    time = f"{one.seconds.step:.2f} s a step, {tokens:.0f} tokens/s of a GPU, MFU {mfu:.0%}"
+    lines += ["", f"{so}: {memory}, {time}."]
     return "\n".join([*lines, *[launch(name, m, one.layout)] * (name in PRESETS)])

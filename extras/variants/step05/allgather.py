@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
-from common.model import wide
-from extras.variants.step05.kernels import FORMULAS
-from step05_cp_ring import CONTEXT, Config, ContextMode, merge, zigzag_positions, zigzag_visible
+from extras.variants.step05.kernels import FORMULAS, add_gradients, attend_to
+from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions, zigzag_visible
 
 SINCE = Config
 
@@ -29,19 +28,12 @@ class GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
-        attention, ctx.gradients = kernel
+        ctx.group, ctx.visible, (attention, ctx.gradients) = group, visible, kernel
         own = torch.stack((k, v))
         parts = own.new_empty(group.size, *own.shape)  # k and v of each rank
         all_gather(parts.view(-1), own.view(-1), group).wait()
-        o = torch.zeros_like(q, dtype=wide(q.dtype))
-        lse = torch.full_like(o[..., 0], -torch.inf)
-        for source, (k, v) in enumerate(parts):
-            for queries, keys, causal in visible(group.rank, source, q.shape[2]):
-                part_o, part_lse = attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
-                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
-        o = o.to(q.dtype)
+        o, lse = attend_to(ctx, enumerate(parts), q, attention)
         ctx.save_for_backward(q, parts, o, lse)
-        ctx.group, ctx.visible = group, visible
         return o
 
     @staticmethod
@@ -49,14 +41,8 @@ class GatheredAttention(torch.autograd.Function):
         """Each rank finds a part of the gradients of all keys and values; they are summed where these are from."""
         q, parts, o, lse = ctx.saved_tensors
         dq, dparts = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, parts))
-        for source, (k, v) in enumerate(parts):
-            for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
-                part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
-                part_k, part_v = k[:, :, keys], v[:, :, keys]
-                gradients = ctx.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
-                dk, dv = dparts[source]
-                for x, part in zip((dq[:, :, queries], dk[:, :, keys], dv[:, :, keys]), gradients, strict=True):
-                    x += part
+        for source, kv in enumerate(parts):
+            add_gradients(ctx, (do, q, o, lse), source, kv, dq, dparts[source])
         dkv = torch.empty_like(dparts[0])
         reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()
         return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
