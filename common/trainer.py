@@ -226,7 +226,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
         if getattr(run, "began", 0) and not isinstance(error, UserError):
             raise  # an error of files or network is the user's to fix only before training begins
         if several and int(os.environ.get("RANK", 0)):
-            time.sleep(2)  # rank 0 most likely reports the same error; torchrun then ends this process
+            time.sleep(10)  # rank 0 most likely reports the same error; torchrun then ends this process
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     sys.stdout.flush(), sys.stderr.flush()
