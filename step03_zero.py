@@ -34,7 +34,6 @@ You should see step 1's losses. `sent` is (n-1)/n x (4 bytes x elements + 24, fo
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -50,6 +49,79 @@ from common.model import IGNORE, PRESETS, Decoder, wide
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
 from step02_ddp import SYNCS, join_ranks
+
+
+class Zero1:
+    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
+
+    Three methods are ZeRO: `finish` reduce-scatters gradients, `step` updates this rank's shards of the masters, and
+    `publish` all-gathers the weights. `Unit`, the class below, cuts parameters into shards. All reduce-scatters start
+    after the last backward, so no computation hides them, unlike the all-reduces of step 2's buckets.
+    """
+
+    def __init__(
+        self, make_unit: type, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
+    ):
+        self.units: list[Unit] = []
+        for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
+            materialize(model, config.seed, device, dtype, names)
+            named = {name: model.get_parameter(name) for name in names}
+            group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
+            self.units.append(make_unit(named, group))
+        self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
+        for unit in self.units:
+            own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
+            self.masters |= {name: master for name, master in own.items() if len(master)}
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
+
+    def begin(self, n_micro_batches: int):
+        """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which autograd accumulates."""
+        for unit in self.units:
+            unit.make_room()
+            for name, param in unit.trained.items():
+                param.grad = unit.view(unit.gradient, name)
+
+    def reduce(self, unit: "Unit") -> Pending:
+        """Start the reduce-scatter of a unit's gradient. This rank's shard of the sum goes to a new `reduced_shard`."""
+        unit.reduced_shard = unit.gradient.new_empty(unit.length)
+        return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
+
+    def finish(self):
+        """After the last micro-batch: when it returns, every `grad_shard` is complete."""
+        for unit, pending in [(unit, self.reduce(unit)) for unit in self.units]:
+            pending.wait()
+            unit.grad_shard = unit.reduced_shard
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of each trained parameter's gradient, by name; empty if it is all on other ranks."""
+        return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
+
+    def step(self, lr: float):
+        """Update this rank's shards of the masters, and all weights with them."""
+        gradients = self.gradients()
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = lr
+        self.torch_optimizer.step()
+        self.publish()
+
+    def publish(self):
+        """Round the masters into this rank's shards of the weights; all-gather each unit as soon as it is rounded."""
+        pendings = []
+        for unit in self.units:
+            unit.shard.copy_(unit.master)
+            pendings.append(all_gather(unit.flat, unit.shard, unit.group))
+        for pending in pendings:
+            pending.wait()
+
+    def zero_grad(self):
+        """Free the gradients."""
+        self.torch_optimizer.zero_grad()
+        for unit in self.units:
+            unit.gradient = unit.reduced_shard = unit.grad_shard = None
+            for param in unit.trained.values():
+                param.grad = None
 
 
 class Unit:
@@ -98,77 +170,6 @@ def unit_names(model: Decoder) -> list[list[str]]:
         module = found.group() if found else "norm and head"
         units.setdefault((module, layout_of(param).data_dim), []).append(name)
     return list(units.values())
-
-
-class Zero1:
-    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
-
-    Three lines are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` all-gathers weights.
-    All sums start after the last backward: nothing hides them, unlike those of step 2's buckets.
-    """
-
-    unit_type: type[Unit] = Unit
-
-    def __init__(self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        self.units: list[Unit] = []
-        for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
-            materialize(model, config.seed, device, dtype, names)
-            named = {name: model.get_parameter(name) for name in names}
-            group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
-            self.units.append(self.unit_type(named, group))
-        self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
-        for unit in self.units:
-            own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
-            self.masters |= {name: master for name, master in own.items() if len(master)}
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
-
-    def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which autograd accumulates."""
-        for unit in self.units:
-            unit.make_room()
-            for name, param in unit.trained.items():
-                param.grad = unit.view(unit.gradient, name)
-
-    def reduce(self, unit: Unit) -> Pending:
-        """Start the reduce-scatter of a unit's gradient. This rank's shard of the sum goes to a new `reduced_shard`."""
-        unit.reduced_shard = unit.gradient.new_empty(unit.length)
-        return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
-
-    def finish(self):
-        """After the last micro-batch: when it returns, every `grad_shard` is complete."""
-        for pending in [self.reduce(unit) for unit in self.units]:
-            pending.wait()
-        for unit in self.units:
-            unit.grad_shard = unit.reduced_shard
-
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each trained parameter's gradient, by name; empty if it is all on other ranks."""
-        return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
-
-    def step(self, lr: float):
-        """Update this rank's shards of the masters, and all weights with them."""
-        gradients = self.gradients()
-        for name, master in self.masters.items():
-            master.grad = gradients[name]
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
-        self.torch_optimizer.step()
-        self.publish()
-
-    def publish(self):
-        """Round the masters into this rank's shards of the weights, then all-gather the weights."""
-        for unit in self.units:
-            unit.shard.copy_(unit.master)
-        for pending in [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]:
-            pending.wait()
-
-    def zero_grad(self):
-        """Free the gradients."""
-        self.torch_optimizer.zero_grad()
-        for unit in self.units:
-            unit.gradient = unit.reduced_shard = unit.grad_shard = None
-            for param in unit.trained.values():
-                param.grad = None
 
 
 class Zero2(Zero1):
@@ -263,10 +264,8 @@ class Zero3(Zero2):
     are whole at a time; if the head is tied, a third: E is gathered again with H, and stays until its own backward.
     """
 
-    unit_type = ShardedUnit
-
-    def __init__(self, model: Decoder, *args):
-        super().__init__(model, *args)
+    def __init__(self, make_unit: type[ShardedUnit], model: Decoder, *args):
+        super().__init__(make_unit, model, *args)
         trunk, head = model.model, model.lm_head
         entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
         self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
@@ -305,7 +304,7 @@ class Zero3(Zero2):
             unit.free()
 
 
-STAGES: dict[int, Callable[..., Zero1 | Zero2] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}
+STAGES = {0: None, 1: partial(Zero1, Unit), 2: partial(Zero2, Unit), 3: partial(Zero3, ShardedUnit)}
 
 
 @dataclass
