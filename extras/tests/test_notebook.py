@@ -1,0 +1,27 @@
+"""extras/launch/two_t4.ipynb, from its first cell to its last, on CPUs. It needs `pip install nbclient ipykernel`."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.exhaustive
+def test_every_cell_of_the_notebook_runs(tmp_path):
+    """Two ranks train in fp16, the pictures are shown, and the lab is judged."""
+    nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
+    for name in ("common", "extras", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("step0*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
+    launch = tmp_path / "extras" / "launch"
+    notebook = nbformat.read(launch / "two_t4.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(launch)}}).execute()
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    printed = ["".join(out.get("text", "") for out in outs) for outs in outputs]
+    assert "nothing, all of them are here" in printed[1] and "attached: fp16 around" in printed[3]
+    assert "step 10: loss" in printed[3] and (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
+    assert sum("image/png" in out.get("data", {}) for out in outputs[4]) == 2
+    assert "ring: 0 of 7 points" in printed[5], printed[5]
