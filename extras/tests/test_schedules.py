@@ -1,9 +1,9 @@
 """Techniques' schedules as data: complete, in order, free of deadlock; the papers' formulas of idle time and memory."""
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, permutations, product
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +12,11 @@ from common import UserError
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services.seam import plugins
 from extras.services.stages import given
-from extras.tests.faults import Fault, injected
 from extras.variants.step06.zb_auto import Costs, search, time_of
 from extras.variants.step06.zero_bubble import zb_h1
-from extras.variants.step07.paired_actions import paired, program_of
-from step06_pipeline import OneForwardOneBackward, add_messages
-from tests.test_step06 import carry_out, posted
+from extras.variants.step07.ep_overlap import paired, program_of
+from step06_pipeline import add_messages
+from tests.test_step06 import carry_out
 
 plugins()
 TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # these: tests/test_step06.py
@@ -183,85 +182,6 @@ def test_law(name):
             halves_law(name, p, m, lists, places)
 
 
-# --- when ranks wait
-
-APART = Fault(
-    *("step06_pipeline", "OneForwardOneBackward", "dy = self.send_forward(y, dy_of=i - warm_up)"),
-    *("self.send_forward(y); dy = self.recv_backward(i - warm_up)", "two calls where one is needed"),
-)
-
-
-def loop_events(rank: int, p: int, m: int, sends_too: bool = True) -> list[tuple]:
-    """What a rank does in 1F1B by loops: ("compute", kind), ("post", a number, its messages' ends), ("wait", a number).
-
-    Without `sends_too` it waits for what it receives alone.
-    """
-    done = []
-    for number, line in enumerate(posted(OneForwardOneBackward, rank, p, m)):
-        verb, action, _ = line[0]
-        if verb == "compute":
-            done.append((verb, action.kind))
-            continue
-        ends = {(rank, peer) if verb == "send" else (peer, rank) for verb, _, peer in line}
-        done.append(("post", number, ends))
-        done += [("wait", number)] * (sends_too or any(to == rank for _, to in ends))
-    return done
-
-
-def end_of(ranks: list[list[tuple]], costs: dict, message: float) -> float:
-    """When the last rank has done its events, as NCCL orders them.
-
-    A rank's compute stream does actions and waits in order. What it posts enters its queue when compute has come so
-    far; what is posted together starts together, when all that the queue had before has passed. A message passes when
-    it has started at both ends. Raises ValueError if ranks wait for ever.
-    """
-    left, free, moving = [deque(row) for row in ranks], [0.0 for _ in ranks], True
-    queues: list[deque] = [deque() for _ in ranks]
-    passed, idle = {}, [0.0 for _ in ranks]  # by what is posted, when all of it has; by rank, when its queue has
-    arrived = defaultdict(float)
-    while moving:
-        moving = False
-        for rank, row in enumerate(left):
-            while row and (row[0][0] != "wait" or (rank, row[0][1]) in passed):
-                (verb, what, *ends), moving = row.popleft(), True
-                if verb == "compute":
-                    free[rank] += costs[what]
-                elif verb == "post":
-                    queues[rank].append(((rank, what), free[rank], set(*ends)))
-                else:
-                    free[rank] = max(free[rank], passed[rank, what])
-        for a, b in permutations(range(len(ranks)), 2):
-            if queues[a] and queues[b] and (a, b) in queues[a][0][2] & queues[b][0][2]:
-                start = max(queues[a][0][1], queues[b][0][1], idle[a], idle[b])
-                for what, _, rest in (queues[a][0], queues[b][0]):
-                    rest.remove((a, b))
-                    arrived[what] = max(arrived[what], start + message)
-                moving = True
-        for rank, queue in enumerate(queues):
-            if queue and not queue[0][2]:
-                what, *_ = queue.popleft()
-                passed[what] = idle[rank] = arrived[what]
-    if any(left):
-        raise ValueError("ranks wait for ever")
-    return max(free)
-
-
-def test_1f1b_loses_nothing_by_waiting_for_its_sends():
-    """A receive is behind the send before it in the queue anyway: if nobody waited for sends, a step would end alike.
-
-    With y and dy in two exchanges, one after the other, it ends later.
-    """
-    for p, m, message, b in product((2, 3, 4, 8), (1, 4, 8, 24), (0.02, 0.1, 0.7), (1, 2)):
-        ends = []
-        for sends_too in (True, False):
-            events = [loop_events(rank, p, m, sends_too) for rank in range(p)]
-            ends.append(end_of(events, dict(F=1, B=b), message))
-        assert ends[0] == pytest.approx(ends[1], abs=1e-9), (p, m, message)
-    together = end_of([loop_events(rank, 4, 8) for rank in range(4)], PLAIN, 0.1)
-    with injected(APART):
-        assert end_of([loop_events(rank, 4, 8) for rank in range(4)], PLAIN, 0.1) > together + 0.1
-
-
 # --- techniques whose lists are drawn in a paper
 
 
@@ -289,13 +209,11 @@ def test_dualpipev_is_dualpipe_folded():
 def test_pairs_are_complete_and_end(name):
     """--ep-overlap: every list with F and B at once, where they stand side by side; all do what they did, and end."""
     for p, m, lists, places in sizes(name):
-        programs = program_of(lists, places)
-        flat = [[[(verb, a, peer)] for verb, some, peer in program for a in some] for program in programs]
-        carried_out(flat, places)
-        assert [[action for ((verb, action, _),) in row if verb == "compute"] for row in flat] == lists
+        programs, begin = program_of(lists, places)
+        carried_out([[[tuple(line)] for line in program] for program in programs], places)
+        assert [[line.action for line in program if line.verb == "compute"] for program in programs] == lists
         if name in ("1f1b", "dualpipe") and p > 1 and m >= 2 * p:
-            both = [sum(len(line.actions) == 2 for line in program) for program in programs]
-            assert both == [sum(len(actions) == 2 for actions in paired(row)) for row in lists]
+            assert [len(some) for some in begin] == [sum(len(group) == 2 for group in paired(row)) for row in lists]
 
 
 def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():

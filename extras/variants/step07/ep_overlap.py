@@ -1,31 +1,26 @@
 """Messages of experts hidden behind another micro-batch (`--ep-overlap`; DeepSeek-V3, section 3.2: DualPipe's purpose).
 
-Where a rank's list has a forward F, and next the backward B of another micro-batch, the two are computed in turns: the
-one that has started an all-to-all lets the other one compute, and waits for its rows when it has the turn again.
+Where a rank's list has a forward F and then the backward B of another micro-batch, the two form a *pair* and take
+turns: the one that has started an all-to-all lets the other one compute, and waits for its rows in its next turn.
 
     F of micro-batch 3    attention, router |~ dispatch ~|             experts |~ combine ~|             attention ...
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
-All ranks wait for the one with the fewest pairs. In 1F1B the last rank has none, as its backward follows the forward of
-the same micro-batch, and a step would take nearly twice as long: 1F1B is refused. `--schedule ahead`, interleaved, zbv,
-dualpipe and dualpipev have pairs on all ranks. Law: the share of hidden messages is that of forwards in pairs on the
-rank with the fewest; the bytes are the same.
+Law: the share of hidden messages is that of forwards in pairs, on the rank with the fewest pairs, for which all others
+wait; the bytes are the same. In 1F1B the last rank has no pairs, because each forward is followed by the backward of
+the same micro-batch. A step would take nearly twice as long, so 1F1B is refused.
 
-F and B are the code of step 7, each in a thread. One thread runs at a time, and the turns are the same on all ranks, so
-their collectives have one order. In one thread, F or B would have to be cut into phases by hand: a layer calls its
-experts from inside `forward`, autograd does not pause between two nodes, and with --recompute rows travel from inside
-of autograd. F's output is sent when both are done, so a pair whose B waits for what follows from its F is taken apart
-(paired_actions.py).
-
-REFUSES names what two micro-batches at once cannot share. --loss-chunk is refused because its forward asks for
-gradients while B holds the only thread that autograd has for a GPU. The counts of rows are exchanged first, and are
-waited for at once, because the host must know them.
+F and B are the code of step 7, each in a thread. Only one thread runs at a time, and the turns are the same on all
+ranks, so collectives start in one order. A single thread would need F and B cut into phases by hand: a layer calls its
+experts inside `forward`, and autograd does not pause between two nodes. The counts of rows are exchanged without a
+turn, because the host must know them before rows can be sent.
 
 In step 7, `dispatch` and `combine` would hand over the turn between start and wait; in step 6, `execute` would compute
 two actions at once.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -38,25 +33,25 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common.comm import Group, all_to_all
+from common.schedules import Action, Place, consumer
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
-from extras.variants.step07.paired_actions import execute, program_of
 from step04_tp_sp import Conjugate
-from step06_pipeline import plan
+from step06_pipeline import Instruction, ListPipeline, Pipeline, plan
 from step07_moe_ep import MoE, transpose_blocks
 
 SINCE = step07.Config
 
 
 class Turns:
-    """Runs two functions of which one computes at a time, the first in a thread that lasts (cuDNN caches by thread)."""
+    """Runs two functions, of which one computes at a time. The first has a lasting thread: cuDNN caches by thread."""
 
     def __init__(self, device: torch.device):
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else the thread has GPU 0
         self.thread, self.turn, self.left = ThreadPoolExecutor(1, initializer=begin), 0, set()
 
     def both(self, first: Callable, second: Callable) -> list:
-        """Run both to their ends, beginning with `first`. Returns what they return, raises what one of them raises."""
+        """Run both to their ends, beginning with `first`. Returns what they return; raises what one of them raises."""
         self.turn, self.left, self.go = 0, {0, 1}, (Semaphore(1), Semaphore(0))
         there = self.thread.submit(self.run, 0, first)
         try:
@@ -66,7 +61,7 @@ class Turns:
         return [there.result(), here]
 
     def run(self, i: int, function: Callable) -> Any:
-        """Run function i from its first turn on; at its end the other one has all turns."""
+        """Run function i from its first turn on; when it has ended, the other one keeps the turn."""
         self.go[i].acquire()
         try:
             return function()
@@ -88,7 +83,7 @@ class Turns:
 
 
 def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arriving_Ge: Tensor, home: bool) -> Tensor:
-    """As `dispatch` of step 7, or `combine` on the way home; while rows are under way, the other function computes."""
+    """`dispatch` of step 7, or `combine` if `home`; while rows are under way, the other function computes."""
     sent = transpose_blocks(rows, arriving_Ge.T) if home else rows.contiguous()
     sizes = [blocks.sum(1).tolist() for blocks in (leaving_Ge, arriving_Ge)]
     in_rows, out_rows = reversed(sizes) if home else sizes
@@ -112,6 +107,77 @@ def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, 
     return Conjugate.apply(out, group, home, there)
 
 
+def paired(row: list[Action]) -> list[tuple[Action, ...]]:
+    """Group a rank's actions: each F with the B that follows it, if that is of another micro-batch; others alone."""
+    groups: list[tuple[Action, ...]] = []
+    for action in row:
+        before = groups[-1] if groups else ()
+        fits = len(before) == 1 and before[0].kind == "F" and action.kind == "B"
+        if fits and before[0].micro_batch != action.micro_batch:
+            groups[-1] = (*before, action)
+        else:
+            groups.append((action,))
+    return groups
+
+
+def program_of(lists: list[list[Action]], places: list[Place]) -> tuple[list[list[Instruction]], list[set[Action]]]:
+    """As `add_messages` of step 6, with pairs -> each rank's program, and the forwards that begin its pairs.
+
+    A pair starts when both of its inputs have arrived, and its outputs are sent when both are there. Where all ranks
+    would wait for one another, the first pair at the front of a list is split: without pairs, lists never block.
+    """
+    programs: list[list[Instruction]] = [[] for _ in lists]
+    left, arrived, begin = [deque(paired(row)) for row in lists], set(), [set() for _ in lists]
+    awaited = {consumer(action, places) for row in lists for action in row}
+    while any(left):
+        ready = [rank for rank, row in enumerate(left) if row and not {*row[0]} & awaited - arrived]
+        if not ready:
+            row = next(row for row in left if row and len(row[0]) == 2)
+            first, second = row.popleft()
+            row.extendleft([(second,), (first,)])
+        for rank in ready:
+            actions = left[rank].popleft()
+            begin[rank].update(actions[:-1])
+            programs[rank] += [Instruction("compute", action) for action in actions]
+            for needs_it in (consumer(action, places) for action in actions):
+                arrived.add(needs_it)
+                if needs_it is not None and (peer := places[needs_it.stage].rank) != rank:
+                    programs[rank].append(Instruction("send", needs_it, peer))
+                    programs[peer].append(Instruction("receive", needs_it, rank))
+    return programs, begin
+
+
+class InPairs:
+    """A pipeline as `ListPipeline.execute` sees it: a forward that is the first of a pair is put off until the second.
+
+    All other attributes are those of the pipeline.
+    """
+
+    def __init__(self, pipeline: Pipeline, turns: Turns, program: list[Instruction], begin: set[Action]):
+        self.pipeline, self.turns, self.program, self.begin = pipeline, turns, program, begin
+        self.waiting: Callable | None = None  # the forward that is put off
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pipeline, name)
+
+    def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
+        """As `Pipeline.forward`; of a pair, a tensor that gets its values in the next `backward`."""
+        act = partial(self.pipeline.forward, i, stage, x)
+        if Action("F", i, stage) not in self.begin:
+            return act()
+        self.waiting, self.output = act, self.pipeline.buffer(i)
+        return self.output
+
+    def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
+        """As `Pipeline.backward`, at once with the forward that waits, if any."""
+        act = partial(self.pipeline.backward, i, stage, dy)
+        if self.waiting is None:
+            return act()
+        self.output.data, dx = self.turns.both(self.waiting, act)  # `.data`: whatever its shape, as of a loss
+        self.waiting = None
+        return dx
+
+
 @dataclass
 class Flags:
     """Messages of experts."""
@@ -119,20 +185,16 @@ class Flags:
     ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
 
 
-PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # all ranks have F before B of another
+PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # schedules with pairs on all ranks
 BOTH = "it knows one micro-batch at a time, and two are computed at once; choose one of them"
 FREED = "ZeRO 3 frees weights that the other micro-batch needs"
+NO_PAIRS = "a rank has no pairs, and all wait for it; use --schedule ahead or dualpipe"
+GRADIENTS = "its forward asks autograd for gradients, whose only thread is busy with the backward; choose one"
 ONE_STAGE = dict(schedule="ahead", chunks=1)  # forward and backward compute with the same layers
 NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
 REFUSES = [
-    Refusal(
-        dict(ep_overlap=SET, schedule=but(*PAIRED)), "a rank has no pairs, and all wait; use ahead or dualpipe", None
-    ),
-    Refusal(
-        dict(ep_overlap=SET, schedule=("interleaved", "rounds"), chunks=(1,)),
-        "this is 1F1B, in which a rank has no pairs; use --schedule ahead",
-        None,
-    ),
+    Refusal(dict(ep_overlap=SET, schedule=but(*PAIRED)), NO_PAIRS, None),
+    Refusal(dict(ep_overlap=SET, schedule=("interleaved", "rounds"), chunks=(1,)), NO_PAIRS, None),
     Refusal(
         dict(ep_overlap=SET, zero=(3,), zero_keep=(False,)), f"{FREED}; add --zero-keep", ONE_STAGE | dict(n_layers=2)
     ),
@@ -141,7 +203,7 @@ REFUSES = [
     Refusal(dict(ep_overlap=SET, dropout=SET), BOTH),
     Refusal(dict(ep_overlap=SET, batch_ramp=SET), "it leaves micro-batches out of the list; choose one of them"),
     Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
-    Refusal(dict(ep_overlap=SET, loss_chunk=SET), "it finds gradients in forward, beside a backward; choose one", None),
+    Refusal(dict(ep_overlap=SET, loss_chunk=SET), GRADIENTS, None),
     Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run sees one of two threads; leave it out, bytes are equal"),
 ]
 
@@ -153,9 +215,9 @@ def attach(config: Any, parts: Parts):
     pipeline, turns = parts.pipeline, Turns(parts.pipeline.reference_param.device)
     mine = config.global_batch_size // parts.mesh["dp"].size
     lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
-    program = program_of(lists, pipeline.places)[pipeline.group.rank]
-    parts.instead(pipeline, "execute", partial(execute, pipeline, program, turns.both), by=__name__)
+    own = (found[pipeline.group.rank] for found in program_of(lists, pipeline.places))
+    parts.instead(pipeline, "execute", partial(ListPipeline.execute, InPairs(pipeline, turns, *own)), by=__name__)
     for module in parts.model.modules():
         if isinstance(module, MoE):
-            plain = module.experts.forward.args  # of `visit_experts`: the experts' own, and the group
+            plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group
             parts.instead(module.experts, "forward", partial(visit_in_turns, turns, *plain), by=__name__)
