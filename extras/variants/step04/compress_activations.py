@@ -1,6 +1,6 @@
 """Activations sent in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
 
-What blocks and stages send one another is rounded before it is sent, in forward and in backward:
+Blocks and stages round what they send one another, in forward and in backward:
 
     steps 4-7   over tp: f and g of attention and MLP, with their gradients
     steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
@@ -8,14 +8,14 @@ What blocks and stages send one another is rounded before it is sent, in forward
     bf16   16 bits (where --dtype has more)                                  2 bytes a value
     int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
 
-    all-gather      each rank sends its tokens rounded; every rank, the sender too, uses the rounded ones
+    all-gather      each rank rounds its tokens; all ranks use the rounded ones, the sender, too
     reduce-scatter  numbers with different scales cannot be added. So each rank receives its tokens of all ranks
                     (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
     all-reduce      with --no-sp: both in turn, rounded twice (Li et al. 2024, "Flash Communication")
 
-Rounding has no gradient of its own ("straight through"); gradients are rounded where they are sent. Embedding, head,
-loss, experts' rows, and keys and values over cp stay exact. In step 4, `gather_tokens` and its like would be the three
-below; in step 6 `send_receive` would pack and unpack.
+Rounding passes gradients unchanged ("straight through"). Embedding, head, loss, experts' rows, and keys and values over
+cp stay exact. In step 4, `Bits` would replace `gather_tokens` and its like; in step 6 `send_receive` would pack and
+unpack.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """How values [..., dim] become a message and values again."""
+    """Packs values [..., dim] into messages, and unpacks them; the three collectives of such messages."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
         """`dtype` of the values."""
@@ -52,7 +52,7 @@ class Bits:
         return quantise(x) if self.kind == torch.int8 else x.to(self.kind)
 
     def unpack(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a message says: [..., dim]."""
+        """The values of a message: [..., dim]."""
         return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
 
     def start_gather(self, x: Tensor, group: Group) -> Ending:
@@ -70,7 +70,7 @@ class Bits:
         return lambda: pending.wait() or self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
 
     def start_total(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py; the tokens of all sequences are shared out, filled up to a multiple of n."""
+        """As that of block_overlap.py: a reduce-scatter and an all-gather of all tokens, padded to a multiple of n."""
         tokens = x.reshape(1, -1, self.dim)
         filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
         gathering = self.start_gather(self.start_scatter(filled, group)(), group)
@@ -78,16 +78,15 @@ class Bits:
 
 
 def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
-    """A collective as step 4 has it: with its end."""
+    """Start a collective, and wait for its end."""
     return start(x, group)()
 
 
 def narrow_blocks(parts: Parts, config: Any, bits: Bits):
-    """Other f and g for every attention and MLP, in the place of step 4's."""
+    """Replace f and g of every attention and MLP."""
     group = parts.mesh["tp"]
-    gather, scatter, total = (
-        partial(at_once, start) for start in (bits.start_gather, bits.start_scatter, bits.start_total)
-    )
+    starts = bits.start_gather, bits.start_scatter, bits.start_total
+    gather, scatter, total = (partial(at_once, start) for start in starts)
     f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
     starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
     for layer in parts.model.model.layers.values():
@@ -99,16 +98,16 @@ def narrow_blocks(parts: Parts, config: Any, bits: Bits):
 
 
 def narrow_stages(parts: Parts, bits: Bits):
-    """Let stages hand on messages, not values."""
+    """Let stages exchange messages instead of values."""
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
-        """Forward or backward of a stage: values come as a message, and leave as one. A loss is a number."""
+        """Around forward or backward of a stage: unpack its input, pack its output. A loss, a scalar, stays exact."""
         output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
         return bits.pack(output) if output is not None and output.dim() else output
 
-    def buffer(right: Callable, i: int) -> Tensor:
+    def buffer(values: Callable, i: int) -> Tensor:
         """Room for a message."""
-        return right(i).new_empty(*right(i).shape[:-1], bits.width, dtype=bits.kind)
+        return values(i).new_empty(*values(i).shape[:-1], bits.width, dtype=bits.kind)
 
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)
     for method in ("forward", "backward"):
@@ -122,9 +121,8 @@ class Flags:
     compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
 
 
-REFUSES = [
-    Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs="--tp above 1, or from step 6 on --pp above 1")
-]
+WHERE = "--tp above 1, or from step 6 on --pp above 1"
+REFUSES = [Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs=WHERE)]
 
 
 def attach(config: Any, parts: Parts):

@@ -62,7 +62,7 @@ def time_of(lists: list[list[Action]], costs: Costs) -> float:
 
 @lru_cache
 def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
-    """Each rank's list in the best schedule found. `limit`: micro-batches that a rank may hold from F to W, at least 1."""
+    """Each rank's list, of the best schedule found. `limit`: how many micro-batches a rank may hold, F to W; >= 1."""
     limit, change = min(limit, m), dict(F=1, B=0, W=-1)
     depths = sorted({1.0, 2.0, (limit - 1) / max(1, p - 1)})
     tries = [greedy(p, m, costs, limit, *variant) for variant in product(depths, (0.0, 0.25, 0.75))]

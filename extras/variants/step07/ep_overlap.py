@@ -25,6 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from threading import Semaphore
 from typing import Any
 
@@ -109,15 +110,9 @@ def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, 
 
 def paired(row: list[Action]) -> list[tuple[Action, ...]]:
     """Group a rank's actions: each F with the B that follows it, if that is of another micro-batch; others alone."""
-    groups: list[tuple[Action, ...]] = []
-    for action in row:
-        before = groups[-1] if groups else ()
-        fits = len(before) == 1 and before[0].kind == "F" and action.kind == "B"
-        if fits and before[0].micro_batch != action.micro_batch:
-            groups[-1] = (*before, action)
-        else:
-            groups.append((action,))
-    return groups
+    fits = [a.kind == "F" and b.kind == "B" and a.micro_batch != b.micro_batch for a, b in pairwise(row)]
+    first = {i for i, both in enumerate(fits) if both}
+    return [tuple(row[i : i + 1 + (i in first)]) for i in range(len(row)) if i - 1 not in first]
 
 
 def program_of(lists: list[list[Action]], places: list[Place]) -> tuple[list[list[Instruction]], list[set[Action]]]:
