@@ -33,7 +33,8 @@ from extras.theory.pipelines import depth, lists_of, paired, places_of, rank_pla
 from extras.theory.search import evaluate, fits, floor_seconds, search
 from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
-from extras.variants.step07.ep_overlap import PAIRED, program_of
+from extras.variants.step07.ep_overlap import PAIRED
+from extras.variants.step07.paired_actions import program_of
 
 H100, EFA, MODELS = GPUS["h100-80"], GPUS["h100-80-efa"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]

@@ -14,7 +14,7 @@ from extras.services.seam import plugins
 from extras.services.stages import given
 from extras.variants.step06.zb_auto import Costs, search, time_of
 from extras.variants.step06.zero_bubble import zb_h1
-from extras.variants.step07.ep_overlap import paired, program_of
+from extras.variants.step07.paired_actions import paired, program_of
 from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
 

@@ -33,7 +33,7 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step02.narrow import BLOCK, dequantise, quantise
 from extras.variants.step04.block_overlap import Ending, overlap, start_keep
-from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
+from step04_tp_sp import COLUMNS, Config, Conjugate
 
 SINCE = Config
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
@@ -84,17 +84,16 @@ def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
 
 def narrow_blocks(parts: Parts, config: Any, bits: Bits):
     """Replace f and g of every attention and MLP."""
-    group = parts.mesh["tp"]
-    starts = bits.start_gather, bits.start_scatter, bits.start_total
-    gather, scatter, total = (partial(at_once, start) for start in starts)
-    f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
-    starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
+    group, starts = parts.mesh["tp"], (start_keep, bits.start_total)
+    if config.sp:
+        starts = bits.start_gather, bits.start_scatter
+    enter, leave = (partial(at_once, start) for start in starts)  # forward of f, and of g: each is the other's backward
     for layer in parts.model.model.layers.values():
         blocks = [block for block in (layer.self_attn, layer.mlp) if {*dict(block.named_children())} & {*COLUMNS}]
         for block in blocks:  # experts have no f and no g
             if not (config.tp_overlap and overlap(parts, block, group, *starts, by=__name__)):
-                parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, *f), by=__name__)
-            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, *g), by=__name__)
+                parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, enter, leave), by=__name__)
+            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, leave, enter), by=__name__)
 
 
 def narrow_stages(parts: Parts, bits: Bits):

@@ -20,12 +20,10 @@ two actions at once.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from threading import Semaphore
 from typing import Any
 
@@ -34,11 +32,11 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common.comm import Group, all_to_all
-from common.schedules import Action, Place, consumer
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
+from extras.variants.step07.paired_actions import InPairs, program_of
 from step04_tp_sp import Conjugate
-from step06_pipeline import Instruction, ListPipeline, Pipeline, plan
+from step06_pipeline import ListPipeline, plan
 from step07_moe_ep import MoE, transpose_blocks
 
 SINCE = step07.Config
@@ -108,71 +106,6 @@ def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, 
     return Conjugate.apply(out, group, home, there)
 
 
-def paired(row: list[Action]) -> list[tuple[Action, ...]]:
-    """Group a rank's actions: each F with the B that follows it, if that is of another micro-batch; others alone."""
-    fits = [a.kind == "F" and b.kind == "B" and a.micro_batch != b.micro_batch for a, b in pairwise(row)]
-    first = {i for i, both in enumerate(fits) if both}
-    return [tuple(row[i : i + 1 + (i in first)]) for i in range(len(row)) if i - 1 not in first]
-
-
-def program_of(lists: list[list[Action]], places: list[Place]) -> tuple[list[list[Instruction]], list[set[Action]]]:
-    """As `add_messages` of step 6, with pairs -> each rank's program, and the forwards that begin its pairs.
-
-    A pair starts when both of its inputs have arrived, and its outputs are sent when both are there. Where all ranks
-    would wait for one another, the first pair at the front of a list is split: without pairs, lists never block.
-    """
-    programs: list[list[Instruction]] = [[] for _ in lists]
-    left, arrived, begin = [deque(paired(row)) for row in lists], set(), [set() for _ in lists]
-    awaited = {consumer(action, places) for row in lists for action in row}
-    while any(left):
-        ready = [rank for rank, row in enumerate(left) if row and not {*row[0]} & awaited - arrived]
-        if not ready:
-            row = next(row for row in left if row and len(row[0]) == 2)
-            first, second = row.popleft()
-            row.extendleft([(second,), (first,)])
-        for rank in ready:
-            actions = left[rank].popleft()
-            begin[rank].update(actions[:-1])
-            programs[rank] += [Instruction("compute", action) for action in actions]
-            for needs_it in (consumer(action, places) for action in actions):
-                arrived.add(needs_it)
-                if needs_it is not None and (peer := places[needs_it.stage].rank) != rank:
-                    programs[rank].append(Instruction("send", needs_it, peer))
-                    programs[peer].append(Instruction("receive", needs_it, rank))
-    return programs, begin
-
-
-class InPairs:
-    """A pipeline as `ListPipeline.execute` sees it: a forward that is the first of a pair is put off until the second.
-
-    All other attributes are those of the pipeline.
-    """
-
-    def __init__(self, pipeline: Pipeline, turns: Turns, program: list[Instruction], begin: set[Action]):
-        self.pipeline, self.turns, self.program, self.begin = pipeline, turns, program, begin
-        self.waiting: Callable | None = None  # the forward that is put off
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.pipeline, name)
-
-    def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """As `Pipeline.forward`; of a pair, a tensor that gets its values in the next `backward`."""
-        act = partial(self.pipeline.forward, i, stage, x)
-        if Action("F", i, stage) not in self.begin:
-            return act()
-        self.waiting, self.output = act, self.pipeline.buffer(i)
-        return self.output
-
-    def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """As `Pipeline.backward`, at once with the forward that waits, if any."""
-        act = partial(self.pipeline.backward, i, stage, dy)
-        if self.waiting is None:
-            return act()
-        self.output.data, dx = self.turns.both(self.waiting, act)  # `.data`: whatever its shape, as of a loss
-        self.waiting = None
-        return dx
-
-
 @dataclass
 class Flags:
     """Messages of experts."""
@@ -211,7 +144,8 @@ def attach(config: Any, parts: Parts):
     mine = config.global_batch_size // parts.mesh["dp"].size
     lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
     own = (found[pipeline.group.rank] for found in program_of(lists, pipeline.places))
-    parts.instead(pipeline, "execute", partial(ListPipeline.execute, InPairs(pipeline, turns, *own)), by=__name__)
+    view = InPairs(pipeline, turns.both, *own)
+    parts.instead(pipeline, "execute", partial(ListPipeline.execute, view), by=__name__)
     for module in parts.model.modules():
         if isinstance(module, MoE):
             plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group

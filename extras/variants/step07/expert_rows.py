@@ -21,8 +21,7 @@ For each level of `rows`, and once for the rows of each expert, the CPU waits fo
 
 WHEN. Of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if choices are
 independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. With --groups-per-token M, and no
-group on two ranks (or nodes), a token is sent to M at most. So use these where tokens visit many experts or few groups,
-and `allgather` where nearly every rank is visited by nearly every token.
+group on two ranks (or nodes), it sends at most M. `allgather` is for tokens that visit nearly all ranks.
 
 In step 7, `by_gates` would be `MoE.forward`.
 """

@@ -127,8 +127,11 @@ class Flags:
 
 TRIED = dict(z_loss=0.1, capacity_factor=0.6, expert_groups=2, groups_per_token=1, shared_experts=1, bias_speed=0.1)
 COMPUTED = True
-NEEDS = [("bias_speed", "balance", "bias")]
-NEEDS += [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
+NEEDS = [
+    ("expert_groups", "groups_per_token"),
+    ("groups_per_token", "expert_groups"),
+    ("bias_speed", "balance", "bias"),
+]
 
 
 def check(config: Any, world: int):
