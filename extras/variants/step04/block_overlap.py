@@ -61,9 +61,9 @@ class EnterLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, gather: Callable, reduce: Callable, *weights: Tensor) -> tuple:
-        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> for each [batch, seq, out/n].
+        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> one output each, [batch, seq, out/n].
 
-        `gather`: forward of f, of x. `reduce`: its backward, of dx. Both start like `start_gather`.
+        `gather` starts the forward of f, and `reduce` its backward: functions such as `start_gather`.
         """
         ctx.group, ctx.gather, ctx.reduce = group, gather, reduce
         ctx.save_for_backward(x, *weights)
@@ -72,7 +72,7 @@ class EnterLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        """The gradients of x and of the weights."""
+        """The gradients of the outputs -> those of x and of the weights."""
         x, *weights = ctx.saved_tensors
         gathering = ctx.gather(x, ctx.group)
         dx = grads[0] @ weights[0]  # while x is gathered

@@ -40,10 +40,10 @@ KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """Packs values [..., dim] into messages, and unpacks them; the three collectives of such messages."""
+    """Packs values [..., dim] into messages and unpacks them, and starts the three collectives on such messages."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
-        """`dtype` of the values."""
+        """`dtype` and `dim` are those of the values."""
         self.kind, self.dtype, self.dim = KINDS[mode], dtype, dim
         self.width = dim + 4 * -(-dim // BLOCK) if self.kind == torch.int8 else dim
 
@@ -56,21 +56,21 @@ class Bits:
         return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
 
     def start_gather(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py: [batch, seq/n, dim] -> [batch, seq, dim]."""
+        """All-gather rounded tokens: [batch, seq/n, dim] -> [batch, seq, dim]."""
         ours = self.pack(x).contiguous()
         parts = ours.new_empty(group.size, *ours.shape)
         pending = all_gather(parts.view(-1), ours.view(-1), group)
         return lambda: pending.wait() or self.unpack(parts, x.dtype).movedim(0, 1).flatten(1, 2)
 
     def start_scatter(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py: [batch, seq, dim] of all ranks -> this rank's tokens of the sum."""
+        """Reduce-scatter by an all-to-all: [batch, seq, dim] -> this rank's tokens of the sum, [batch, seq/n, dim]."""
         ours = self.pack(x.unflatten(1, (group.size, -1)).movedim(1, 0)).contiguous()
         received = torch.empty_like(ours)
         pending = all_to_all(received, ours, group)
         return lambda: pending.wait() or self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
 
     def start_total(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py: a reduce-scatter and an all-gather of all tokens, padded to a multiple of n."""
+        """All-reduce [..., dim]: a reduce-scatter and an all-gather of all tokens, padded to a multiple of n."""
         tokens = x.reshape(1, -1, self.dim)
         filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
         gathering = self.start_gather(self.start_scatter(filled, group)(), group)
@@ -105,7 +105,7 @@ def narrow_stages(parts: Parts, bits: Bits):
         return bits.pack(output) if output is not None and output.dim() else output
 
     def buffer(values: Callable, i: int) -> Tensor:
-        """Room for a message."""
+        """An empty tensor to receive a message."""
         return values(i).new_empty(*values(i).shape[:-1], bits.width, dtype=bits.kind)
 
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)

@@ -6,9 +6,9 @@ once. If k and v of s/n tokens have B bytes, and their gradients (fp32) G, a ran
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
-The rule of what is visible, and a *kernel* (a pair of functions such as step 5's `part_attention` and
-`part_gradients`: forward and backward of one part of the keys) are arguments. In step 5, the two collectives would
-replace `exchange` in RingAttention's two loops.
+Which pairs are visible is an argument, and so is the *kernel*, a pair of functions such as step 5's `part_attention`
+and `part_gradients`: forward and backward of one part of the keys. In step 5, the two collectives would replace
+`exchange` in RingAttention's two loops.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,9 +28,9 @@ FORMULAS = step05.part_attention, step05.part_gradients
 
 
 def attend_to(ctx: Any, parts: Iterable[tuple[int, Tensor]], q: Tensor, attention: Callable) -> tuple[Tensor, Tensor]:
-    """Attention of q [batch, heads, s/n, d] to all `parts`, (rank, its k and v) -> o like q, lse [batch, heads, s/n].
+    """Attend from q [batch, heads, s/n, d] to all `parts`, (rank, its k and v) -> o like q, lse [batch, heads, s/n].
 
-    `ctx` has the group, and the function `visible`, as `zigzag_visible` of step 5.
+    `ctx` has the group, and a function `visible` such as step 5's `zigzag_visible`.
     """
     o = torch.zeros_like(q, dtype=wide(q.dtype))
     lse = torch.full_like(o[..., 0], -torch.inf)
@@ -41,7 +41,7 @@ def attend_to(ctx: Any, parts: Iterable[tuple[int, Tensor]], q: Tensor, attentio
 
 
 def add_gradients(ctx: Any, rows: tuple[Tensor, ...], source: int, kv: Tensor, dq: Tensor, dkv: Tensor):
-    """Backward of attention to k and v of rank `source`: add to dq and dkv, in place. `rows`: do, q, o, lse."""
+    """Add to dq and dkv, in place, the gradients of attention to k and v of rank `source`. `rows`: do, q, o, lse."""
     for queries, keys, causal in ctx.visible(ctx.group.rank, source, dq.shape[2]):
         do, q, o, lse = (x[:, :, queries] for x in rows)
         part_dq, *part_dkv = ctx.gradients(do, q, *kv[:, :, :, keys], o, lse, causal)

@@ -47,14 +47,14 @@ def deal(numbers: Tensor, n: int) -> Tensor:
 
 
 class Dealt(Documents):
-    """Documents whose tokens are dealt to ranks by their work."""
+    """Masks documents, and deals their tokens to ranks by their work."""
 
     def __init__(self, config: Any, parts: Parts):
         super().__init__(config, parts)
         self.deal, self.rank = partial(deal, n=config.cp), parts.mesh["cp"].rank
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: move each token to where zigzag would place its rank's tokens."""
+        """Around `Data.batch`: move each token to a place that its rank takes with zigzag."""
         tensors = super().batch(read, step)
         slots = self.fixed(None).flatten().argsort()  # by place in a sequence: rank and token
         order = torch.cat([one.positions.flatten(1) for one in self.all])[:, slots]

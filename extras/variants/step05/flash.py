@@ -42,7 +42,7 @@ def fits(q: Tensor, kernel: str = "flash") -> bool:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `part_attention` of step 5; o has the dtype of q."""
+    """Replaces `part_attention` of step 5. o has the dtype of q."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,7 +52,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def flash_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `part_gradients` of step 5; in the dtype of q."""
+    """Replaces `part_gradients` of step 5. All gradients have the dtype of q."""
     given = do, q, k, v, o, lse.contiguous()  # rows of lse may have gaps between heads
     if not q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
@@ -86,7 +86,7 @@ FLASH, CUDNN = (flash_attention, flash_gradients), (cudnn_attention, cudnn_gradi
 
 
 class KernelRing(torch.autograd.Function):
-    """`RingAttention` of step 5, with a kernel."""
+    """Step 5's `RingAttention`, with any kernel."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
@@ -99,7 +99,7 @@ class KernelRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """As that of step 5: dkv follows k and v round the ring."""
+        """dkv follows k and v round the ring, as in step 5."""
         q, own, o, lse = ctx.saved_tensors
         right, left = (ctx.group.rank + 1) % ctx.group.size, (ctx.group.rank - 1) % ctx.group.size
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
@@ -119,7 +119,7 @@ kernel_ring = partial(attend, KernelRing)
 
 
 def with_kernel(inner: Callable, *qkv: Tensor, kernel: tuple, **more: Any) -> Tensor:
-    """Around attention of step 5: pass it this kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
+    """Around a layer's attention: pass it this kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
     if getattr(inner, "func", None) is ring_attention:
         inner = partial(kernel_ring, **inner.keywords)
     return inner(*qkv, kernel=kernel, **more)

@@ -20,7 +20,7 @@ from step05_cp_ring import CONTEXT, ContextMode, ring_attention
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """int64 [s/n]: the tokens of a rank, shard `rank` of n. Raises UserError."""
+    """The positions of a rank's tokens, int64 [s/n]: shard `rank` of n. Raises UserError unless n divides s."""
     if seq_len % n:
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {n}")
     return torch.arange(seq_len).chunk(n)[rank]

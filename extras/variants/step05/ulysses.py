@@ -48,7 +48,7 @@ SINCE = Config
 
 
 class Swap(torch.autograd.Function):
-    """[batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse; each is the other's backward."""
+    """Swap tokens for heads, [batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse, as in its backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, to_heads: bool) -> Tensor:
@@ -67,7 +67,7 @@ class Swap(torch.autograd.Function):
 
 
 def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend, **more: Any) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q. `more`: for `attend`."""
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q. `attend` gets `more`."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v, **more), group, False)

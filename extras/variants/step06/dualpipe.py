@@ -48,7 +48,10 @@ def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """At most p + 1 micro-batches are in flight. If m < 2p: the list for 2p, without those from m on. UserError."""
+    """A rank's list, with at most p + 1 micro-batches in flight. Raises UserError.
+
+    If m < 2p, it is the list for 2p, without the micro-batches from m on.
+    """
     if p % 2:
         raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
     if m < 2:
@@ -62,7 +65,7 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """Rank r's list of `dualpipe` on 2p ranks, where those of the other way are the same micro-batches up the V."""
+    """A rank's list of `dualpipe` on 2p ranks; the other way is that of the same micro-batches up the V."""
     row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
     return [action for action in row if action.micro_batch < m]
 

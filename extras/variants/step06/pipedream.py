@@ -80,7 +80,7 @@ class Shown(NamedTuple):
 
 
 def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[Tensor], flushed: bool) -> Shown:
-    """N updates, starting from these weights. A collective of the pipeline's ranks."""
+    """Make N updates, starting from these weights. All ranks of the pipeline must call it."""
     group, device, n = parts.mesh["pp"], xs[0].device, config.pipedream
     pipeline = Stashed(config.lr, weights, parts.model, parts.pipeline.places, group, parts.positions, 1)
     for x, y in zip([[x] for x in xs], [[y] for y in ys], strict=True) if flushed else [(xs, ys)]:
@@ -94,7 +94,7 @@ def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[
 
 
 def both(config: Any, parts: Parts) -> tuple[Shown, Shown]:
-    """Never flushed, and flushed after each update, from the same weights, in fp32 or wider."""
+    """Train from the same weights never flushed, and flushed after each update, in fp32 or wider."""
     params = dict(parts.model.named_parameters())
     weights = {name: param.detach().to(wide(param.dtype), copy=True) for name, param in params.items()}
     hold(parts.model, {name: nn.Parameter(weight) for name, weight in weights.items()})  # x has their dtype

@@ -44,13 +44,13 @@ def attach(config: Any, parts: Parts):
         return stage is not None and pipeline.places[stage].rank != pipeline.group.rank
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None, comes: str, goes: str) -> Tensor | None:
-        """Around forward or backward of a stage: what other ranks send or receive is a part, [batch, seq/tp, dim]."""
+        """Around forward or backward of a stage: gather the part received, [batch, seq/tp, dim], and return a part."""
         place = pipeline.places[stage]
         output = run(i, stage, gather_tokens(message, tp) if elsewhere(getattr(place, comes)) else message)
         return output.chunk(tp.size, 1)[tp.rank].contiguous() if elsewhere(getattr(place, goes)) else output
 
     def buffer(room: Callable, i: int) -> Tensor:
-        """Room for a part."""
+        """An empty tensor to receive a part."""
         batch, seq, dim = (whole := room(i)).shape
         return whole.new_empty(batch, seq // tp.size, dim)
 

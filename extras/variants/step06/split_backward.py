@@ -41,7 +41,7 @@ def parameters_of(model: nn.Module, place: Place) -> list[nn.Parameter]:
 
 
 class SplitBackward:
-    """The actions B and W of a pipeline."""
+    """Computes the actions B and W of a pipeline."""
 
     def __init__(self, config: Any, parts: Parts):
         self.pipeline, self.expert_matmul = parts.pipeline, getattr(config, "expert_matmul", "each")
@@ -64,7 +64,7 @@ class SplitBackward:
         return ProductLinear.apply(x, module.weight, product, lambda *left: self.left.append(left))
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """B: from the gradient of a stage's output, or from the loss, to that of its input."""
+        """B: the gradient of a stage's output (None: it is the loss) -> that of its input (None: it is tokens)."""
         x, edge = self.pipeline.graphs.pop((i, stage))
         leaves, inputs = self.leaves[stage], [x] if x.requires_grad else []  # tokens have no gradient
         gradients = torch.autograd.grad((edge,), leaves + inputs, None if dy is None else (dy,))

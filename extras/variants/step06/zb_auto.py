@@ -55,14 +55,14 @@ def choose_costs(config: Any) -> Costs:
 
 
 def time_of(lists: list[list[Action]], costs: Costs) -> float:
-    """When the last rank ends. Each rank has one stage."""
+    """The time at which the last of these ranks, with one stage each, ends."""
     p = len(lists)
     return simulate(lists, round_robin(p, p, 1), costs._asdict(), costs.message)[-1][0]
 
 
 @lru_cache
 def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
-    """Each rank's list, of the best schedule found. `limit`: how many micro-batches a rank may hold, F to W; >= 1."""
+    """The lists of the best schedule found. From F to W a rank may hold `limit` >= 1 micro-batches."""
     limit, change = min(limit, m), dict(F=1, B=0, W=-1)
     depths = sorted({1.0, 2.0, (limit - 1) / max(1, p - 1)})
     tries = [greedy(p, m, costs, limit, *variant) for variant in product(depths, (0.0, 0.25, 0.75))]
@@ -74,9 +74,9 @@ def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
 
 
 def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: float) -> list[list[Action]]:
-    """Each rank's list. `depth`: how many F a rank is ahead of its B, in units of its distance to the last rank.
+    """The list of each rank, whose F are at most `depth` (p-1 - rank) + 1 ahead of its B.
 
-    `least`: the share of W's time that a gap must have for W to begin in it.
+    W may begin in a gap that is longer than `least` times W.
     """
     end: dict[tuple[str, int, int], float] = {}  # kind, micro-batch, rank -> when it is done
     lists: list[list[Action]] = [[] for _ in range(p)]
@@ -84,14 +84,14 @@ def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: floa
     free, now = [0.0] * p, 0.0
 
     def arrival(kind: str, rank: int) -> float:
-        """When the next action of this kind has its inputs; inf if this is not known yet."""
+        """The time at which the next action of this kind has its inputs; inf if this is not known yet."""
         i, peer = done[rank][kind], rank - 1 if kind == "F" else rank + 1
         if i == m or (kind == "B" and done[rank]["F"] <= i):
             return inf
         return end.get((kind, i, peer), inf) + costs.message if 0 <= peer < p else 0.0
 
     while any(count["W"] < m for count in done):
-        moments = []  # at which something may happen next
+        moments = []  # times at which an action may begin or end next
         for rank, count in enumerate(done):
             if free[rank] > now:
                 moments.append(free[rank])

@@ -81,9 +81,9 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 
 @lru_cache
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
-    """For each rank: when micro-batch 0 does F down, F up, B down, B up, W down, W up, if each takes a unit.
+    """The times of F down, F up, B down, B up, W down, W up of micro-batch 0 on each rank, if each takes a unit.
 
-    At the three turns of its way it waits as little as it can without meeting another micro-batch on a rank.
+    At the three turns of its way it waits as little as possible, but no rank may have to do two actions at a time.
     """
     down, up, back, home = delays
     for waits in sorted(product(range(PERIOD), repeat=3), key=sum):

@@ -43,7 +43,7 @@ SINCE = step07.Config
 
 
 class Turns:
-    """Runs two functions, of which one computes at a time. The first has a lasting thread: cuDNN caches by thread."""
+    """Runs two functions that take turns. The first always has the same thread, because cuDNN caches by thread."""
 
     def __init__(self, device: torch.device):
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else the thread has GPU 0
@@ -94,7 +94,7 @@ def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arrivin
 
 
 def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, counts_E: Tensor) -> Tensor:
-    """As `visit_experts` of step 7."""
+    """Replaces `visit_experts` of step 7: the same, by `travel`."""
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
@@ -137,7 +137,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Compute in pairs what is side by side in the schedule's lists."""
+    """Let the pipeline compute its list in pairs, and experts take turns."""
     if not config.ep_overlap:
         return
     pipeline, turns = parts.pipeline, Turns(parts.pipeline.reference_param.device)

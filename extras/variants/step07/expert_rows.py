@@ -61,7 +61,7 @@ def places(mask: Tensor, n: int) -> tuple[Tensor, ...]:
 
 
 def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """tokens [n, dim], gates [n, experts] (0: it does not go there) -> the weighted sums [n, dim], wide."""
+    """tokens [n, dim], gates [n, experts] (0: not chosen) -> the sums of outputs, weighted by gates, [n, dim], wide."""
     visits = (gates != 0).T
     counts = visits.sum(1).cpu()  # the only wait of the CPU
     expert, token = places(visits, sum(counts.tolist()))  # sorted by expert
@@ -69,7 +69,7 @@ def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
 
 
 def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) -> Tensor:
-    """Rows [n, dim], sorted by rank, go there -> those that arrive, sorted by rank."""
+    """Send rows [n, dim], sorted by the rank that they go to -> the rows received, sorted by the rank they are from."""
     arrived = rows.new_empty(sum(out_rows), rows.shape[1])
     all_to_all(arrived, rows.contiguous(), group, in_rows, out_rows).wait()
     return arrived
@@ -107,7 +107,7 @@ def by_gates(moe: MoE, visit: Callable, x: Tensor) -> Tensor:
 
 
 def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
-    """Replaces `Experts.forward`: the rows have come already."""
+    """Replaces step 7's dispatch, because the rows have arrived already."""
     return experts(*rows)
 
 
@@ -140,7 +140,7 @@ def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
 
 
 def attach(config: Any, parts: Parts):
-    """Let the layers send their tokens this way; with --capacity-factor also step 7's own, for fewer choices."""
+    """Let layers send their tokens this way; with --capacity-factor in any mode, so that ignored choices stay."""
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return

@@ -60,7 +60,7 @@ class InPairs:
         return getattr(self.pipeline, name)
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """As `Pipeline.forward`; of a pair, a tensor that gets its values in the next `backward`."""
+        """As `Pipeline.forward`, but that of a pair returns a tensor whose values the next `backward` computes."""
         act = partial(self.pipeline.forward, i, stage, x)
         if Action("F", i, stage) not in self.begin:
             return act()
@@ -68,7 +68,7 @@ class InPairs:
         return self.output
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """As `Pipeline.backward`, at once with the forward that waits, if any."""
+        """As `Pipeline.backward`, together with the forward that waits, if any."""
         act = partial(self.pipeline.backward, i, stage, dy)
         if self.waiting is None:
             return act()

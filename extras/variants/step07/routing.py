@@ -39,7 +39,7 @@ SUMMED = ("data", "tp", "mirror")  # dimensions whose ranks route different toke
 
 
 class RoutedMoE(MoE):
-    """Step 7's layer, with what the flags add."""
+    """Step 7's layer, whose router has the options of these flags."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
@@ -59,7 +59,7 @@ class RoutedMoE(MoE):
             self.register_forward_hook(lambda moe, x, out: out + moe.shared_experts(x[0]))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As that of step 7: x [tokens, dim] -> p [tokens, experts], scores and int64 ids [tokens, top_k]."""
+        """Choose each token's experts. x [tokens, dim] -> p [tokens, experts], scores and int64 ids [tokens, top_k]."""
         precise = wide(x.dtype)
         logits = F.linear(x.to(precise), self.router.weight.to(precise))
         if self.z_coeff:
@@ -135,7 +135,7 @@ NEEDS = [
 
 
 def check(config: Any, world: int):
-    """Groups must be equal, and have enough experts. Raises UserError."""
+    """Groups must be equally large, and have enough experts. Raises UserError."""
     groups, most = config.expert_groups, config.groups_per_token
     if config.experts % groups:
         raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
