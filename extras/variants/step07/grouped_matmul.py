@@ -39,30 +39,20 @@ def can_group(*tensors: Tensor) -> bool:
     return all(t.dtype.itemsize <= 4 and t.shape[-1] * t.dtype.itemsize % 16 == 0 and t.numel() for t in tensors)
 
 
-def each_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor:
     """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
+    if way == "grouped" and can_group(rows, weights, weights.mT):
+        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
 
 
-def each_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+def outer(a: Tensor, b: Tensor, counts: list[int], way: str) -> Tensor:
     """a [n, out], b [n, in] -> [experts, out, in]: a^T b over the rows of each expert, zero if it has none."""
-    return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
-
-
-def grouped_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """As `each_matmul`."""
-    if can_group(rows, weights, weights.mT):
-        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
-    return each_matmul(rows, weights, counts)
-
-
-def grouped_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
-    """As `each_outer`."""
-    if can_group(a, b):
+    if way == "grouped" and can_group(a, b):
         offs = ends(counts, a)
-        outer, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
-        return outer.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these
-    return each_outer(a, b, counts)
+        products, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
+        return products.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these
+    return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
 
 
 class Product(NamedTuple):
@@ -75,9 +65,8 @@ class Product(NamedTuple):
 
 def of_experts(way: str, counts: list[int]) -> Product:
     """The products of step 7's experts: x [n, in], sorted by expert, with `counts` rows each; W [experts, out, in]."""
-    functions = (grouped_matmul, grouped_outer) if way == "grouped" else (each_matmul, each_outer)
-    matmul, outer = (partial(function, counts=counts) for function in functions)
-    return Product(lambda x, w: matmul(x, w.mT), matmul, outer)
+    some = dict(counts=counts, way=way)  # way: --expert-matmul
+    return Product(lambda x, w: matmul(x, w.mT, **some), partial(matmul, **some), partial(outer, **some))
 
 
 class ProductLinear(torch.autograd.Function):
