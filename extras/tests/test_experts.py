@@ -14,7 +14,7 @@ from common.trainer import Run
 from extras.services.seam import check, compose
 from extras.variants import Parts
 from extras.variants.step07 import routing
-from extras.variants.step07.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
+from extras.variants.step07.grouped_matmul import can_group, multiply
 
 
 def test_grouped_is_expert_by_expert():
@@ -25,14 +25,12 @@ def test_grouped_is_expert_by_expert():
         rows, weight, dy = (torch.randn(*shape).to(dtype) for shape in ((8, 16), (3, 24, 16), (8, 24)))
         assert can_group(rows, weight.mT, dy) and not can_group(rows.double())
         rows.requires_grad_(), weight.requires_grad_()
-        y = GroupedLinear.apply(rows, weight, counts)
-        plain = step07.ExpertLinear.forward(SimpleNamespace(weight=weight), rows, counts)
-        close = dict(rtol=bound, atol=bound * 10)
-        torch.testing.assert_close(y, plain, **close)
-        for a, b in zip(*(torch.autograd.grad(out, (rows, weight), dy) for out in (y, plain)), strict=True):
-            torch.testing.assert_close(a, b, **close)
-        torch.testing.assert_close(grouped_matmul(rows, weight.mT, counts), plain, **close)
-        assert not grouped_outer(dy, rows.detach(), counts)[1].any()
+        linear = SimpleNamespace(weight=weight)
+        outputs = [function(linear, rows, counts) for function in (multiply, step07.ExpertLinear.forward)]
+        both = [(y, *torch.autograd.grad(y, (rows, weight), dy)) for y in outputs]
+        for ours, plain in zip(*both, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=bound, atol=bound * 10)
+        assert not both[0][2][1].any()
 
 
 SIZES = {"tiny-moe": 2_430_336, "mixtral-8x7b": 46_702_792_704, "deepseek-v3-like": 672e9}  # Mixtral's: as published

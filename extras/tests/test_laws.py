@@ -30,7 +30,7 @@ from extras.tests.pool import error_of
 from extras.variants.step01 import fused_gradients
 from extras.variants.step02 import hierarchical_sync, tree_sync
 from extras.variants.step03 import zero_overlap
-from extras.variants.step05 import flash, kernels
+from extras.variants.step05 import allgather, flash
 from extras.variants.step07 import ep_overlap
 
 D, FFN, VOCAB, SEQ, HEADS, KV = (
@@ -390,7 +390,7 @@ def test_formulas_are_the_kernels(kernel, dtype):
         for causal in (True, False):
             lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
             both = []
-            for attention, gradients in (kernels.FORMULAS, dict(flash=flash.FLASH, cudnn=flash.CUDNN)[kernel]):
+            for attention, gradients in (allgather.FORMULAS, dict(flash=flash.FLASH, cudnn=flash.CUDNN)[kernel]):
                 o = attention(q, k, v, causal)
                 both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
             off = max(equal.difference(a, b) for a, b in zip(*both, strict=True))

@@ -208,8 +208,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 def test_messages_of_experts_are_hidden_where_a_list_has_pairs(schedule):
     """Its part of forwards is that of the program that runs, on the rank with fewest pairs; in 1F1B that is none."""
     for p, n in ((2, 8), (4, 8), (4, 12), (4, 32)):
-        programs = program_of(lists_of(schedule, p, 2, n), places_of(schedule, p, 2))
-        pairs = [sum(len(line.actions) == 2 for line in program) for program in programs]
+        pairs = [len(begin) for begin in program_of(lists_of(schedule, p, 2, n), places_of(schedule, p, 2))[1]]
         forwards = sum(action.kind == "F" for action in lists_of(schedule, p, 2, n)[0])
         assert paired(schedule, p, 2, n) == pytest.approx(min(pairs) / forwards, abs=1 / forwards), (p, n)
     actions, _, v, _ = SCHEDULES[schedule](Layout(4))

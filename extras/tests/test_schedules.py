@@ -1,9 +1,10 @@
-"""Techniques' schedules as data: complete, in order, free of deadlock; the papers' formulas of idle time and memory."""
+"""Schedules of the techniques, as data: complete, in order, free of deadlock; the papers' laws of time and memory."""
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, permutations, product
+from functools import partial
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,11 @@ from common import UserError
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services.seam import plugins
 from extras.services.stages import given
-from extras.tests.faults import Fault, injected
 from extras.variants.step06.zb_auto import Costs, search, time_of
 from extras.variants.step06.zero_bubble import zb_h1
 from extras.variants.step07.paired_actions import paired, program_of
-from step06_pipeline import OneForwardOneBackward, add_messages
-from tests.test_step06 import carry_out, posted
+from step06_pipeline import add_messages
+from tests.test_step06 import carry_out
 
 plugins()
 TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # these: tests/test_step06.py
@@ -30,14 +30,14 @@ Lists = list[list[Action]]
 
 
 def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
-    """(every rank's list, the places) of a schedule. Raises UserError for what it refuses."""
+    """The lists of all ranks and the places of a schedule. Raises UserError if it refuses these sizes."""
     actions, places, stages, _ = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
     v = stages if p > 1 else 1
     return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)
 
 
 def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
-    """The sizes of the grid that a schedule takes."""
+    """(p, m, lists, places) for all SIZES that a schedule accepts."""
     for p, m in SIZES:
         try:
             yield p, m, *made(name, p, m)
@@ -46,9 +46,9 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Each micro-batch does F, B and, if there is any, W once at each stage of its way, in this order; nowhere else.
+    """Each micro-batch does F, B and, if there is any, W once at each stage of its way, in this order.
 
-    With messages in the order of any costs, ranks do not wait for ever.
+    With messages in the order of these costs, no rank waits for ever.
     """
     kinds = "FBW" if any(action.kind == "W" for row in lists for action in row) else "FB"
     starts = [s for s, place in enumerate(places) if place.before is None]
@@ -68,12 +68,12 @@ def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | 
 
 
 def carried_out(programs: list[list[list]], places: list[Place]):
-    """As tests/test_step06.py carries programs out; W needs no message."""
+    """`carry_out` of tests/test_step06.py, without W, which needs no message."""
     carry_out([[[line for line in some if line[1].kind != "W"] for some in program] for program in programs], places)
 
 
 def makespan(lists: Lists, places: list[Place], costs: dict) -> int:
-    """From the first start to the last end of all ranks."""
+    """The end of the last action. The first one starts at 0."""
     return simulate(lists, places, costs)[-1][0]
 
 
@@ -84,7 +84,7 @@ def in_flight(row: list[Action], until: str = "B") -> int:
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_size_is_complete_and_ends(name):
-    """Also with two stages a rank, and messages ordered by any costs."""
+    """For all sizes, with messages ordered by units of time and by random costs."""
     draw = random.Random(0)
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
@@ -92,7 +92,7 @@ def test_every_size_is_complete_and_ends(name):
 
 
 def test_places():
-    """A V, two opposite ways; uneven stages."""
+    """Stages in a V; two opposite ways; stages of unequal size."""
     assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
     ways = made("dualpipe", 2, 2)[1]
     assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
@@ -103,7 +103,7 @@ def test_places():
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """(p-1)(f+b-w) of idle time if w is at most f and b; the smallest of the three fills the gap in any case."""
+    """A rank idles for (p-1) (f + b - min(f, b, w)): the shortest of the three fills gaps."""
     assert [in_flight(row) for row in lists] == [min(m, p - rank) for rank in range(p)]
     assert max(in_flight(row, "W") for row in lists) == min(m, p)
     for costs in COSTS if m >= p else ():
@@ -112,7 +112,7 @@ def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """From 2p-1 micro-batches on a rank takes (p-1) max(0, f+b-2w, b-f) longer than its work."""
+    """With 2p-1 micro-batches or more, a rank takes (p-1) max(0, f+b-2w, b-f) longer than its work."""
     assert max(in_flight(row, "W") for row in lists) == min(m, 2 * (p - 1) + 1)
     for costs in COSTS if m >= 2 * p - 1 else ():
         f, b, w = costs.values()
@@ -123,7 +123,7 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def ahead_law(p: int, m: int, *_):
-    """A step as long as rounds of p, for any m from p on; one more stage in flight."""
+    """For any m >= p, a step takes as long as with rounds of p; more stages are in flight (rounds.py)."""
     for v, costs in product((1, 2, 3), COSTS[::5]) if 1 < p <= m else ():
         lists, places = made("ahead", p, m, chunks=v)
         assert makespan(lists, places, costs) == makespan(*made("rounds", p, m, chunks=v), costs)
@@ -132,9 +132,9 @@ def ahead_law(p: int, m: int, *_):
 
 
 def rounds_law(p: int, m: int, *_):
-    """Interleaved's bubble for all m from p on, whether p divides m or not; memory grows with N, time for messages too.
+    """The laws of rounds.py: interleaved's bubble for all m >= p, memory and time for messages that grow with N.
 
-    With fewer micro-batches than ranks: (v p + m - 1) (f + b). With N = p where p divides m, interleaved's own lists.
+    If m < p, a step takes (v p + m - 1) (f + b). If N = p divides m, the lists are those of interleaved.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)
@@ -150,8 +150,8 @@ def rounds_law(p: int, m: int, *_):
             assert ends[Action("F", 0, p)][0] - ends[Action("F", 0, p - 1)][1] == first - p
 
 
-# If f = b = w, of a schedule with half stages: units of a step, or at most these; from how many micro-batches on;
-# half stages (of dualpipe: stages) in flight until W ends
+# If f = b = w, for schedules with two stages a rank: the units of time of a step, or a range of them; the least m for
+# which this holds; the most half stages (of dualpipe: stages) in flight until W ends
 HALVES = {
     "zbv": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p - 1, lambda p: 2 * p),
     "dualpipev": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p, lambda p: 2 * p + 1),
@@ -162,7 +162,7 @@ HALVES = {
 
 
 def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
-    """See the table."""
+    """The time and memory in HALVES."""
     units, least, most = HALVES[name]
     assert all(in_flight(row, "W") <= most(p) for row in lists)
     if m >= least(p) and p > 1 and not (name == "dualpipe" and m % 2):
@@ -171,135 +171,37 @@ def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
 
 
 LAWS = {"zb-h1": zb_h1_law, "zb-h2": zb_h2_law, "ahead": ahead_law, "rounds": rounds_law}
+LAWS |= {name: partial(halves_law, name) for name in HALVES}
 
 
-@pytest.mark.parametrize("name", [*LAWS, *HALVES])
+@pytest.mark.parametrize("name", LAWS)
 def test_law(name):
-    """Of idle time, and of activations in flight: for all sizes that the schedule takes."""
-    for p, m, lists, places in sizes(name):
-        if name in LAWS:
-            LAWS[name](p, m, lists, places)
-        else:
-            halves_law(name, p, m, lists, places)
-
-
-# --- when ranks wait
-
-APART = Fault(
-    *("step06_pipeline", "OneForwardOneBackward", "dy = self.send_forward(y, dy_of=i - warm_up)"),
-    *("self.send_forward(y); dy = self.recv_backward(i - warm_up)", "two calls where one is needed"),
-)
-
-
-def loop_events(rank: int, p: int, m: int, sends_too: bool = True) -> list[tuple]:
-    """What a rank does in 1F1B by loops: ("compute", kind), ("post", a number, its messages' ends), ("wait", a number).
-
-    Without `sends_too` it waits for what it receives alone.
-    """
-    done = []
-    for number, line in enumerate(posted(OneForwardOneBackward, rank, p, m)):
-        verb, action, _ = line[0]
-        if verb == "compute":
-            done.append((verb, action.kind))
-            continue
-        ends = {(rank, peer) if verb == "send" else (peer, rank) for verb, _, peer in line}
-        done.append(("post", number, ends))
-        done += [("wait", number)] * (sends_too or any(to == rank for _, to in ends))
-    return done
-
-
-def end_of(ranks: list[list[tuple]], costs: dict, message: float) -> float:
-    """When the last rank has done its events, as NCCL orders them.
-
-    A rank's compute stream does actions and waits in order. What it posts enters its queue when compute has come so
-    far; what is posted together starts together, when all that the queue had before has passed. A message passes when
-    it has started at both ends. Raises ValueError if ranks wait for ever.
-    """
-    left, free, moving = [deque(row) for row in ranks], [0.0 for _ in ranks], True
-    queues: list[deque] = [deque() for _ in ranks]
-    passed, idle = {}, [0.0 for _ in ranks]  # by what is posted, when all of it has; by rank, when its queue has
-    arrived = defaultdict(float)
-    while moving:
-        moving = False
-        for rank, row in enumerate(left):
-            while row and (row[0][0] != "wait" or (rank, row[0][1]) in passed):
-                (verb, what, *ends), moving = row.popleft(), True
-                if verb == "compute":
-                    free[rank] += costs[what]
-                elif verb == "post":
-                    queues[rank].append(((rank, what), free[rank], set(*ends)))
-                else:
-                    free[rank] = max(free[rank], passed[rank, what])
-        for a, b in permutations(range(len(ranks)), 2):
-            if queues[a] and queues[b] and (a, b) in queues[a][0][2] & queues[b][0][2]:
-                start = max(queues[a][0][1], queues[b][0][1], idle[a], idle[b])
-                for what, _, rest in (queues[a][0], queues[b][0]):
-                    rest.remove((a, b))
-                    arrived[what] = max(arrived[what], start + message)
-                moving = True
-        for rank, queue in enumerate(queues):
-            if queue and not queue[0][2]:
-                what, *_ = queue.popleft()
-                passed[what] = idle[rank] = arrived[what]
-    if any(left):
-        raise ValueError("ranks wait for ever")
-    return max(free)
-
-
-def test_1f1b_loses_nothing_by_waiting_for_its_sends():
-    """A receive is behind the send before it in the queue anyway: if nobody waited for sends, a step would end alike.
-
-    With y and dy in two exchanges, one after the other, it ends later.
-    """
-    for p, m, message, b in product((2, 3, 4, 8), (1, 4, 8, 24), (0.02, 0.1, 0.7), (1, 2)):
-        ends = []
-        for sends_too in (True, False):
-            events = [loop_events(rank, p, m, sends_too) for rank in range(p)]
-            ends.append(end_of(events, dict(F=1, B=b), message))
-        assert ends[0] == pytest.approx(ends[1], abs=1e-9), (p, m, message)
-    together = end_of([loop_events(rank, 4, 8) for rank in range(4)], PLAIN, 0.1)
-    with injected(APART):
-        assert end_of([loop_events(rank, 4, 8) for rank in range(4)], PLAIN, 0.1) > together + 0.1
-
-
-# --- techniques whose lists are drawn in a paper
+    """Idle time, and activations in flight, for all sizes that the schedule accepts."""
+    for case in sizes(name):
+        LAWS[name](*case)
 
 
 def test_dualpipe_puts_off_what_the_paper_does():
-    """W does not follow its B at once in steps 3, 6 (the second half) and 7 alone; rank 0 of 4, letter for letter."""
+    """The list of rank 0 of 4, as the paper draws it: W waits only in the second half of step 6 and in step 7."""
     lists, _ = made("dualpipe", 4, 8)
     words = [f"{kind}{int(stage >= 4)}" for kind, _, stage in lists[0]]
     expected = "F0 F0 F0 F1  B1 W1 F1  F0 B1 W1 F1 B0 W0  B1 W1 F1 B0 W0  B1 W1 B0  W0 B0 W0"
     assert words == expected.split()
 
 
-def test_dualpipev_is_dualpipe_folded():
-    """Rank r's list is that of rank r of twice as many, with as many micro-batches each way; those up the V are the
-    other way's.
-    """
-    for p, m in (2, 4), (4, 8), (4, 11):
-        folded, whole = made("dualpipev", p, m)[0], made("dualpipe", 2 * p, 2 * m)[0]
-        for rank in range(p):
-            other = [(kind, i % m, min(stage % (2 * p), 4 * p - 1 - stage)) for kind, i, stage in whole[rank]]
-            ours = [(kind, i, min(stage, 2 * p - 1 - stage)) for kind, i, stage in folded[rank]]
-            assert ours == [(kind, i, rank) for kind, i, _ in other]
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pairs_are_complete_and_end(name):
-    """--ep-overlap: every list with F and B at once, where they stand side by side; all do what they did, and end."""
+    """--ep-overlap: with F and B in pairs, programs end, and each rank's actions are still its list."""
     for p, m, lists, places in sizes(name):
-        programs = program_of(lists, places)
-        flat = [[[(verb, a, peer)] for verb, some, peer in program for a in some] for program in programs]
-        carried_out(flat, places)
-        assert [[action for ((verb, action, _),) in row if verb == "compute"] for row in flat] == lists
+        programs, begin = program_of(lists, places)
+        carried_out([[[tuple(line)] for line in program] for program in programs], places)
+        assert [[line.action for line in program if line.verb == "compute"] for program in programs] == lists
         if name in ("1f1b", "dualpipe") and p > 1 and m >= 2 * p:
-            both = [sum(len(line.actions) == 2 for line in program) for program in programs]
-            assert both == [sum(len(actions) == 2 for actions in paired(row)) for row in lists]
+            assert [len(some) for some in begin] == [sum(len(group) == 2 for group in paired(row)) for row in lists]
 
 
 def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
-    """Any p, m, costs and limit: complete, in order, free of deadlock; more memory never costs time here."""
+    """For random p, m, costs and limits: complete, in order, free of deadlock. Here more memory never costs time."""
     draw = random.Random(0)
     for _ in range(8):
         p, m = draw.randint(1, 6), draw.randint(1, 12)

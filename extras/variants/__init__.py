@@ -33,7 +33,7 @@ from common.trainer import Run
 # are late gradients; a skipped update still moves biases; documents and dropout see inputs that were prefetched or
 # received; attention is recomputed with all other changes.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
+ORDER += ["routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 
 

@@ -27,8 +27,7 @@ from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
-from extras.variants.step05.allgather import gathered_attention
-from extras.variants.step05.kernels import FORMULAS
+from extras.variants.step05.allgather import FORMULAS, gathered_attention
 from extras.variants.step05.ulysses import swapped_attention
 
 TURNED = "turned"

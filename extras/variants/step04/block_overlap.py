@@ -1,15 +1,15 @@
 """Hide collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
 
-In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW does
-not need it. So here one function computes f and the matrices behind it:
+In step 4 the backward of a block ends with dW of q, k, v, then dx, then the collective of dx, for which all ranks wait.
+But dW does not need it. So here one function computes f and the matrices behind it:
 
     dx ->  all-reduce, or with --sp reduce-scatter  ---------.
            dW of q, k, v (or gate, up)                       '-> the next block's backward
 
-With --sp, f has gathered s tokens from s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers
-again in backward while dx is computed: two more all-gathers a layer and micro-batch, and n times less to keep.
+With --sp, f has gathered s tokens from s/n, and autograd would keep all s for dW. Here a block keeps its s/n, and
+gathers again in backward while dx is computed: two more all-gathers a layer and micro-batch, for 1/n of the memory.
 
-In step 4, f would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
+In step 4, f would replace q_proj, k_proj and v_proj, too, as `enter` does below. Experts stay as they are.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ Ending = Callable[[], Tensor]
 
 def start_keep(x: Tensor, group: Group) -> Ending:
     """The identity."""
-    return lambda: x
+    return lambda: x.view_as(x)  # a view, as `unchanged` of step 4
 
 
 def start_total(x: Tensor, group: Group) -> Ending:
-    """All-reduce: the sum of every rank's x."""
+    """All-reduce: the sum of every rank's x, in a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
     pending = all_reduce(x, group)
     return lambda: pending.wait() or x
@@ -57,13 +57,13 @@ def start_scatter(x: Tensor, group: Group) -> Ending:
 
 
 class EnterLinears(torch.autograd.Function):
-    """f and the column-parallel matrices that read what it makes."""
+    """f, and the column-parallel matrices that read its output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, gather: Callable, reduce: Callable, *weights: Tensor) -> tuple:
-        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> a [batch, seq, out/n] for each.
+        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> one output each, [batch, seq, out/n].
 
-        `gather`: what f does to x. `reduce`: what its backward does to dx. Both as `start_gather`.
+        `gather` starts the forward of f, and `reduce` its backward: functions such as `start_gather`.
         """
         ctx.group, ctx.gather, ctx.reduce = group, gather, reduce
         ctx.save_for_backward(x, *weights)
@@ -72,7 +72,7 @@ class EnterLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        """The gradients of x and of the weights."""
+        """The gradients of the outputs -> those of x and of the weights."""
         x, *weights = ctx.saved_tensors
         gathering = ctx.gather(x, ctx.group)
         dx = grads[0] @ weights[0]  # while x is gathered
@@ -87,7 +87,7 @@ class EnterLinears(torch.autograd.Function):
 def enter(
     linears: list[nn.Linear], boxes: list[list], group: Group, gather: Callable, reduce: Callable, x: Tensor
 ) -> Tensor:
-    """Replaces f: computes the outputs of the block's first matrices, and puts them into their boxes."""
+    """Replaces f: compute the outputs of the block's first matrices, and put each into its box."""
     outputs = EnterLinears.apply(x, group, gather, reduce, *(linear.weight for linear in linears))
     for box, output in zip(boxes, outputs, strict=True):
         box.append(output)
@@ -95,12 +95,12 @@ def enter(
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """Replaces such a matrix. The output is handed over: a layer must not keep it."""
+    """Replaces the forward of such a matrix: return its output, and empty the box, so that the layer frees it."""
     return box.pop()
 
 
 def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, reduce: Callable, by: str) -> bool:
-    """Put `enter` in the place of a block's f, if step 4 has cut its first matrices by columns; whether it has."""
+    """Replace f of a block whose first matrices are column-parallel. Returns whether it is one: experts are not."""
     linears = [child for name, child in block.named_children() if name in COLUMNS]
     boxes = [[] for _ in linears]
     for linear, box in zip(linears, boxes, strict=True):
@@ -121,8 +121,8 @@ NEEDS = [("tp_overlap", "tp")]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace f and the first matrices of every block."""
-    if config.tp_overlap and config.compress_activations == "none":  # which overlaps by itself
+    """Replace f and the first matrices of all blocks."""
+    if config.tp_overlap and config.compress_activations == "none":  # that file calls `overlap` by itself
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
         for layer in parts.model.model.layers.values():
             for block in (layer.self_attn, layer.mlp):

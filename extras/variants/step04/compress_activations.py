@@ -1,6 +1,6 @@
 """Activations sent in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
 
-What blocks and stages send one another is rounded before it is sent, in forward and in backward:
+Blocks and stages round what they send one another, in forward and in backward:
 
     steps 4-7   over tp: f and g of attention and MLP, with their gradients
     steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
@@ -8,14 +8,14 @@ What blocks and stages send one another is rounded before it is sent, in forward
     bf16   16 bits (where --dtype has more)                                  2 bytes a value
     int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
 
-    all-gather      each rank sends its tokens rounded; every rank, the sender too, uses the rounded ones
+    all-gather      each rank rounds its tokens; all ranks use the rounded ones, the sender, too
     reduce-scatter  numbers with different scales cannot be added. So each rank receives its tokens of all ranks
                     (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
     all-reduce      with --no-sp: both in turn, rounded twice (Li et al. 2024, "Flash Communication")
 
-Rounding has no gradient of its own ("straight through"); gradients are rounded where they are sent. Embedding, head,
-loss, experts' rows, and keys and values over cp stay exact. In step 4, `gather_tokens` and its like would be the three
-below; in step 6 `send_receive` would pack and unpack.
+Rounding passes gradients unchanged ("straight through"). Embedding, head, loss, experts' rows, and keys and values over
+cp stay exact. In step 4, `Bits` would replace `gather_tokens` and its like; in step 6 `send_receive` would pack and
+unpack.
 """
 
 from collections.abc import Callable
@@ -33,17 +33,17 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step02.narrow import BLOCK, dequantise, quantise
 from extras.variants.step04.block_overlap import Ending, overlap, start_keep
-from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
+from step04_tp_sp import COLUMNS, Config, Conjugate
 
 SINCE = Config
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """How values [..., dim] become a message and values again."""
+    """Packs values [..., dim] into messages and unpacks them, and starts the three collectives on such messages."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
-        """`dtype` of the values."""
+        """`dtype` and `dim` are those of the values."""
         self.kind, self.dtype, self.dim = KINDS[mode], dtype, dim
         self.width = dim + 4 * -(-dim // BLOCK) if self.kind == torch.int8 else dim
 
@@ -52,25 +52,25 @@ class Bits:
         return quantise(x) if self.kind == torch.int8 else x.to(self.kind)
 
     def unpack(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a message says: [..., dim]."""
+        """The values of a message: [..., dim]."""
         return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
 
     def start_gather(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py: [batch, seq/n, dim] -> [batch, seq, dim]."""
+        """All-gather rounded tokens: [batch, seq/n, dim] -> [batch, seq, dim]."""
         ours = self.pack(x).contiguous()
         parts = ours.new_empty(group.size, *ours.shape)
         pending = all_gather(parts.view(-1), ours.view(-1), group)
         return lambda: pending.wait() or self.unpack(parts, x.dtype).movedim(0, 1).flatten(1, 2)
 
     def start_scatter(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py: [batch, seq, dim] of all ranks -> this rank's tokens of the sum."""
+        """Reduce-scatter by an all-to-all: [batch, seq, dim] -> this rank's tokens of the sum, [batch, seq/n, dim]."""
         ours = self.pack(x.unflatten(1, (group.size, -1)).movedim(1, 0)).contiguous()
         received = torch.empty_like(ours)
         pending = all_to_all(received, ours, group)
         return lambda: pending.wait() or self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
 
     def start_total(self, x: Tensor, group: Group) -> Ending:
-        """As that of block_overlap.py; the tokens of all sequences are shared out, filled up to a multiple of n."""
+        """All-reduce [..., dim]: a reduce-scatter and an all-gather of all tokens, padded to a multiple of n."""
         tokens = x.reshape(1, -1, self.dim)
         filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
         gathering = self.start_gather(self.start_scatter(filled, group)(), group)
@@ -78,37 +78,35 @@ class Bits:
 
 
 def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
-    """A collective as step 4 has it: with its end."""
+    """Start a collective, and wait for its end."""
     return start(x, group)()
 
 
 def narrow_blocks(parts: Parts, config: Any, bits: Bits):
-    """Other f and g for every attention and MLP, in the place of step 4's."""
-    group = parts.mesh["tp"]
-    gather, scatter, total = (
-        partial(at_once, start) for start in (bits.start_gather, bits.start_scatter, bits.start_total)
-    )
-    f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
-    starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
+    """Replace f and g of every attention and MLP."""
+    group, starts = parts.mesh["tp"], (start_keep, bits.start_total)
+    if config.sp:
+        starts = bits.start_gather, bits.start_scatter
+    enter, leave = (partial(at_once, start) for start in starts)  # forward of f, and of g: each is the other's backward
     for layer in parts.model.model.layers.values():
         blocks = [block for block in (layer.self_attn, layer.mlp) if {*dict(block.named_children())} & {*COLUMNS}]
         for block in blocks:  # experts have no f and no g
             if not (config.tp_overlap and overlap(parts, block, group, *starts, by=__name__)):
-                parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, *f), by=__name__)
-            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, *g), by=__name__)
+                parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, enter, leave), by=__name__)
+            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, leave, enter), by=__name__)
 
 
 def narrow_stages(parts: Parts, bits: Bits):
-    """Let stages hand on messages, not values."""
+    """Let stages exchange messages instead of values."""
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
-        """Forward or backward of a stage: values come as a message, and leave as one. A loss is a number."""
+        """Around forward or backward of a stage: unpack its input, pack its output. A loss, a scalar, stays exact."""
         output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
         return bits.pack(output) if output is not None and output.dim() else output
 
-    def buffer(right: Callable, i: int) -> Tensor:
-        """Room for a message."""
-        return right(i).new_empty(*right(i).shape[:-1], bits.width, dtype=bits.kind)
+    def buffer(values: Callable, i: int) -> Tensor:
+        """An empty tensor to receive a message."""
+        return values(i).new_empty(*values(i).shape[:-1], bits.width, dtype=bits.kind)
 
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)
     for method in ("forward", "backward"):
@@ -122,9 +120,8 @@ class Flags:
     compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
 
 
-REFUSES = [
-    Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs="--tp above 1, or from step 6 on --pp above 1")
-]
+WHERE = "--tp above 1, or from step 6 on --pp above 1"
+REFUSES = [Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs=WHERE)]
 
 
 def attach(config: Any, parts: Parts):

@@ -4,9 +4,9 @@
     query heads                0 1      2 3      4 5      6 7
     key/value head             0        0        1        1             kv parts 0-2, 1-3      kv copies 0-1, 2-3
 
-k_proj and v_proj are sharded over `kv parts`, one head each. A rank of `kv copies` has only its own queries' share of
-the gradients of k and v, so these are partial, and summed over `kv copies`. Sums, global norm and checkpoints need no
-case for copies: in the record of a parameter these two groups replace tp. In step 4 this would be another rule in
+k_proj and v_proj are sharded over `kv parts`, one head each. A rank computes only its own queries' terms of the
+gradients of k and v, so these are partial, and summed over `kv copies`. In the record of a parameter these two groups
+replace tp, so sums, global norm and checkpoints need no case for copies. In step 4 this would be another rule in
 `HEADS`.
 """
 
@@ -25,7 +25,7 @@ SINCE = Config
 
 
 def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Instead of `shard_heads`: this rank's head of k_proj or v_proj [kv_heads * head_dim, dim]. Raises UserError."""
+    """Replaces `shard_heads`: k_proj or v_proj [kv_heads * head_dim, dim] -> this rank's head. Raises UserError."""
     tp, heads = mesh["tp"].size, config.n_kv_heads
     if tp % heads or config.n_heads % tp:
         raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
@@ -38,7 +38,7 @@ def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Para
 
 
 def prepare(config: Any, parts: Parts):
-    """Where --tp does not divide the heads, step 4's own rule would refuse."""
+    """Replace step 4's rule where it would refuse, because --tp does not divide the key/value heads."""
     if PRESETS[config.model].n_kv_heads % config.tp:
         for name in HEADS:
             parts.instead(HEADS, name, copy_heads, by=__name__)

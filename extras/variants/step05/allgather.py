@@ -1,29 +1,57 @@
 """Gather all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
 
 One all-gather before attention replaces the n-1 hops that hide behind it, and one reduce-scatter of gradients follows
-its backward. A rank has the same tokens as with zigzag. It keeps k and v of all s tokens for backward, so they are not
-sent again. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and
-micro-batch
+its backward. A rank has the same tokens as with zigzag. It keeps k and v of all s tokens for backward, so they are sent
+once. If k and v of s/n tokens have B bytes, and their gradients (fp32) G, a rank sends in a layer and micro-batch
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
-In step 5, the two collectives would replace `exchange` in RingAttention's two loops.
+Which pairs are visible is an argument, and so is the *kernel*, a pair of functions such as step 5's `part_attention`
+and `part_gradients`: forward and backward of one part of the keys. In step 5, the two collectives would replace
+`exchange` in RingAttention's two loops.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import step05_cp_ring as step05
 from common.comm import Group, all_gather, reduce_scatter
-from extras.variants.step05.kernels import FORMULAS, add_gradients, attend_to
-from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions, zigzag_visible
+from common.model import wide
+from step05_cp_ring import merge, zigzag_positions, zigzag_visible
 
-SINCE = Config
+SINCE = step05.Config
+FORMULAS = step05.part_attention, step05.part_gradients
+
+
+def attend_to(ctx: Any, parts: Iterable[tuple[int, Tensor]], q: Tensor, attention: Callable) -> tuple[Tensor, Tensor]:
+    """Attend from q [batch, heads, s/n, d] to all `parts`, (rank, its k and v) -> o like q, lse [batch, heads, s/n].
+
+    `ctx` has the group, and a function `visible` such as step 5's `zigzag_visible`.
+    """
+    o = torch.zeros_like(q, dtype=wide(q.dtype))
+    lse = torch.full_like(o[..., 0], -torch.inf)
+    for source, kv in parts:
+        for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
+            merge(o[:, :, queries], lse[:, :, queries], *attention(q[:, :, queries], *kv[:, :, :, keys], causal))
+    return o.to(q.dtype), lse
+
+
+def add_gradients(ctx: Any, rows: tuple[Tensor, ...], source: int, kv: Tensor, dq: Tensor, dkv: Tensor):
+    """Add to dq and dkv, in place, the gradients of attention to k and v of rank `source`. `rows`: do, q, o, lse."""
+    for queries, keys, causal in ctx.visible(ctx.group.rank, source, dq.shape[2]):
+        do, q, o, lse = (x[:, :, queries] for x in rows)
+        part_dq, *part_dkv = ctx.gradients(do, q, *kv[:, :, :, keys], o, lse, causal)
+        dq[:, :, queries] += part_dq
+        for total, part in zip(dkv, part_dkv, strict=True):
+            total[:, :, keys] += part
 
 
 class GatheredAttention(torch.autograd.Function):
-    """Causal attention of a rank's queries to the keys and values of all ranks, which it has gathered."""
+    """Causal attention of a rank's queries to the gathered keys and values of all ranks."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
@@ -38,7 +66,7 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """Each rank finds a part of the gradients of all keys and values; they are summed where these are from."""
+        """Each rank computes its term of the gradients of all keys and values; a reduce-scatter sums them."""
         q, parts, o, lse = ctx.saved_tensors
         dq, dparts = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, parts))
         for source, kv in enumerate(parts):
@@ -48,11 +76,18 @@ class GatheredAttention(torch.autograd.Function):
         return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
 
 
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
+def attend(
+    function: type[torch.autograd.Function],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    visible: Callable = zigzag_visible,
+    kernel: tuple = FORMULAS,
 ) -> Tensor:
     """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
-    return GatheredAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
+    return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 
-CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)
+gathered_attention = partial(attend, GatheredAttention)
+step05.CONTEXT["allgather"] = step05.ContextMode(zigzag_positions, gathered_attention)

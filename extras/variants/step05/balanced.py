@@ -1,16 +1,16 @@
 """Documents balanced over ranks (`--cp-mode balanced`): blocks of tokens are dealt by their work.
 
-Zigzag is fair if a sequence is one document. With several, a token has as many pairs as precede it in its own document:
-the rank with the end of a long one has most, and all wait for it. But the ends of documents determine the work of each
-block of tokens (PyTorch's load balancer deals so, too). Two ranks, blocks of one token, documents of 5 and 3:
+Zigzag balances the work if a sequence is one document. With several documents, a token attends only to its own, so the
+rank with the end of a long one has most work, and all others wait for it. But the ends of documents determine the work
+of each block of tokens (PyTorch's load balancer uses it, too). Two ranks, blocks of one token, documents of 5 and 3:
 
     token     0 1 2 3 4 | 5 6 7      From the most to the least expensive, each goes to the rank that has least to do
     pairs     1 2 3 4 5 | 1 2 3      and still has room: 4 7 6 5 (5+3+2+1 = 11) to rank 0, 3 2 1 0 (10) to rank 1
 
 Each sequence is dealt anew, and every rank computes this by itself, because it reads the whole batch. Keys are
-gathered, as with --cp-mode allgather; bytes are the same. Law: with 8 blocks a rank, the busiest has at most 1.1 times
-the mean of pairs (in the test's batches, of three kinds; zigzag has up to three times). In step 5 `train` would take
-`x[mine].gather(1, here)`, with other places for each sequence.
+gathered, as with --cp-mode allgather; bytes are the same. Law: with 8 blocks a rank, the busiest rank has at most 1.1
+times the mean of pairs (in the test's batches, of three kinds; with zigzag up to three times). In step 5 `train` would
+take `x[mine].gather(1, here)`, with different positions for each sequence.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from extras.variants.step05.allgather import gathered_attention
 from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
 
 SINCE = Config
-BLOCKS = 8  # of a rank
+BLOCKS = 8  # a rank
 
 
 def deal(numbers: Tensor, n: int) -> Tensor:
     """The document of each token, int64 [s] -> the positions of each rank's tokens, int64 [n, s/n], each row sorted."""
     s = len(numbers)
     starts = (numbers.diff(prepend=numbers[:1] - 1) != 0).nonzero().flatten()
-    pairs = torch.arange(s) - starts[numbers - numbers[0]] + 1  # of a query, with the keys of its own document
+    pairs = torch.arange(s) - starts[numbers - numbers[0]] + 1  # of each query with keys of its document
     room = gcd(s // n, BLOCKS)
     work = pairs.view(n * room, -1).sum(1)
     load, dealt = [0] * n, [[] for _ in range(n)]
@@ -47,16 +47,16 @@ def deal(numbers: Tensor, n: int) -> Tensor:
 
 
 class Dealt(Documents):
-    """Each sequence's tokens go to ranks by the work of its documents."""
+    """Masks documents, and deals their tokens to ranks by their work."""
 
     def __init__(self, config: Any, parts: Parts):
         super().__init__(config, parts)
         self.deal, self.rank = partial(deal, n=config.cp), parts.mesh["cp"].rank
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: put each token where its rank will look for it."""
+        """Around `Data.batch`: move each token to a place that its rank takes with zigzag."""
         tensors = super().batch(read, step)
-        slots = self.fixed(None).flatten().argsort()  # whose turn it is in a sequence
+        slots = self.fixed(None).flatten().argsort()  # by place in a sequence: rank and token
         order = torch.cat([one.positions.flatten(1) for one in self.all])[:, slots]
         rows = torch.arange(len(tensors[0]))[self.mine]
         return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in tensors)
@@ -66,7 +66,7 @@ class Dealt(Documents):
         return self.now.positions[:, self.rank].to(self.device)
 
     def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: positions, in their documents if these restart."""
+        """int64 [batch, this rank's tokens]: positions for RoPE, counted in each document if these restart."""
         if self.config.documents == "mask":
             return self.places()
         starts = torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers)
@@ -78,6 +78,6 @@ KINDS["balanced"] = Dealt
 REFUSES = [
     Refusal(
         dict(capacity_factor=SET, cp_mode=("balanced",), documents=SET),
-        "an expert takes the first tokens of a sequence, and these are dealt anew; choose another --cp-mode",
+        "an expert takes the first tokens of a sequence, which are now on other ranks; choose another --cp-mode",
     )
 ]

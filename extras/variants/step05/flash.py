@@ -1,15 +1,16 @@
 """Fused kernels for parts of the keys (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention"; `--cp-kernel cudnn`).
 
-Step 5's formulas build a matrix of scores, fp32 [batch, heads, queries, keys]: simple, and exact in fp32, but 34 GB for
-s/n = 16,384 tokens and 32 heads. The kernels behind `F.scaled_dot_product_attention` build none, read 16 bits, and take
-fewer key/value heads than query heads. They are private operators: the public function does not return lse, and its
-backward does not take one. Messages stay the same.
+Step 5's formulas build a matrix of scores, fp32 [batch, heads, queries, keys], which for s/n = 16,384 tokens and 32
+heads has 34 GB. The kernels behind `F.scaled_dot_product_attention` build none. They are called as private operators,
+because the public function does not return lse, and its backward does not take one. Messages stay the same.
 
-`flash` needs 16 bits on a GPU of Ampere or later, and heads of a multiple of 8 up to 256; on a CPU nothing. On Hopper
-and Blackwell `cudnn` is faster (not run here: no such GPU was at hand): 16 bits, capability 9.0 or 10.x, heads of a
-multiple of 8 up to 128; on a CPU it is `flash`. cuDNN plans each new length in 20 ms or more, so documents and windows,
-whose parts have many lengths, are refused. In step 5, `part_attention` and `part_gradients` would be two of the four
-below.
+    on a GPU    dtype      GPU                                             head_dim
+    flash       16 bits    Ampere or later                                 a multiple of 8 up to 256
+    cudnn       16 bits    Hopper, Blackwell (capability 9.0 or 10.x)      a multiple of 8 up to 128
+
+On a CPU both are `flash`, for any dtype. `cudnn` takes 20 ms or more to plan for each new length, so documents and
+windows, whose parts have many lengths, are refused with it. In step 5, `part_attention` and `part_gradients` would be
+two of the four functions below.
 """
 
 from collections.abc import Callable
@@ -21,16 +22,18 @@ import torch
 from torch import Tensor
 
 from common import UserError
+from common.comm import Group, Pending, exchange
+from common.model import wide
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
-from extras.variants.step05.kernels import kernel_ring
-from step05_cp_ring import Config, ring_attention
+from extras.variants.step05.allgather import add_gradients, attend, attend_to
+from step05_cp_ring import Config, ring_attention, travel
 
 SINCE = Config
 
 
 def fits(q: Tensor, kernel: str = "flash") -> bool:
-    """Whether a kernel takes q [..., head_dim]: on a CPU always, on CUDA 16 bits and heads and GPUs that it knows."""
+    """Whether a kernel takes q [..., head_dim]: on a CPU always, on a GPU as the table above says."""
     if not q.is_cuda:
         return True
     capability = torch.cuda.get_device_capability(q.device)
@@ -39,7 +42,7 @@ def fits(q: Tensor, kernel: str = "flash") -> bool:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `part_attention` of step 5; o has the dtype of q."""
+    """Replaces `part_attention` of step 5. o has the dtype of q."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -49,7 +52,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def flash_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `part_gradients` of step 5; in the dtype of q."""
+    """Replaces `part_gradients` of step 5. All gradients have the dtype of q."""
     given = do, q, k, v, o, lse.contiguous()  # rows of lse may have gaps between heads
     if not q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
@@ -71,8 +74,7 @@ def cudnn_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `flash_gradients`.
 
-    PyTorch finds a plan of cuDNN by shapes and strides of q, k, v. It holds for do, o and lse only if their strides are
-    those of the first call: so all are contiguous.
+    All inputs are made contiguous, because PyTorch looks up cuDNN's plan by the shapes and strides of q, k, v alone.
     """
     given = (x.contiguous() for x in (do, q, k, v, o, lse[..., None]))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout, and its offset
@@ -83,22 +85,55 @@ def cudnn_gradients(
 FLASH, CUDNN = (flash_attention, flash_gradients), (cudnn_attention, cudnn_gradients)
 
 
-def with_kernel(attend: Callable, q: Tensor, *others: Tensor, kernel: tuple, **more: Any) -> Tensor:
-    """Around attention of step 5: the same, with this kernel. Step 5's ring takes none: `kernel_ring` replaces it."""
-    if getattr(attend, "func", None) is ring_attention:
-        attend = partial(kernel_ring, **attend.keywords)
-    return attend(q, *others, kernel=kernel, **more)
+class KernelRing(torch.autograd.Function):
+    """Step 5's `RingAttention`, with any kernel."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
+        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
+        ctx.group, ctx.visible, (attention, ctx.gradients) = group, visible, kernel
+        own = torch.stack((k, v))
+        o, lse = attend_to(ctx, travel(own, group), q, attention)
+        ctx.save_for_backward(q, own, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do: Tensor):
+        """dkv follows k and v round the ring, as in step 5."""
+        q, own, o, lse = ctx.saved_tensors
+        right, left = (ctx.group.rank + 1) % ctx.group.size, (ctx.group.rank - 1) % ctx.group.size
+        dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
+        arriving = Pending()
+        for source, kv in travel(own, ctx.group):
+            found = torch.zeros_like(dkv)
+            add_gradients(ctx, (do, q, o, lse), source, kv, dq, found)
+            arriving.wait()
+            dkv += found
+            outgoing, dkv = dkv, torch.empty_like(dkv)
+            arriving = exchange([(outgoing, right)], [(dkv, left)], ctx.group)
+        arriving.wait()
+        return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
+
+
+kernel_ring = partial(attend, KernelRing)
+
+
+def with_kernel(inner: Callable, *qkv: Tensor, kernel: tuple, **more: Any) -> Tensor:
+    """Around a layer's attention: pass it this kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
+    if getattr(inner, "func", None) is ring_attention:
+        inner = partial(kernel_ring, **inner.keywords)
+    return inner(*qkv, kernel=kernel, **more)
 
 
 @dataclass
 class Flags:
     """Kernels for parts of the keys."""
 
-    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
+    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # how attention to a part of the keys is computed
 
 
-WHOLE = "sequences are whole, and attention is PyTorch's fused kernel already; leave it out"
-PLANS = "cuDNN would plan anew for each length; use flash"
+WHOLE = "sequences are whole, and PyTorch's fused kernel computes attention already; leave it out"
+PLANS = "cuDNN would make a new plan for each length; use flash"
 REFUSES = [
     Refusal(dict(cp_kernel=SET, window=(0,), cp=(1,)), WHOLE),
     Refusal(dict(cp_kernel=SET, window=(0,), cp_mode=("ulysses",)), WHOLE),

@@ -6,8 +6,8 @@
     queries of rank 2  # # +           later keys are sent around as well, but nothing is computed with them
     queries of rank 3  # # # +         work of rank r: (2r+1) / n^2 of the whole. Zigzag: 1/n for each
 
-All wait for the last rank, which has almost twice the mean. Messages and bytes are those of zigzag. In step 5
-`zigzag_positions` and `zigzag_visible` would be the two below.
+All ranks wait for the last one, whose work is almost twice the mean. Messages and bytes are those of zigzag. In step 5
+`zigzag_positions` and `zigzag_visible` would be the two functions below.
 """
 
 from functools import partial
@@ -20,14 +20,14 @@ from step05_cp_ring import CONTEXT, ContextMode, ring_attention
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """int64 [s/n]: the tokens of a rank, shard `rank` of n. Raises UserError."""
+    """The positions of a rank's tokens, int64 [s/n]: shard `rank` of n. Raises UserError unless n divides s."""
     if seq_len % n:
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {n}")
     return torch.arange(seq_len).chunk(n)[rank]
 
 
 def ordered_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """As `zigzag_visible`: earlier shards whole, our own one causally, nothing of later ones."""
+    """As `zigzag_visible`: earlier shards are visible, later ones are not; our own is causal."""
     whole = slice(0, length)
     return [(whole, whole, source == rank)] if source <= rank else []
 

@@ -1,38 +1,58 @@
-"""Ulysses (`--cp-mode ulysses`; Jacobs et al. 2023): swap tokens for heads, attend as one device would, swap back.
+"""Ulysses: swap tokens for heads, attend as one device would, swap back (`--cp-mode ulysses`; Jacobs et al. 2023); or
+with the ring of step 5 between the swaps (`--cp-mode usp --ulysses U`; Fang and Zhao 2024, "USP").
 
     before     rank r has s/n tokens of all heads                 attention cannot be computed
     between    rank r has all s tokens of 1/n of the heads        heads are independent: it can
     after      rank r has s/n tokens of all heads
 
-Each swap is an all-to-all, whose backward is the reverse one. A rank's tokens are in order: shard r of n. With Q and B
-bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
+Each swap is an all-to-all, whose backward is the reverse one. A rank's tokens are in order: shard r of n. If, for s/n
+tokens, q has Q bytes and k and v together have B, a rank sends in a layer and micro-batch
 
-    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks.
+    (n-1)/n (2 Q + B) forward, and as much backward: the more ranks, the less.
 
-But n must divide the heads (with --tp, those of a rank: heads / tp). Key/value heads that are fewer than ranks are
-repeated before they are sent. In step 5, `ring_attention` would be `swapped_attention`.
+But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
+they are repeated before they are sent. The ring has no such limit. In `usp`, of cp ranks U neighbours swap, and R =
+cp / U ranks with the same heads form a ring:
+
+    cp = 4, U = 2, R = 2      rank 0     rank 1     rank 2     rank 3       chunks of 8, as zigzag deals them to 4
+    tokens                    0 7        1 6        2 5        3 4
+    after the swap            0 1 6 7    0 1 6 7    2 3 4 5    2 3 4 5      as zigzag deals them to R, if put in order
+    heads                     first 1/2  last 1/2   first 1/2  last 1/2     ulysses: 0-1, 2-3    ring: 0-2, 1-3
+
+With G bytes of gradients of k and v, if there are at least U key/value heads (otherwise B and G grow with the copies):
+
+    over ulysses    (U-1)/U (2 Q + B) forward, and as much backward
+    over ring       (R-1) B forward, (R-1) B + R G backward           U times fewer messages than a ring of n
+
+In step 5, `ring_attention` would be `swapped_attention`; for `usp`, `shard_context` would make two groups of cp.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common import UserError
 from common.comm import Group, all_to_all
-from common.model import attend
+from common.model import PRESETS, attend
+from extras.variants import Parts
+from extras.variants.step05.allgather import FORMULAS
+from extras.variants.step05.flash import kernel_ring
 from extras.variants.step05.ring import ordered_positions
-from step05_cp_ring import CONTEXT, Config, ContextMode
+from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions, zigzag_visible
 
 SINCE = Config
 
 
 class Swap(torch.autograd.Function):
-    """[batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse; each is the other's backward."""
+    """Swap tokens for heads, [batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse, as in its backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, to_heads: bool) -> Tensor:
-        """`to_heads`: from our tokens of all heads to all tokens of our heads."""
+        """`to_heads`: from this rank's tokens of all heads to all tokens of its heads."""
         ctx.group, ctx.to_heads = group, to_heads
         cut, join = (2, 1) if to_heads else (1, 2)
         parts = x.unflatten(cut, (group.size, -1)).movedim(cut, 0).contiguous()
@@ -42,15 +62,80 @@ class Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The reverse."""
+        """The reverse swap."""
         return Swap.apply(grad, ctx.group, not ctx.to_heads), None, None
 
 
 def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend, **more: Any) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q. `attend` gets what is more."""
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q. `attend` gets `more`."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v, **more), group, False)
 
 
 CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
+
+
+def turn_second(x: Tensor) -> Tensor:
+    """x [batch, sequences, 2, n, ...]: of each two rows of n chunks, reverse the second, as zigzag deals it."""
+    return torch.stack((x[:, :, 0], x[:, :, 1].flip(2)), 2)
+
+
+def in_order(x: Tensor, n: int, chunk: int) -> Tensor:
+    """Tokens of n ranks, rank by rank, two chunks of each sequence on each -> sequence by sequence, in order."""
+    return turn_second(x.unflatten(1, (n, -1, 2, chunk)).movedim(1, 3)).flatten(1, 4)
+
+
+def by_rank(x: Tensor, n: int, chunk: int) -> Tensor:
+    """The reverse of `in_order`."""
+    return turn_second(x.unflatten(1, (-1, 2, n, chunk))).movedim(3, 1).flatten(1, 4)
+
+
+def ring_in_order(
+    *qkv: Tensor, n: int, group: Group, chunk: int, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
+) -> Tensor:
+    """Ring attention of tokens that n ranks have swapped: two chunks of `chunk` tokens of each of their sequences.
+
+    q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] -> like q.
+    """
+    return by_rank(kernel_ring(*(in_order(x, n, chunk) for x in qkv), group, visible, kernel), n, chunk)
+
+
+CONTEXT["usp"] = ContextMode(zigzag_positions, ring_in_order)  # which `attach` puts between two swaps
+
+
+@dataclass
+class Flags:
+    """Ulysses and ring together."""
+
+    ulysses: int = 2  # with --cp-mode usp: how many neighbours of the ranks of cp swap tokens for heads
+
+
+TRIED = dict(ulysses=1)
+NEEDS = [("ulysses", "cp_mode", "usp")]
+
+
+def check(config: Any, world: int):
+    """--ulysses must divide the ranks of cp, and the heads. Raises UserError."""
+    if config.cp_mode != "usp":
+        return
+    m, n, tp = PRESETS[config.model], config.ulysses, config.tp
+    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
+    if config.cp % n:
+        raise UserError(f"--ulysses {n} must divide --cp {config.cp}")
+    if heads % n or (kv_heads % n and n % kv_heads):
+        raise UserError(f"--ulysses {n} does not divide {heads} heads ({kv_heads} kv): lower it; the ring has no limit")
+
+
+def attach(config: Any, parts: Parts):
+    """Create the two groups, and let every layer's attention use them."""
+    if config.cp_mode != "usp":
+        return
+    mesh, n = parts.mesh, config.ulysses
+    rows = mesh.join("cp", "cp")  # int [groups, cp]
+    mesh.enter("ulysses", rows.reshape(-1, n), urgent=True)
+    mesh.enter("ring", rows.reshape(len(rows), -1, n).swapaxes(1, 2).reshape(-1, config.cp // n), urgent=True)
+    inside = partial(ring_in_order, n=n, group=mesh["ring"], chunk=len(parts.positions) // 2)
+    attend = partial(swapped_attention, group=mesh["ulysses"], attend=inside)
+    for layer in parts.model.model.layers.values():
+        parts.instead(layer.self_attn, "attend", attend, by=__name__)

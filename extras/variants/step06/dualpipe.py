@@ -4,13 +4,12 @@
     rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
     the other half               stage 3  stage 2  stage 1  stage 0      has, too.
 
-If F, B and W take the same time, and the m micro-batches are an even number from 2p on, the bubble is (p/2-1) / (3 m +
-p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, like ranks of data parallelism. Where
-DeepSeek overlaps a forward with a backward, here one follows the other. W (split_backward.py) waits in the paper's step
-7 and the second half of step 6; elsewhere it follows its B at once.
+If F, B and W take the same time, and m >= 2p micro-batches are an even number, the bubble is (p/2-1) / (3 m + p/2-1).
+Ranks r and p-1-r sum their gradients after each step, like ranks of data parallelism. A forward and a backward follow
+one another, unless --ep-overlap computes them together, as DeepSeek does.
 
-`--schedule dualpipev` folds it (DeepSeek's DualPipe repository): ranks 0 to p/2-1 keep their two stages, and the second
-way is the way of the same micro-batches up a V, as in zbv. Nothing is held twice, so no pairs are summed.
+`--schedule dualpipev` (DeepSeek's DualPipe repository) folds it to a V of half as many ranks, as in zbv: the second way
+is that of the same micro-batches back up. Nothing is held twice, so no gradients are summed over pairs.
 
 In step 6, `keep_stage` would note that two stages hold each parameter; the sum over pairs would follow `sync.finish()`.
 """
@@ -25,33 +24,33 @@ from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from extras.variants import Parts
 from extras.variants.step06.split_backward import UNIT
-from extras.variants.step06.zero_bubble import vee, write_out, zb_h1
+from extras.variants.step06.zero_bubble import in_vee, write_out
 
 SINCE = step06.Config
 
 
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
-    """The paper's eight steps, as `write_out` takes them, for so many micro-batches each way: 0 begins near, 1 far.
+    """The paper's eight steps as phases of `write_out`, for `each_way` micro-batches each way: 0 begins near, 1 far.
 
-    `near`: stages from the near end up to this one. `inner`: ranks between this one and where the ways meet.
+    `near`: stages from the near end up to this one. `inner`: ranks between this one and the middle.
     """
-    return [  # (how often, what)
+    return [  # W follows its B at once, but in the second half of step 6 and in step 7
         (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
         (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
         (inner, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
         (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
         (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
-        (near // 2, "B1 W B0 W"),  # 6: no forward is left. In its first half W follows at once
+        (near // 2, "B1 W B0 W"),  # 6: no forward is left
         (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
-        (near // 2, "B1 B0"),  # 6: in its second half W waits, for other ranks wait for B
+        (near // 2, "B1 B0"),  # 6: in its second half W waits, because other ranks wait for B
         (inner, "W B0"),  # 7: W fills the gaps between the last gradients
     ]  # 8: `write_out` appends every W that still waits
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """At most p + 1 micro-batches in flight. Raises UserError.
+    """A rank's list, with at most p + 1 micro-batches in flight. Raises UserError.
 
-    If m < 2p: the list for 2p, without the micro-batches beyond m.
+    If m < 2p, it is the list for 2p, without the micro-batches from m on.
     """
     if p % 2:
         raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
@@ -66,26 +65,24 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """Half of DualPipe's ranks, folded: the other way is that of the same micro-batches up the V. m as above."""
-    if v == 1:
-        return zb_h1(p, m, v, rank)
+    """A rank's list of `dualpipe` on 2p ranks; the other way is that of the same micro-batches up the V."""
     row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
     return [action for action in row if action.micro_batch < m]
 
 
 def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
-    """Stages 0 to p-1 on ranks 0 to p-1; p to 2p-1, with the same layers, on ranks p-1 to 0."""
+    """The places of 2p stages: 0 to p-1 on ranks 0 to p-1; p to 2p-1, with the same layers, on ranks p-1 to 0."""
     down = round_robin(n_layers, p, 1)
     link = lambda stage: None if stage is None else stage + p  # noqa: E731
     return down + [Place(p - 1 - rank, layers, link(before), link(after)) for rank, layers, before, after in down]
 
 
 SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways, costs=UNIT)
-SCHEDULES["dualpipev"] = lambda config: Schedule(dualpipev, vee, v=2, costs=UNIT)
+SCHEDULES["dualpipev"] = in_vee(dualpipev)
 
 
 def attach(config: Any, parts: Parts):
-    """Note that the gradients of both copies are parts of a sum, and that two stages hold each parameter."""
+    """Record that gradients are partial sums over both copies, and that two stages hold each parameter."""
     if config.schedule != "dualpipe":
         return
     mesh = parts.mesh

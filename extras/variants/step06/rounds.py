@@ -1,24 +1,23 @@
 """Interleaved stages with rounds of any size (`--schedule rounds --round-size N`; Llama 3: Dubey et al. 2024, 3.3.2),
 or with one more forward before the first backward (`--schedule ahead`).
 
-With `--schedule interleaved` p micro-batches pass a rank's first stage, then its second one, so p must divide m. Here
-at least N >= p of them do, in max(1, m // N) rounds, as equal as can be. Two ranks, v = 2 stages on each, m = 8:
+With `--schedule interleaved`, p micro-batches pass a rank's first stage, then its second one, so p must divide m. Here
+at least N >= p of them do, in max(1, m // N) rounds of almost equal size. Two ranks, v = 2 stages on each, m = 8:
 
     rank 0's forwards    N = 2    F0.0 F1.0  F0.2 F1.2  F2.0 F3.0  F2.2 F3.2  F4.0 ...    depth first: interleaved
                          N = 4    F0.0 F1.0 F2.0 F3.0  F0.2 F1.2 F2.2 F3.2  F4.0 ...
                          N = 8    F0.0 ... F7.0  F0.2 ... F7.2                            breadth first
 
-For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1), whatever N is. N trades two other things:
+For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1). (If m < p, all are one round, and the step takes
+(v p + m - 1) (f + b) of a stage.) N trades two other things; N' is the size of the largest round:
 
-    memory    stages in flight on a rank: (v-1) N' + 2 (p-1 - rank) + 1, at most v m; N': the largest round
+    memory    (v-1) N' + 2 (p-1 - rank) + 1 stages in flight on a rank, at most v m
     messages  from its end on the last rank a micro-batch has N' - p forwards of time to return to the first
 
-If m < p, all are one round, and the step takes (v p + m - 1) (f + b) of a stage.
-
-`ahead` has rounds of p, and so many more forwards before the first backward that each F and the B behind it belong to
-different micro-batches and can be computed together (step07/ep_overlap.py): one more, and with --chunks 1, p - rank
-instead of 1F1B's p-1 - rank. A step is as long. (v-1) p + 2 (p-1 - rank) + 2 stages are in flight: one more than in
-interleaved, and with --chunks 1 twice as many as in 1F1B. Rank 1 of 2, v = 1:
+`ahead` has rounds of p, and enough forwards before the first backward that each F and the B behind it belong to
+different micro-batches, so that they can be computed together (step07/ep_overlap.py): one more than interleaved, and
+with --chunks 1, 2 (p-1 - rank) + 1 instead of 1F1B's p-1 - rank. A step takes as long, and as many more stages are in
+flight. Rank 1 of 2, v = 1:
 
     1f1b     F0 B0  F1 B1  F2 B2  F3 B3          a backward follows the forward of its own micro-batch
     ahead    F0  F1 B0  F2 B1  F3 B2  B3         of another one: F1 and B0 together, F2 and B1 ...
@@ -39,7 +38,7 @@ SINCE = step06.Config
 
 
 def rounds(size: int, p: int, m: int, v: int, rank: int, ahead: bool = False) -> list[Action]:
-    """As `one_f_one_b_order`, in rounds of at least `size` micro-batches, or p; `ahead`: F comes before another's B."""
+    """As `one_f_one_b_order`, in rounds of at least max(size, p) micro-batches. `ahead`: with the longer warm-up."""
     n = max(1, m // max(size, p))
     parts = [range(*pair) for pair in pairwise(m * i // n for i in range(n + 1))]
     stages = range(rank, p * v, p)
@@ -50,7 +49,7 @@ def rounds(size: int, p: int, m: int, v: int, rank: int, ahead: bool = False) ->
     return forwards[:warm_up] + in_turn + backwards[len(in_turn) // 2 :]
 
 
-# The planner's layouts have no rounds.
+# The planner's layouts have no flag `round_size`.
 SCHEDULES["rounds"] = lambda config: Schedule(partial(rounds, getattr(config, "round_size", 0)), v=config.chunks)
 SCHEDULES["ahead"] = lambda config: Schedule(partial(rounds, 0, ahead=True), v=config.chunks)
 
@@ -59,7 +58,7 @@ SCHEDULES["ahead"] = lambda config: Schedule(partial(rounds, 0, ahead=True), v=c
 class Flags:
     """Rounds of micro-batches."""
 
-    round_size: int = 0  # micro-batches that pass a stage before a rank turns to its next one, at least; 0: --pp
+    round_size: int = 0  # least number of micro-batches that pass a stage before a rank turns to its next one; 0: --pp
 
 
 TRIED = dict(round_size=3)
@@ -67,8 +66,6 @@ NEEDS = [("round_size", "schedule", "rounds")]
 
 
 def check(config: Any, world: int):
-    """In shorter rounds a stage would wait for micro-batches that are still on later ranks. Raises UserError."""
+    """Refuse rounds so short that a stage would wait for micro-batches on later ranks. Raises UserError."""
     if 0 < config.round_size < config.pp:
-        raise UserError(
-            f"--round-size {config.round_size} is less than the {config.pp} ranks of --pp: choose it larger"
-        )
+        raise UserError(f"--round-size {config.round_size} is less than --pp {config.pp}: choose it larger")

@@ -1,9 +1,9 @@
 """`--schedule zb-auto`: a zero-bubble list found by search, for given times and memory (Qi et al. 2023, section 3).
 
-The search (--zb-costs, within --zb-memory) goes through time, and chooses what each free rank does next: B first, as
-the rank before waits for it; then F, if memory has room; W fills gaps. It tries several values of two things: how many
-F a rank does before its first B, and whether W may begin in a gap that is shorter than W. Of these lists, and zb-h1's
-and zb-h2's if they fit, it takes the one that ends first. It would be one more function in common/schedules.py.
+The search goes through time and chooses what each free rank does next: B first, because the rank before waits for it;
+then F, if memory (--zb-memory) has room for another micro-batch; W fills gaps. It varies how many F a rank does before
+its first B, and whether W may begin in a gap that is shorter than W. Of these lists, and those of zb-h1 and zb-h2 if
+they fit, it takes the one that ends first. It would be one more function in common/schedules.py.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ SINCE = step06.Config
 
 
 class Costs(NamedTuple):
-    """Times of a stage's parts, and of a message: only ratios count."""
+    """Times of F, B and W of a stage, and of a message, in any unit."""
 
     F: float
     B: float
@@ -33,7 +33,7 @@ class Costs(NamedTuple):
 
 
 def choose_costs(config: Any) -> Costs:
-    """`--zb-costs`; else FLOPs a token of a layer, and 5% of F's for a message. Raises UserError.
+    """`--zb-costs`; by default FLOPs per token of a layer, and for a message 5% of F's. Raises UserError.
 
     Attention has no weights: scores and sums over s/2 keys cost 2 s dim in F, and 2.5 times that in B.
     """
@@ -55,17 +55,17 @@ def choose_costs(config: Any) -> Costs:
 
 
 def time_of(lists: list[list[Action]], costs: Costs) -> float:
-    """When the last rank ends, with one stage on each."""
+    """The time at which the last of these ranks, with one stage each, ends."""
     p = len(lists)
     return simulate(lists, round_robin(p, p, 1), costs._asdict(), costs.message)[-1][0]
 
 
 @lru_cache
 def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
-    """The best list found for each of p ranks. `limit`, at least 1: micro-batches that a rank may hold, F to W."""
+    """The lists of the best schedule found. From F to W a rank may hold `limit` >= 1 micro-batches."""
     limit, change = min(limit, m), dict(F=1, B=0, W=-1)
     depths = sorted({1.0, 2.0, (limit - 1) / max(1, p - 1)})
-    tries = [greedy(p, m, costs, limit, *variant) for variant in product(depths, (0.0, 0.25, 0.75), (0, 1))]
+    tries = [greedy(p, m, costs, limit, *variant) for variant in product(depths, (0.0, 0.25, 0.75))]
     for depth in (1, 2):
         lists = [zb_h1(p, m, 1, rank, depth) for rank in range(p)]
         if max(max(accumulate(change[kind] for kind, _, _ in row)) for row in lists) <= limit:
@@ -73,41 +73,39 @@ def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
     return min(tries, key=lambda lists: time_of(lists, costs))
 
 
-def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: float, spare: int) -> list[list[Action]]:
-    """One list for each rank. `depth`: how many F a rank is ahead of B, in units of its distance to the last rank.
+def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: float) -> list[list[Action]]:
+    """The list of each rank, whose F are at most `depth` (p-1 - rank) + 1 ahead of its B.
 
-    `least`: W may begin in a gap of this part of its time, if it does not fit. `spare` 1: but not where a rank that
-    waits instead still idles less than the rank that idles most.
+    W may begin in a gap that is longer than `least` times W.
     """
     end: dict[tuple[str, int, int], float] = {}  # kind, micro-batch, rank -> when it is done
     lists: list[list[Action]] = [[] for _ in range(p)]
     done = [Counter(F=0, B=0, W=0) for _ in range(p)]
-    free, idle, now = [0.0] * p, [0.0] * p, 0.0
+    free, now = [0.0] * p, 0.0
 
     def arrival(kind: str, rank: int) -> float:
-        """When the next action of this kind has its inputs; inf if this is not known yet."""
+        """The time at which the next action of this kind has its inputs; inf if this is not known yet."""
         i, peer = done[rank][kind], rank - 1 if kind == "F" else rank + 1
         if i == m or (kind == "B" and done[rank]["F"] <= i):
             return inf
         return end.get((kind, i, peer), inf) + costs.message if 0 <= peer < p else 0.0
 
     while any(count["W"] < m for count in done):
-        moments = []  # at which something may happen next
+        moments = []  # times at which an action may begin or end next
         for rank, count in enumerate(done):
             if free[rank] > now:
                 moments.append(free[rank])
                 continue
             room = count["F"] - count["W"] + 1 <= limit and count["F"] - count["B"] < depth * (p - 1 - rank) + 1
             b, f = arrival("B", rank), arrival("F", rank) if room else inf
-            gap, spared = min(b, f) - now, spare * (max(idle) - idle[rank])
+            gap = min(b, f) - now
             if gap <= 0:
                 kind = "B" if b <= now else "F"
-            elif count["W"] < count["B"] and (gap >= costs.W or gap > max(least * costs.W, spared)):
+            elif count["W"] < count["B"] and gap > least * costs.W:
                 kind = "W"
             else:
                 moments.append(min(b, f))
                 continue
-            idle[rank] += now - free[rank] if lists[rank] else 0.0
             free[rank] = end[kind, count[kind], rank] = now + getattr(costs, kind)
             lists[rank].append(Action(kind, count[kind], rank))
             count[kind] += 1
@@ -117,8 +115,8 @@ def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: floa
 
 
 def zb_auto(config: Any) -> Schedule:
-    """The entry of the menu. Raises UserError."""
-    if not hasattr(config, "zb_costs"):  # theory's layouts
+    """The schedule that the flags ask for. Raises UserError."""
+    if not hasattr(config, "zb_costs"):  # a layout of the planner
         raise UserError("--schedule zb-auto: the planner has no times to search for; ask --dry-run")
     costs = choose_costs(config)
     if config.zb_memory * config.pp < 1:

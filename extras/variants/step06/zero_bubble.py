@@ -1,56 +1,66 @@
-"""Zero bubble: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble") and `zbv` (2024, "Controllable Memory").
+"""Zero bubble: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble"), `zbv`, `v-half` and `v-min` (2024,
+"Controllable Memory").
 
 Only B is urgent; W, the gradients of the weights (split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F is a
 number, B a letter, W a dash, each one unit of time.
 
-    zb-h1    0123...a-4b-5c-d-e-f-      bubble (p-1) / (3 m + p-1), where 1f1b's is (p-1) / (m + p-1); its memory
+    zb-h1    0123...a-4b-5c-d-e-f-      bubble (p-1) / (3 m + p-1), where 1f1b's is (p-1) / (m + p-1); same memory
              .012..a3b-4c-5d-e-f--
              ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; once started, no rank waits
-             ...0a1b2c3d-4e-5f----      zbv: the stages lie in a V, the loss is on rank 0; no gaps, and 1f1b's memory
+             ...0a1b2c3d-4e-5f----      zbv: no gaps either, with the memory of 1f1b
 
-These would be more functions in common/schedules.py.
+In zbv, v-half and v-min the stages form a V: rank r has stage r of p on the way down, and stage 2p-1-r on the way up,
+so the loss is on rank 0. In v-half and v-min all micro-batches follow the same times, 6 units apart: F and B of both
+stages, and W in the two units left. A micro-batch takes memory from F to W, so memory is set by four numbers: how many
+units later than its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
+
+    v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2, p/2; zbv and 1f1b, p
+
+The fewer there are, the longer ranks wait if F, B and W take different times. (zb-auto searches for given times.) All
+of these would be more functions in common/schedules.py.
 """
 
 from collections import defaultdict
-from functools import partial
-from itertools import chain
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import chain, count, product
+from typing import Any
 
 import step06_pipeline as step06
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from extras.variants.step06.split_backward import UNIT
 
 SINCE = step06.Config
+PERIOD = 6  # of v-half and v-min: units of time from one micro-batch to the next, for F, B and W of two stages
 
 
 def write_out(stages: tuple[int, ...], *phases: tuple[int, str]) -> list[Action]:
-    """The actions of phases (how often, pattern), for example (3, "F0 B0 W"); 0 and 1 are the rank's own `stages`.
+    """Actions of phases (times, pattern), for example (3, "F0 B0 W"). 0 and 1 are the rank's own `stages`.
 
-    F0, B1: its next micro-batch of that kind. W: the weight gradients that wait longest, if any.
+    F0: the forward of the next micro-batch through stage 0, likewise B1. W: the W that has waited longest, if any.
     """
-    actions, count, waiting = [], defaultdict(int), []
+    actions, done, waiting = [], defaultdict(int), []
     for word in chain.from_iterable(pattern.split() * times for times, pattern in phases):
         if word == "W":
             actions += [waiting.pop(0)] if waiting else []
             continue
-        actions.append(Action(word[0], count[word], stages[int(word[1])]))
-        count[word] += 1
+        actions.append(Action(word[0], done[word], stages[int(word[1])]))
+        done[word] += 1
         if word[0] == "B":
             waiting.append(actions[-1]._replace(kind="W"))
     return actions + waiting
 
 
 def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
-    """ZB-H1 (2023, figure 2): bubble (p-1)(f+b-w) s if w <= f, b, instead of 1F1B's (p-1)(f+b+w). `depth` 2: ZB-H2."""
+    """ZB-H1 (2023, figure 2): a rank idles for (p-1)(f+b-w) if w <= f, b (1F1B: (p-1)(f+b+w)). `depth` 2: ZB-H2."""
     warm_up = min(m, depth * (p - 1 - rank))
-    lag = min(m - warm_up, depth * rank)  # W comes so many micro-batches after B. The last W fill the cool-down's gaps
+    lag = min(m - warm_up, depth * rank)  # so many micro-batches lie between B and W: the last W fill the cool-down
     phases = (warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W")
     return write_out((rank,), *phases)
 
 
 def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """ZB-V (2024): two stages a rank. If f = b = w, no rank idles once it has begun."""
-    if v == 1:
-        return zb_h1(p, m, v, rank)
+    """ZB-V: two stages a rank. If f = b = w, no rank idles once it has begun."""
     n, far = max(m, 2 * p - 1), p - rank  # if m is less: the list of 2p-1 micro-batches, without those from m on
     phases = (2 * far - 1, "F0"), (rank, "F1 F0"), (far, "F1 B1 W"), (n - p - far + 1, "F0 B0 W F1 B1 W")
     phases += (far - 1, "B0 W F1 B1 W"), (rank, "B0 B1"), (far, "B0 W")
@@ -58,13 +68,53 @@ def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def vee(n_layers: int, p: int, v: int) -> list[Place]:
-    """Down through all ranks and up again."""
-    return [
-        place._replace(rank=min(s, v * p - 1 - s) if v > 1 else s)
-        for s, place in enumerate(round_robin(n_layers, p, v))
-    ]
+    """The places of v p stages: down through all ranks and, with v = 2, up again."""
+    return [place._replace(rank=min(s, v * p - 1 - s)) for s, place in enumerate(round_robin(n_layers, p, v))]
+
+
+def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[Any], Schedule]:
+    """The menu's entry for lists of two stages a rank, in a V. A single rank has one stage, and follows zb-h1."""
+    return lambda config: Schedule(
+        lambda p, m, v, rank: (actions if v > 1 else zb_h1)(p, m, v, rank), vee, v=2, costs=UNIT
+    )
+
+
+@lru_cache
+def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
+    """The times of F down, F up, B down, B up, W down, W up of micro-batch 0 on each rank, if each takes a unit.
+
+    At the three turns of its way it waits as little as possible, but no rank may have to do two actions at a time.
+    """
+    down, up, back, home = delays
+    for waits in sorted(product(range(PERIOD), repeat=3), key=sum):
+        f1 = (p - 1) * down + 1 + waits[0]  # on the last rank, where the way up begins
+        b1 = f1 + (p - 1) * up + 1 + waits[1]  # on rank 0, which has the loss
+        b0 = b1 + (p - 1) * back + 1 + waits[2]  # on the last rank again
+        rows = [[r * down, f1 + (p - 1 - r) * up, b1 + r * back, b0 + (p - 1 - r) * home] for r in range(p)]
+        if all(len({start % PERIOD for start in row}) == 4 for row in rows):
+            break
+    return [with_weights(row) for row in rows]
+
+
+def with_weights(row: list[int]) -> list[int]:
+    """Append the times of both W: the first units after their B that are free in every period."""
+    free = {*range(PERIOD)} - {start % PERIOD for start in row}
+    w1 = next(t for t in count(row[2] + 1) if t % PERIOD in free)
+    w0 = next(t for t in count(row[3] + 1) if t % PERIOD in free - {w1 % PERIOD})
+    return [*row, w1, w0]
+
+
+def repeated(p: int, m: int, v: int, rank: int, delays: tuple[int, int, int, int]) -> list[Action]:
+    """V-Min and V-Half: the times of `block` for each micro-batch, PERIOD later than the one before."""
+    near, far = rank, 2 * p - 1 - rank
+    kinds = ("F", near), ("F", far), ("B", far), ("B", near), ("W", far), ("W", near)
+    starts = zip(block(p, delays)[rank], kinds, strict=True)
+    timed = sorted((start + PERIOD * i, Action(kind, i, stage)) for start, (kind, stage) in starts for i in range(m))
+    return [action for _, action in timed]
 
 
 SCHEDULES["zb-h1"] = lambda config: Schedule(zb_h1, costs=UNIT)
 SCHEDULES["zb-h2"] = lambda config: Schedule(partial(zb_h1, depth=2), costs=UNIT)
-SCHEDULES["zbv"] = lambda config: Schedule(zbv, vee, v=2, costs=UNIT)
+SCHEDULES["zbv"] = in_vee(zbv)
+SCHEDULES["v-half"] = in_vee(partial(repeated, delays=(1, 2, 1, 2)))
+SCHEDULES["v-min"] = in_vee(partial(repeated, delays=(1, 1, 1, 1)))

@@ -1,25 +1,19 @@
 """Messages of experts hidden behind another micro-batch (`--ep-overlap`; DeepSeek-V3, section 3.2: DualPipe's purpose).
 
-Where a rank's list has a forward F, and next the backward B of another micro-batch, the two are computed in turns: the
-one that has started an all-to-all lets the other one compute, and waits for its rows when it has the turn again.
+Where a rank's list has a forward F and then the backward B of another micro-batch, the two form a *pair* and take
+turns: the one that has started an all-to-all lets the other one compute, and waits for its rows in its next turn.
 
     F of micro-batch 3    attention, router |~ dispatch ~|             experts |~ combine ~|             attention ...
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
-All ranks wait for the one with the fewest pairs. In 1F1B the last rank has none, as its backward follows the forward of
-the same micro-batch, and a step would take nearly twice as long: 1F1B is refused. `--schedule ahead`, interleaved, zbv,
-dualpipe and dualpipev have pairs on all ranks. Law: the share of hidden messages is that of forwards in pairs on the
-rank with the fewest; the bytes are the same.
+Law: the share of hidden messages is that of forwards in pairs, on the rank with the fewest pairs, for which all others
+wait; the bytes are the same. In 1F1B the last rank has no pairs, because each forward is followed by the backward of
+the same micro-batch. A step would take nearly twice as long, so 1F1B is refused.
 
-F and B are the code of step 7, each in a thread. One thread runs at a time, and the turns are the same on all ranks, so
-their collectives have one order. In one thread, F or B would have to be cut into phases by hand: a layer calls its
-experts from inside `forward`, autograd does not pause between two nodes, and with --recompute rows travel from inside
-of autograd. F's output is sent when both are done, so a pair whose B waits for what follows from its F is taken apart
-(paired_actions.py).
-
-REFUSES names what two micro-batches at once cannot share. --loss-chunk is refused because its forward asks for
-gradients while B holds the only thread that autograd has for a GPU. The counts of rows are exchanged first, and are
-waited for at once, because the host must know them.
+F and B are the code of step 7, each in a thread. Only one thread runs at a time, and the turns are the same on all
+ranks, so collectives start in one order. A single thread would need F and B cut into phases by hand: a layer calls its
+experts inside `forward`, and autograd does not pause between two nodes. The counts of rows are exchanged without a
+turn, because the host must know them before rows can be sent.
 
 In step 7, `dispatch` and `combine` would hand over the turn between start and wait; in step 6, `execute` would compute
 two actions at once.
@@ -40,23 +34,23 @@ import step07_moe_ep as step07
 from common.comm import Group, all_to_all
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
-from extras.variants.step07.paired_actions import execute, program_of
+from extras.variants.step07.paired_actions import InPairs, program_of
 from step04_tp_sp import Conjugate
-from step06_pipeline import plan
+from step06_pipeline import ListPipeline, plan
 from step07_moe_ep import MoE, transpose_blocks
 
 SINCE = step07.Config
 
 
 class Turns:
-    """Runs two functions of which one computes at a time, the first in a thread that lasts (cuDNN caches by thread)."""
+    """Runs two functions that take turns. The first always has the same thread, because cuDNN caches by thread."""
 
     def __init__(self, device: torch.device):
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else the thread has GPU 0
         self.thread, self.turn, self.left = ThreadPoolExecutor(1, initializer=begin), 0, set()
 
     def both(self, first: Callable, second: Callable) -> list:
-        """Run both to their ends, beginning with `first`. Returns what they return, raises what one of them raises."""
+        """Run both to their ends, beginning with `first`. Returns what they return; raises what one of them raises."""
         self.turn, self.left, self.go = 0, {0, 1}, (Semaphore(1), Semaphore(0))
         there = self.thread.submit(self.run, 0, first)
         try:
@@ -66,7 +60,7 @@ class Turns:
         return [there.result(), here]
 
     def run(self, i: int, function: Callable) -> Any:
-        """Run function i from its first turn on; at its end the other one has all turns."""
+        """Run function i from its first turn on; when it has ended, the other one keeps the turn."""
         self.go[i].acquire()
         try:
             return function()
@@ -88,7 +82,7 @@ class Turns:
 
 
 def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arriving_Ge: Tensor, home: bool) -> Tensor:
-    """As `dispatch` of step 7, or `combine` on the way home; while rows are under way, the other function computes."""
+    """`dispatch` of step 7, or `combine` if `home`; while rows are under way, the other function computes."""
     sent = transpose_blocks(rows, arriving_Ge.T) if home else rows.contiguous()
     sizes = [blocks.sum(1).tolist() for blocks in (leaving_Ge, arriving_Ge)]
     in_rows, out_rows = reversed(sizes) if home else sizes
@@ -100,7 +94,7 @@ def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arrivin
 
 
 def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, counts_E: Tensor) -> Tensor:
-    """As `visit_experts` of step 7."""
+    """Replaces `visit_experts` of step 7: the same, by `travel`."""
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
@@ -119,20 +113,16 @@ class Flags:
     ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
 
 
-PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # all ranks have F before B of another
+PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # schedules with pairs on all ranks
 BOTH = "it knows one micro-batch at a time, and two are computed at once; choose one of them"
 FREED = "ZeRO 3 frees weights that the other micro-batch needs"
+NO_PAIRS = "a rank has no pairs, and all wait for it; use --schedule ahead or dualpipe"
+GRADIENTS = "its forward asks autograd for gradients, whose only thread is busy with the backward; choose one"
 ONE_STAGE = dict(schedule="ahead", chunks=1)  # forward and backward compute with the same layers
 NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
 REFUSES = [
-    Refusal(
-        dict(ep_overlap=SET, schedule=but(*PAIRED)), "a rank has no pairs, and all wait; use ahead or dualpipe", None
-    ),
-    Refusal(
-        dict(ep_overlap=SET, schedule=("interleaved", "rounds"), chunks=(1,)),
-        "this is 1F1B, in which a rank has no pairs; use --schedule ahead",
-        None,
-    ),
+    Refusal(dict(ep_overlap=SET, schedule=but(*PAIRED)), NO_PAIRS, None),
+    Refusal(dict(ep_overlap=SET, schedule=("interleaved", "rounds"), chunks=(1,)), NO_PAIRS, None),
     Refusal(
         dict(ep_overlap=SET, zero=(3,), zero_keep=(False,)), f"{FREED}; add --zero-keep", ONE_STAGE | dict(n_layers=2)
     ),
@@ -141,21 +131,22 @@ REFUSES = [
     Refusal(dict(ep_overlap=SET, dropout=SET), BOTH),
     Refusal(dict(ep_overlap=SET, batch_ramp=SET), "it leaves micro-batches out of the list; choose one of them"),
     Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
-    Refusal(dict(ep_overlap=SET, loss_chunk=SET), "it finds gradients in forward, beside a backward; choose one", None),
+    Refusal(dict(ep_overlap=SET, loss_chunk=SET), GRADIENTS, None),
     Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run sees one of two threads; leave it out, bytes are equal"),
 ]
 
 
 def attach(config: Any, parts: Parts):
-    """Compute in pairs what is side by side in the schedule's lists."""
+    """Let the pipeline compute its list in pairs, and experts take turns."""
     if not config.ep_overlap:
         return
     pipeline, turns = parts.pipeline, Turns(parts.pipeline.reference_param.device)
     mine = config.global_batch_size // parts.mesh["dp"].size
     lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
-    program = program_of(lists, pipeline.places)[pipeline.group.rank]
-    parts.instead(pipeline, "execute", partial(execute, pipeline, program, turns.both), by=__name__)
+    own = (found[pipeline.group.rank] for found in program_of(lists, pipeline.places))
+    view = InPairs(pipeline, turns.both, *own)
+    parts.instead(pipeline, "execute", partial(ListPipeline.execute, view), by=__name__)
     for module in parts.model.modules():
         if isinstance(module, MoE):
-            plain = module.experts.forward.args  # of `visit_experts`: the experts' own, and the group
+            plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group
             parts.instead(module.experts, "forward", partial(visit_in_turns, turns, *plain), by=__name__)

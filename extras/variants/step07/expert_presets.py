@@ -1,8 +1,8 @@
 """`--model tiny-moe`, `mixtral-8x7b`, `deepseek-v3-like`: shapes with experts, which also set step 7's flags.
 
-In step 7 these would be entries of PRESETS. A preset is a ModelConfig, but experts are flags: where such a flag has its
-default, the model's own number replaces it. (deepseek-v3-like has plain, not latent attention: 672e9 weights, 38e9 a
-token.)
+A preset is a ModelConfig, but experts are flags: a flag that has its default gets the model's own number. In step 7
+these would be entries of PRESETS. (deepseek-v3-like has plain instead of latent attention: 672e9 weights, of which a
+token uses 38e9.)
 """
 
 from dataclasses import fields
@@ -24,7 +24,7 @@ EXPERTS: dict[str, dict[str, int]] = {
 
 
 def settle(config: Any, world: int):
-    """Set the flags of a preset with experts. Raises UserError in a step without them."""
+    """Set the flags of a preset with experts. Raises UserError in a step that has no experts."""
     wanted = EXPERTS.get(config.model, {})
     if wanted and not isinstance(config, step07.Config):
         raise UserError(f"--model {config.model} has experts: use step 7")

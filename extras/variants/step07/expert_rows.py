@@ -1,57 +1,82 @@
-"""Other ways to send tokens to experts: `--ep-mode rows`, and `allgather`. Step 7 sends a row for each choice.
+"""Other ways to send tokens to experts: `--ep-mode rows`, `allgather` and `nodes`. Step 7 sends a row for each choice.
 
     rows        a token is sent once to each rank, however many of its experts are there, together with its gates. The
-                rank that computes also weighs and adds up, so as many rows return. With --groups-per-token M, and no
-                group on two ranks, a token is sent at most M times
+                rank that computes also weighs and adds up, so as many rows return
+    nodes       the same in two levels, once over each slow link (DeepEP: DeepSeek-V3, 3.2.2). Of the ranks of ep,
+                --ep-inside N neighbours are in a node. A token that visits experts on three ranks of another node is
+                sent once, to the rank of that node that has the same place as its own, which forwards it inside:
+                node 0, rank 1 -> node 1, rank 1 -> ranks 0, 1, 3 of node 1. One row a node returns
     allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
                 sorting of messages, but also bytes for tokens that no expert here needs
 
 Bytes that a rank sends over ep in a layer and micro-batch, forward: h = dim, e bytes an element, w a gate (4; fp64: 8),
-T tokens of the rank, R rows sent to other ranks, A received. Backward sends as many.
+T tokens of the rank, R rows sent to other ranks, A received, K = ep / N nodes. Backward sends as many.
 
-    rows        R (h e + E/ep w) + A h e         and 8 (ep-1) for the counts
-    allgather   (ep-1) T (2 h e + E w)
+    rows             R (h e + E/ep w) + A h e     and 8 (ep-1) for the counts
+    nodes, between   R (h e + E/K w) + A h e      and 8 (K-1): R and A as if a node were a rank
+    nodes, inside    R (h e + E/ep w) + A h e     and 8 (N-1): R and A of the tokens that have come to this rank
+    allgather        (ep-1) T (2 h e + E w)
 
-When tokens arrive, the CPU waits for a GPU to count them: twice a layer and micro-batch in `rows` (what leaves and
-arrives, then the rows of each expert), once in `allgather`.
+For each level of `rows`, and once for the rows of each expert, the CPU waits for a GPU to count what arrives.
 
 WHEN. Of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if choices are
-independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. So use it where tokens visit many
-experts or few groups, and `allgather` where nearly every rank is visited by nearly every token.
+independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. With --groups-per-token M, and no
+group on two ranks (or nodes), it sends at most M. `allgather` is for tokens that visit nearly all ranks.
 
-In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
+In step 7, `by_gates` would be `MoE.forward`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import step07_moe_ep as step07
-from common.comm import Group, all_to_all
+from common import UserError
+from common.comm import Group, Mesh, all_to_all
+from common.model import wide
 from extras.variants import Parts
-from extras.variants.step07.routing import RoutedMoE
-from extras.variants.step07.visits import add_rows, places, visit_local
 from step04_tp_sp import Conjugate, enter_block, leave_block
-from step07_moe_ep import DISPATCH
+from step07_moe_ep import DISPATCH, AddLoss, MoE
 
 SINCE = step07.Config
 
 
+def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
+    """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
+
+    In another order, ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
+    """
+    sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
+    return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
+
+
+def places(mask: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Row and column, int64 [n], of the `n` places where bool [a, b] is true. Given n, the CPU need not wait for it."""
+    return torch.nonzero_static(mask, size=n).unbind(1)
+
+
+def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
+    """tokens [n, dim], gates [n, experts] (0: not chosen) -> the sums of outputs, weighted by gates, [n, dim], wide."""
+    visits = (gates != 0).T
+    counts = visits.sum(1).cpu()  # the only wait of the CPU
+    expert, token = places(visits, sum(counts.tolist()))  # sorted by expert
+    return add_rows(experts(tokens[token], counts) * gates[token, expert][:, None], token, len(tokens))
+
+
 def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) -> Tensor:
-    """Rows [n, dim], sorted by rank, go there -> those that arrive, sorted by rank."""
+    """Send rows [n, dim], sorted by the rank that they go to -> the rows received, sorted by the rank they are from."""
     arrived = rows.new_empty(sum(out_rows), rows.shape[1])
     all_to_all(arrived, rows.contiguous(), group, in_rows, out_rows).wait()
     return arrived
 
 
 def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, visit: Callable = visit_local) -> Tensor:
-    """tokens [n, dim], gates [n, all experts], zero where a token does not go -> the weighted sums [n, dim], wide.
-
-    `visit`: what happens to tokens that have arrived.
-    """
+    """As `visit_local`, with experts on several ranks. `visit`: what happens to tokens that have arrived."""
     gates = gates.unflatten(1, (group.size, -1))
     visits = (gates != 0).any(-1).T
     leaving = visits.sum(1)
@@ -67,23 +92,61 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, vi
 
 
 def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """As `send_rows`, by step 4's pair of all-gather and reduce-scatter, over ep."""
+    """As `send_rows`, by an all-gather and a reduce-scatter: step 4's f and g, over ep."""
     tokens, gates = (enter_block(x[None], group, sp=True)[0] for x in (tokens, gates))
     part = visit_local(experts, tokens, gates.chunk(group.size, 1)[group.rank])
     return leave_block(part.to(tokens.dtype)[None], group, sp=True)[0]
 
 
+def by_gates(moe: MoE, visit: Callable, x: Tensor) -> Tensor:
+    """Replaces `MoE.forward`: x [batch, seq, dim] -> [batch, seq, dim]; `visit` is one of the functions above."""
+    tokens = x.flatten(0, 1)
+    p, scores, chosen = moe.route(tokens)
+    out = visit(moe.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
+    return AddLoss.apply(out, moe.aux_loss(p, F.one_hot(chosen.flatten(), p.shape[-1]).sum(0)), moe.coeff)
+
+
 def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
-    """Replaces `Experts.forward`: the rows have come already."""
+    """Replaces step 7's dispatch, because the rows have arrived already."""
     return experts(*rows)
 
 
-MODES = {"rows": send_rows, "allgather": gather_all}
-DISPATCH["rows"] = DISPATCH["allgather"] = at_home
+DISPATCH["rows"] = DISPATCH["nodes"] = DISPATCH["allgather"] = at_home
+
+
+@dataclass
+class Flags:
+    """Nodes of experts."""
+
+    ep_inside: int = 2  # with --ep-mode nodes: of the ranks of ep, so many neighbours are in a node
+
+
+TRIED = dict(ep_inside=1)
+NEEDS = [("ep_inside", "ep_mode", "nodes")]
+
+
+def check(config: Any, world: int):
+    """Nodes must be full. Raises UserError."""
+    if config.ep_mode == "nodes" and config.ep % config.ep_inside:
+        raise UserError(f"--ep-inside {config.ep_inside} must divide --ep {config.ep}")
+
+
+def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
+    """Create a group for each level. Returns `send_rows` over both."""
+    rows = mesh.ranks.reshape(-1, ep // inside, inside)  # [ep groups, nodes, ranks of a node]
+    mesh.enter("ep inside", rows.reshape(-1, inside), urgent=True)
+    mesh.enter("ep between", rows.swapaxes(1, 2).reshape(-1, ep // inside), urgent=True)
+    return partial(send_rows, mesh["ep between"], visit=partial(send_rows, mesh["ep inside"]))
 
 
 def attach(config: Any, parts: Parts):
-    """Let the layers send their tokens this way."""
+    """Let layers send their tokens this way; with --capacity-factor in any mode, so that ignored choices stay."""
+    mode = config.ep_mode if config.ep > 1 else "alltoall"
+    if mode == "alltoall" and not config.capacity_factor:
+        return
+    visit = over_nodes(parts.mesh, config.ep, config.ep_inside) if mode == "nodes" else visit_local
+    if mode in ("rows", "allgather"):
+        visit = partial(send_rows if mode == "rows" else gather_all, parts.mesh["ep"])
     for module in parts.model.modules():
-        if isinstance(module, RoutedMoE) and config.ep > 1 and config.ep_mode in MODES:
-            parts.instead(module, "visit", partial(MODES[config.ep_mode], parts.mesh["ep"]), by=__name__)
+        if isinstance(module, MoE):
+            parts.instead(module, "forward", partial(by_gates, module, visit), by=__name__)

@@ -1,17 +1,19 @@
 """One matmul for all experts of a layer (`--expert-matmul grouped`), instead of one for each, where a kernel takes it.
 
-torch's kernel takes up to 32 bits and rows of a multiple of 16 bytes; on a GPU, bf16 on Hopper and Blackwell. (On other
-GPUs it would copy the offsets to the host for each product, and loop there.) All else goes expert by expert, as in step
-7. The host never waits for the GPU here: it knows the counts from the dispatch. In step 7, `ExpertLinear.forward` would
-be the three lines of `GroupedLinear.forward`.
+torch's kernel takes at most 32 bits, and rows whose bytes are a multiple of 16; on a GPU, bf16 on Hopper and Blackwell.
+(On other GPUs it would copy the offsets to the host for each product, and loop there.) Otherwise experts are multiplied
+one by one, as in step 7. The host never waits for the GPU here, because it knows the counts from the dispatch. In step
+7, `ExpertLinear.forward` would be `multiply`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import step07_moe_ep as step07
@@ -21,13 +23,13 @@ SINCE = step07.Config
 
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
-    """int32 [experts]: where each expert's rows end. From pinned memory the copy does not stop the host."""
+    """int32 [experts]: where each expert's rows end. The copy is from pinned memory, so the host does not wait."""
     where = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     return where.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else where
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes these. For tensors without numbers, of a dry run, it has a rule for bf16 alone."""
+    """Whether torch's kernel takes these. For a dry run's tensors, which have no data, it knows bf16 alone."""
     if isinstance(tensors[0], FakeTensor) and tensors[0].dtype != torch.bfloat16:
         return False
     if tensors[0].is_cuda:
@@ -37,69 +39,72 @@ def can_group(*tensors: Tensor) -> bool:
     return all(t.dtype.itemsize <= 4 and t.shape[-1] * t.dtype.itemsize % 16 == 0 and t.numel() for t in tensors)
 
 
-def each_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor:
     """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
+    if way == "grouped" and can_group(rows, weights, weights.mT):
+        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
 
 
-def each_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+def outer(a: Tensor, b: Tensor, counts: list[int], way: str) -> Tensor:
     """a [n, out], b [n, in] -> [experts, out, in]: a^T b over the rows of each expert, zero if it has none."""
+    if way == "grouped" and can_group(a, b):
+        offs = ends(counts, a)
+        products, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
+        return products.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these
     return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
 
 
-def grouped_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """As `each_matmul`."""
-    if can_group(rows, weights, weights.mT):
-        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
-    return each_matmul(rows, weights, counts)
+class Product(NamedTuple):
+    """The functions that compute y, dx and dW of a linear layer, given (x, W), (dy, W) and (dy, x)."""
+
+    y: Callable[[Tensor, Tensor], Tensor] = F.linear
+    dx: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    dw: Callable[[Tensor, Tensor], Tensor] = lambda dy, x: dy.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def grouped_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
-    """As `each_outer`."""
-    if can_group(a, b):
-        offs = ends(counts, a)
-        outer, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
-        return outer.masked_fill_(empty[:, None, None], 0)  # which the kernel may have left unwritten
-    return each_outer(a, b, counts)
+def of_experts(way: str, counts: list[int]) -> Product:
+    """The products of step 7's experts: x [n, in], sorted by expert, with `counts` rows each; W [experts, out, in]."""
+    some = dict(counts=counts, way=way)  # way: --expert-matmul
+    return Product(lambda x, w: matmul(x, w.mT, **some), partial(matmul, **some), partial(outer, **some))
 
 
-PRODUCTS = {"each": (each_matmul, each_outer), "grouped": (grouped_matmul, grouped_outer)}  # by --expert-matmul
-
-
-class GroupedLinear(torch.autograd.Function):
-    """rows [n, in] sorted by expert, weight [experts, out, in] -> [n, out]."""
+class ProductLinear(torch.autograd.Function):
+    """A linear layer with any products. With `later`, backward calls `later(weight, function that computes dW)`."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        """`counts` of the rows for each expert."""
-        ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        return grouped_matmul(rows, weight.mT, counts)
+    def forward(ctx, x: Tensor, weight: nn.Parameter, product: Product, later: Callable | None = None) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        ctx.save_for_backward(x)
+        ctx.arguments = weight, product, later  # the parameter itself, wherever its values are by then
+        return product.y(x, weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        """d rows [n, in] and d weight, zero for an expert without rows."""
-        (rows, weight), grad = ctx.saved_tensors, grad.contiguous()
-        grad_rows = grouped_matmul(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
-        return grad_rows, grouped_outer(grad, rows, ctx.counts) if ctx.needs_input_grad[1] else None, None
+    def backward(ctx, dy: Tensor):
+        """dy -> dx; dW, or None with `later`. dW of an expert without rows is zero."""
+        (weight, product, later), x, dy = ctx.arguments, ctx.saved_tensors[0].detach(), dy.contiguous()
+        dw = None
+        if weight.requires_grad:
+            dw = later(weight, lambda: product.dw(dy, x)) if later else product.dw(dy, x)
+        return product.dx(dy, weight) if ctx.needs_input_grad[0] else None, dw, None, None
 
 
-def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
+def multiply(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
     """Replaces `ExpertLinear.forward`."""
-    return GroupedLinear.apply(rows, linear.weight, counts)
+    return ProductLinear.apply(rows, linear.weight, of_experts("grouped", counts))
 
 
 @dataclass
 class Flags:
     """Products of experts."""
 
-    expert_matmul: Literal["each", "grouped"] = "each"  # a product for each expert, or one for all, where a kernel can
+    expert_matmul: Literal["each", "grouped"] = "each"  # a matmul for each expert, or one for all if there is a kernel
 
 
 def attach(config: Any, parts: Parts):
     """Replace the products of all experts on this rank."""
-    if config.expert_matmul == "each" or "W" in parts.kinds:  # then split_backward.py takes these products
+    if config.expert_matmul == "each" or "W" in parts.kinds:  # with W, split_backward.py uses these products
         return
     for module in parts.model.modules():
         if isinstance(module, step07.ExpertLinear):
-            parts.instead(module, "forward", partial(group, module), by=__name__)
+            parts.instead(module, "forward", partial(multiply, module), by=__name__)

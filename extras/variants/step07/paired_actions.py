@@ -1,46 +1,32 @@
-"""A library for ep_overlap.py: programs whose instructions may compute a forward and a backward at once."""
+"""A library for ep_overlap.py: pipelines that compute a forward and a backward of their lists in pairs."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
-from common.comm import Pending, exchange
 from common.schedules import Action, Place, consumer
-from step06_pipeline import ACTS, Pipeline
-
-
-class Line(NamedTuple):
-    """A line of a rank's program: compute these actions at once, or send or receive the input of the only one."""
-
-    verb: str
-    actions: tuple[Action, ...]
-    peer: int | None = None
+from step06_pipeline import Instruction, Pipeline
 
 
 def paired(row: list[Action]) -> list[tuple[Action, ...]]:
-    """Group a list's actions: each F with the B that follows it, if that is of another micro-batch; others alone."""
-    groups: list[tuple[Action, ...]] = []
-    for action in row:
-        before = groups[-1] if groups else ()
-        fits = len(before) == 1 and before[0].kind == "F" and action.kind == "B"
-        if fits and before[0].micro_batch != action.micro_batch:
-            groups[-1] = (*before, action)
-        else:
-            groups.append((action,))
-    return groups
+    """Group a rank's actions: each F with the B that follows it, if that is of another micro-batch; others alone."""
+    fits = [a.kind == "F" and b.kind == "B" and a.micro_batch != b.micro_batch for a, b in pairwise(row)]
+    first = {i for i, both in enumerate(fits) if both}
+    return [tuple(row[i : i + 1 + (i in first)]) for i in range(len(row)) if i - 1 not in first]
 
 
-def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line]]:
-    """The program of each rank. As in step 6's `add_messages`, the order is one in which all actions can be computed.
+def program_of(lists: list[list[Action]], places: list[Place]) -> tuple[list[list[Instruction]], list[set[Action]]]:
+    """As `add_messages` of step 6, with pairs -> each rank's program, and the forwards that begin its pairs.
 
-    A pair starts when both of its inputs have arrived, and ends with both outputs. Where all ranks would wait for one
-    another, the first pair at the front of a list is taken apart, because the lists without pairs never block.
+    A pair starts when both of its inputs have arrived, and its outputs are sent when both are there. Where all ranks
+    would wait for one another, the first pair at the front of a list is split: without pairs, lists never block.
     """
-    programs: list[list[Line]] = [[] for _ in lists]
-    left, arrived = [deque(paired(row)) for row in lists], set()
+    programs: list[list[Instruction]] = [[] for _ in lists]
+    left, arrived, begin = [deque(paired(row)) for row in lists], set(), [set() for _ in lists]
     awaited = {consumer(action, places) for row in lists for action in row}
     while any(left):
         ready = [rank for rank, row in enumerate(left) if row and not {*row[0]} & awaited - arrived]
@@ -50,35 +36,42 @@ def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line
             row.extendleft([(second,), (first,)])
         for rank in ready:
             actions = left[rank].popleft()
-            programs[rank].append(Line("compute", actions))
+            begin[rank].update(actions[:-1])
+            programs[rank] += [Instruction("compute", action) for action in actions]
             for needs_it in (consumer(action, places) for action in actions):
                 arrived.add(needs_it)
                 if needs_it is not None and (peer := places[needs_it.stage].rank) != rank:
-                    programs[rank].append(Line("send", (needs_it,), peer))
-                    programs[peer].append(Line("receive", (needs_it,), rank))
-    return programs
+                    programs[rank].append(Instruction("send", needs_it, peer))
+                    programs[peer].append(Instruction("receive", needs_it, rank))
+    return programs, begin
 
 
-def execute(pipeline: Pipeline, program: list[Line], both: Callable[..., list]):
-    """Replaces ListPipeline's `execute`, for such programs. `both` computes two actions at once."""
-    box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
-    sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
-    for verb, actions, peer in program:
-        if verb == "compute":
-            acts = []
-            for action in actions:
-                received, pending = box.pop(action, (None, Pending()))
-                pending.wait()
-                act = getattr(pipeline, ACTS[action.kind])
-                acts.append(partial(act, action.micro_batch, action.stage, received))
-            for action, output in zip(actions, both(*acts) if len(acts) == 2 else [acts[0]()], strict=True):
-                if (needs_it := consumer(action, pipeline.places)) is not None:
-                    box[needs_it] = output, Pending()
-        elif verb == "send":
-            sent[peer].wait()
-            sent[peer] = exchange([(box.pop(actions[0])[0], peer)], [], pipeline.group)
-        else:
-            buffer = pipeline.buffer(actions[0].micro_batch)
-            box[actions[0]] = buffer, exchange([], [(buffer, peer)], pipeline.group)
-    for pending in sent.values():
-        pending.wait()
+class InPairs:
+    """A view of a pipeline for `ListPipeline.execute`: the forward of a pair waits for its backward.
+
+    `both` runs two functions, and returns what they return. All other attributes are those of the pipeline.
+    """
+
+    def __init__(self, pipeline: Pipeline, both: Callable, program: list[Instruction], begin: set[Action]):
+        self.pipeline, self.both, self.program, self.begin = pipeline, both, program, begin
+        self.waiting: Callable | None = None  # the forward that waits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pipeline, name)
+
+    def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
+        """As `Pipeline.forward`, but that of a pair returns a tensor whose values the next `backward` computes."""
+        act = partial(self.pipeline.forward, i, stage, x)
+        if Action("F", i, stage) not in self.begin:
+            return act()
+        self.waiting, self.output = act, self.pipeline.buffer(i)
+        return self.output
+
+    def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
+        """As `Pipeline.backward`, together with the forward that waits, if any."""
+        act = partial(self.pipeline.backward, i, stage, dy)
+        if self.waiting is None:
+            return act()
+        self.output.data, dx = self.both(self.waiting, act)  # `.data`: whatever its shape, as of a loss
+        self.waiting = None
+        return dx

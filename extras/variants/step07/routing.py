@@ -2,15 +2,22 @@
 
     --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
-                           (Fedus et al. 2021); it ignores the others. The cp x tp ranks gather their choices
+                           (Fedus et al. 2021) and ignores the others. The cp x tp ranks gather their choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
-    --balance none, bias   no auxiliary loss; balance_bias.py
+    --balance none         no auxiliary loss
+    --balance bias         instead, the choice uses p + b, and the weights p (Wang et al. 2024, "auxiliary-loss-free").
+                           After each step, b_e of each expert moves by --bias-speed: up if fewer than its share of all
+                           ranks' choices were e, else down. b has no gradient, but belongs to the model: a buffer
+                           `bias` [experts], fp32, of each layer
 
-In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
+In step 7, each of these is one to four lines of `MoE.route`, of which the one below is the long form; the biases would
+be updated after `optimizer.step`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -20,27 +27,27 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common import UserError
-from common.comm import Mesh
+from common.comm import Mesh, all_reduce
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
 from extras.variants import Parts
-from extras.variants.step07.visits import visit_local
 from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 
 SINCE = step07.Config
+SUMMED = ("data", "tp", "mirror")  # dimensions whose ranks route different tokens; the last: dualpipe's other copy
 
 
 class RoutedMoE(MoE):
-    """Step 7's layer with what the flags add. `visit`: how tokens are sent to experts (expert_rows.py)."""
+    """Step 7's layer, whose router has the options of these flags."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
-        self.config, self.visit = config, visit_local
-        self.positions = self.shared_experts = None  # the former: of this rank's tokens, where ranks share a sequence
+        self.config = config
+        self.positions: Tensor | None = None  # of this rank's tokens, int64 [seq/n]
         self.z_coeff = config.z_loss * config.micro_batch_size / config.global_batch_size  # as `coeff`
         self.coeff *= config.balance == "loss"
-        self.bias: Tensor | None = None  # [experts], added for the choice
+        self.register_buffer("bias", None)  # [experts], with --balance bias
         if config.shared_experts:
             self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
             for name, linear in self.shared_experts.named_children():
@@ -49,29 +56,26 @@ class RoutedMoE(MoE):
             if (tp := mesh["tp"]).size > 1:  # step 4's f and g, as with SP: tp ranks have different tokens here
                 self.shared_experts.register_forward_pre_hook(lambda _, x: enter_block(x[0], tp, True))
                 self.shared_experts.register_forward_hook(lambda _module, _x, y: leave_block(y, tp, True))
+            self.register_forward_hook(lambda moe, x, out: out + moe.shared_experts(x[0]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> [batch, seq, dim]."""
-        tokens, precise = x.flatten(0, 1), wide(x.dtype)
-        logits = F.linear(tokens.to(precise), self.router.weight.to(precise))
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose each token's experts. x [tokens, dim] -> p [tokens, experts], scores and int64 ids [tokens, top_k]."""
+        precise = wide(x.dtype)
+        logits = F.linear(x.to(precise), self.router.weight.to(precise))
         if self.z_coeff:
-            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.group.size)
+            z = logits.logsumexp(-1).square().sum() / (len(x) * self.group.size)
             logits = AddLoss.apply(logits, z, self.z_coeff)
         p = logits.softmax(-1)
         chosen = self.choose(p.detach() if self.bias is None else p.detach() + self.bias)
         scores = p.gather(1, chosen)
         if self.top_k > 1:
             scores = scores / scores.sum(-1, keepdim=True)
-        counts = F.one_hot(chosen.flatten(), p.shape[-1]).sum(0)
         if torch.is_grad_enabled():  # in training
             if self.bias is not None:
-                self.load += counts
+                self.load += F.one_hot(chosen.flatten(), p.shape[-1]).sum(0)
             if self.config.capacity_factor:
-                scores = scores * self.within_capacity(chosen.view(*x.shape[:-1], -1), p.shape[-1]).flatten(0, 1)
-        out = self.visit(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
-        return AddLoss.apply(out, self.aux_loss(p, counts), self.coeff)
+                scores = scores * self.within_capacity(chosen, p.shape[-1])
+        return p, scores, chosen
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
@@ -85,17 +89,28 @@ class RoutedMoE(MoE):
         return scores.topk(self.top_k).indices
 
     def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
-        """int64 [batch, seq/n, top_k] -> bool: which choices are among their expert's first, by token."""
+        """int64 [tokens, top_k] -> bool: which choices are among the first of their expert, in order of the tokens."""
         if self.group.size > 1:
             order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
-            chosen = gather_tokens(chosen, self.group)[:, order]
+            chosen = gather_tokens(chosen.unflatten(0, (-1, len(self.positions))), self.group)[:, order]
         capacity = ceil(self.config.capacity_factor * chosen.numel() / experts)
         asked = F.one_hot(chosen.flatten(), experts).cumsum(0).gather(1, chosen.flatten()[:, None])
         kept = (asked <= capacity).view(chosen.shape)
-        return kept[:, self.positions] if self.group.size > 1 else kept
+        return kept[:, self.positions].flatten(0, 1) if self.group.size > 1 else kept
 
 
-BALANCE["none"] = RoutedMoE
+BALANCE["none"] = BALANCE["bias"] = RoutedMoE
+
+
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
+    """Around the optimizer's step: move the biases after it."""
+    step(lr)
+    for moe in layers:
+        for dim in SUMMED:
+            if dim in mesh.groups:
+                all_reduce(moe.load, mesh[dim]).wait()
+        moe.bias += speed * (moe.load.mean() - moe.load).sign()
+        moe.load.zero_()
 
 
 @dataclass
@@ -107,15 +122,20 @@ class Flags:
     expert_groups: int = 1  # groups of experts
     groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
     shared_experts: int = 0  # experts that every token visits
+    bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
 
 
-TRIED = dict(z_loss=0.1, capacity_factor=0.6, expert_groups=2, groups_per_token=1, shared_experts=1)
+TRIED = dict(z_loss=0.1, capacity_factor=0.6, expert_groups=2, groups_per_token=1, shared_experts=1, bias_speed=0.1)
 COMPUTED = True
-NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
+NEEDS = [
+    ("expert_groups", "groups_per_token"),
+    ("groups_per_token", "expert_groups"),
+    ("bias_speed", "balance", "bias"),
+]
 
 
 def check(config: Any, world: int):
-    """Groups must be equal, and have enough experts. Raises UserError."""
+    """Groups must be equally large, and have enough experts. Raises UserError."""
     groups, most = config.expert_groups, config.groups_per_token
     if config.experts % groups:
         raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
@@ -126,14 +146,19 @@ def check(config: Any, world: int):
 
 
 def prepare(config: Any, parts: Parts):
-    """The long form of step 7's layer, if a flag asks for more than the short one does."""
+    """Let step 7 build the long form of its layer, if a flag asks for more than the short one has."""
     asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
-    if config.balance == "loss" and (any(asked) or config.ep_mode != "alltoall"):
+    if config.balance == "loss" and any(asked):
         parts.instead(BALANCE, "loss", RoutedMoE, by=__name__)
 
 
 def attach(config: Any, parts: Parts):
-    """Tell the layers which tokens of a sequence are here."""
-    for module in parts.model.modules():
-        if isinstance(module, RoutedMoE):
-            module.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]
+    """Tell the layers which tokens of a sequence this rank has, and give them biases."""
+    layers = [module for module in parts.model.modules() if isinstance(module, RoutedMoE)]
+    for moe in layers:
+        moe.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]
+        if config.balance == "bias":
+            moe.bias = torch.zeros(config.experts, device=parts.positions.device)
+            moe.load = torch.zeros_like(moe.bias)  # how often each expert was chosen in this step
+    if config.balance == "bias":
+        parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
