@@ -42,7 +42,7 @@ def ask(pools, reference, goes_on_elsewhere, tmp_path):
     """`ask(judge, fault)` raises AssertionError if the judge notices the fault; "" is the right program."""
 
     def wrong(judge: Row | tuple, fault: str | Fault = ""):
-        mistaken = lambda world: Mistaken(pools(world), fault)  # noqa: E731
+        mistaken = lambda *which: Mistaken(pools(*which), fault)  # noqa: E731
         if isinstance(judge, Row):
             equals(mistaken, reference, sized(judge), tmp_path)
         elif judge[0] == "resumed":
