@@ -36,6 +36,6 @@ def test_every_measurement_is_listed(capsys):
 def test_a_ratio_compares_neighbours_of_a_round():
     """A slow round hits both alike: twice as long is twice as long."""
     ours, theirs = [1.0, 10.0, 2.0], [2.0, 20.0, 4.0]
-    found = dict(ours=Result(ours, ours, 0, 0), theirs=Result(theirs, theirs, 0, 0))
+    found = dict(ours=Result(ours, ours, 0), theirs=Result(theirs, theirs, 0))
     assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"
     assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 2

@@ -1,13 +1,11 @@
 """Any two flags together train as one process does, or are refused in one line that names both (pairs.py)."""
 
-import math
 import random
 import re
 from dataclasses import fields
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -39,11 +37,8 @@ from extras.tests.pool import RankError
 from extras.tests.rows import Row
 
 LAST = STEPS[-1]  # it has all flags, so the other steps are left to the sweep
-ROUNDS = (
-    "not_rounded all_sent graphs_without_code second_is_a_spike"  # extras/tests/faults.py: flags do what they do ...
-)
-EXACT = f"wide {ROUNDS}"  # ... and round nothing; what is called 16 bits has 64
-NEAR = 0.1  # relative, of 16 bits as they are: what lacks a scale or a sum is off by a factor
+# Patches of faults.py: flags do what they do, and round nothing; what is called 16 bits has 64.
+EXACT = "wide not_rounded all_sent graphs_without_code second_is_a_spike"
 
 
 def text_of_refusal(step: str, options: Options) -> str:
@@ -78,26 +73,15 @@ def test_pairs_are_refused_in_a_line_that_names_both(step):
         assert not text or ("\n" not in text and len(named & {*options}) > 1), f"{pair}: {text} does not name both"
 
 
-def on_rank(step: str, options: Options, kind: type, theirs: SimpleNamespace):
-    """Runs on every rank: train, and compare; in 16 bits, the first loss, and norm unless it overflows."""
-    ours = equal.record(step, options, kind)
-    if "wide" in options["patch"]:
-        return equal.compare(ours, theirs, 1e-10)
-    overflow = options["dtype"] == "fp16" and math.isinf(ours.norms[0])  # then the update is skipped
-    for what in ("losses",) if overflow else ("losses", "norms"):
-        found = equal.difference(getattr(ours, what)[:1], getattr(theirs, what)[:1])
-        assert found <= NEAR, f"step 1: {what} differ by {found:.3g} (relative), more than {NEAR:g}"
-
-
-def goes_wrong(pools, reference, folder: Path, step: str, options: Options, patches: str = EXACT, train=on_rank) -> str:
+def goes_wrong(pools, reference, folder: Path, step: str, options: Options, train=equal.on_rank) -> str:
     """What differs from one process, or fails, in a run under these flags; "" if nothing."""
     base = {name: value for name, value in options.items() if table(step)[0][name].computed} | dict(patch=EXACT)
     row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # who is one process
     looked_at = any(options.get(name, values[0]) != values[0] for name, values in LOOKS.items())
-    run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=patches)
+    run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=EXACT)
     kind = equal.Served if looked_at else equal.Watch
     try:
-        pools(row.ranks).run(train, step, run, kind, reference(row), seconds=100)
+        pools(row.ranks).run(train, step, run, reference(row), 1e-10, kind, seconds=100)
     except RankError as error:
         return str(error)
     return ""
@@ -129,8 +113,6 @@ def chosen_runs(kind: str, step: str) -> list[Options]:
     that only look on need a run with everything around it, so they have runs of their own.
     """
     without = plain(step)
-    if kind == "16 bits":  # of those of the sweep
-        return [run for run in chosen_runs("any two values", step) if run["dtype"] in ("bf16", "fp16")]
     if kind == "few":  # six flags at most: each pair in other company, with little else that could hide its effect
         return covering(step, [pair for pair in trainable(step) if not pair.items() & without.items()], most=6)
     left = ({"schedule", "sync"}, {"schedule", "cp_mode"})
@@ -146,14 +128,14 @@ def chosen_runs(kind: str, step: str) -> list[Options]:
 
 PARTS = [("any two flags", LAST, part, 4) for part in range(4)]
 SWEEP = [("any two flags", step, 0, 1) for step in STEPS[:-1]]
-SWEEP += [(kind, LAST, i, n) for kind, n in {"any two values": 8, "16 bits": 4, "few": 16}.items() for i in range(n)]
+SWEEP += [(kind, LAST, i, n) for kind, n in {"any two values": 8, "few": 16}.items() for i in range(n)]
 PARTS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in SWEEP]
 
 
 @pytest.mark.parametrize("kind, step, part, parts", PARTS)
 def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
-    """To 1e-10; in 16 bits near one process in fp64. Of a run that goes wrong, it names the flags that do."""
-    wrong = partial(goes_wrong, pools, reference, tmp_path, step, patches=ROUNDS if kind == "16 bits" else EXACT)
+    """To 1e-10. Of a run that goes wrong, the message names the flags that do."""
+    wrong = partial(goes_wrong, pools, reference, tmp_path, step)
     runs = chosen_runs(kind, step)[part::parts]
     found = [smallest(step, options, wrong, text) for options in runs if (text := wrong(options))]
     assert not found, "\n\n".join(f"{step} {options}: {text}" for options, text in found)
@@ -173,14 +155,14 @@ def refused_runs() -> list:
 
 
 def without_refusals(*args):
-    """Runs on every rank: as `on_rank`, although the flags do not go together."""
+    """Runs on every rank: as `equal.on_rank`, although the flags do not go together."""
 
     def settle(config, world: int):
         for plugin in offered(type(config), "settle"):
             plugin.settle(config, world)
 
     with mock.patch("extras.tests.equal.check", settle):
-        on_rank(*args)
+        equal.on_rank(*args)
 
 
 @pytest.mark.exhaustive
