@@ -26,7 +26,8 @@ def test_a_row_is_a_legal_command_line(step, ranks, flags):
 
 
 def test_every_measurement_is_listed(capsys):
-    """With a line that says what it is; another name is refused."""
+    """With a line that says what it is; another name is refused. And --only can name each contestant."""
+    assert not any("," in name for contest in CONTESTS.values() for name in contest.rows)
     assert bench.main([]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert [name for name, about in listed if about] == list(bench.MODULES)

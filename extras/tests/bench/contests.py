@@ -50,16 +50,16 @@ CONTESTS = {
     "step4": Contest(
         "tensor parallelism beside DTensor (`parallelize_module`)",
         2, "step04_tp_sp",
-        {"--no-sp": dict(sp=False), "DTensor, prepared": dict(peer="dtensor_prepared"),
-         "DTensor, plain": dict(peer="dtensor_plain"),
-         "--sp": {}, "DTensor, SequenceParallel": dict(peer="dtensor_sequence"),
+        {"--no-sp": dict(sp=False), "DTensor prepared": dict(peer="dtensor_prepared"),
+         "DTensor plain": dict(peer="dtensor_plain"),
+         "--sp": {}, "DTensor SequenceParallel": dict(peer="dtensor_sequence"),
          "--sp --tp-overlap": dict(tp_overlap=True)},
         dict(tp=2, zero=0),
     ),
     "step5": Contest(
         "context modes in training, all with --zero 1",
         2, "step05_cp_ring",
-        {"zigzag, by formula": {}, "ulysses": dict(cp_mode="ulysses")}
+        {"zigzag by formula": {}, "ulysses": dict(cp_mode="ulysses")}
         | {mode: dict(cp_mode=mode, cp_kernel="flash") for mode in ("zigzag", "ring", "allgather")},
         dict(cp=2, zero=1),
     ),
@@ -74,7 +74,7 @@ CONTESTS = {
         "layouts of 8 ranks",
         8, "step07_moe_ep",
         {"2D: dp 4 x tp 2": dict(tp=2), "2D: pp 2 x dp 4": dict(pp=2), "3D: pp 2 x dp 2 x tp 2": dict(pp=2, tp=2),
-         "5D: pp 2 x cp 2 x tp 2, ep 2": dict(pp=2, cp=2, tp=2, ep=2), "dp 8, ep 8": dict(ep=8)},
+         "5D: pp 2 x cp 2 x tp 2 with ep 2": dict(pp=2, cp=2, tp=2, ep=2), "dp 8 with ep 8": dict(ep=8)},
         dict(model="tiny-moe", zero=1, micro_batch_size=2), bound=0.02,  # the balance loss depends on the micro-batches
     ),
 }  # fmt: skip
