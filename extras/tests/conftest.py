@@ -34,11 +34,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def pools():
-    """`pools(4)` is a pool of four ranks; all are killed at the end of the session."""
+    """`pools(4)` is a pool of four ranks, `pools(4, kind)` another; all are killed at the end of the session."""
     from extras.tests.pool import Pool
 
     made = {}
-    yield lambda world: made.setdefault(world, Pool(world))
+    yield lambda world, kind="": made.setdefault((world, kind), Pool(world))
     for pool in made.values():
         pool.stop()
 

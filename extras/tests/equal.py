@@ -147,6 +147,6 @@ def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int
         close(found, expected, f"after the last step: {name}", n, bound)
 
 
-def on_rank(step_name: str, options: dict[str, Any], theirs: SimpleNamespace, bound: float = 0.0):
+def on_rank(step_name: str, options: dict, theirs: SimpleNamespace, bound: float = 0.0, kind: type = Watch):
     """Runs on every rank: train under the layout and compare with the reference."""
-    compare(record(step_name, options), theirs, bound or BOUND[options.get("dtype", "fp64")], world())
+    compare(record(step_name, options, kind), theirs, bound or BOUND[options.get("dtype", "fp64")], world())

@@ -1,5 +1,5 @@
 // What a CPU build of torch lacks to trace fake CUDA tensors: a device guard that does nothing, and hooks that say that
-// there is one device. Nothing here computes; tests/fake_gpu.py builds and loads it.
+// there is one device. Nothing here computes; extras/tests/fake_gpu.py builds and loads it.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -15,13 +15,10 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
   c10::Device getDevice() const override { return DEVICE; }
   c10::Stream getStream(c10::Device) const noexcept override { return STREAM; }
-  c10::Stream getNewStream(c10::Device, int) const override { return STREAM; }
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return STREAM; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
 struct CUDAHooks final : at::CUDAHooksInterface {

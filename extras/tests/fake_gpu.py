@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -326,8 +327,14 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
 BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16, vocab_size=64)
 
 
-def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tuple[int, int] = (9, 0)) -> Watch:
-    """Train as a rank of so many under `options` (flags, and fields of the model's shape); returns what was seen."""
+def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: Any = (9, 0)) -> SimpleNamespace | None:
+    """Train as a rank of so many under `options` (flags, and fields of the model's shape); None: no shim.
+
+    `waits` of the host, what is read `early`, and the `calls` of collectives. Runs in a process of its own, because the
+    shim stays.
+    """
+    if not can_fake_cuda():
+        return None
     cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
     config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
     run = Watched(config, watch)
@@ -335,7 +342,7 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tup
         check(config, world)
         with run:
             importlib.import_module(step).train(config, run)
-    return watch
+    return SimpleNamespace(waits=watch.waits, early=watch.early, calls=watch.calls)
 
 
 def stuck(queues: list[list[list[Call]]]) -> list[str]:

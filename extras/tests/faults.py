@@ -37,6 +37,7 @@ def noticed_by(judge: Row | tuple, module: str, *faults: tuple[str, ...]) -> lis
     return [(judge, Fault(module.replace("/", "extras.variants."), *fault)) for fault in faults]
 
 
+RUNS_AHEAD = "test_the_host_runs_ahead_and_nothing_is_read_early"
 BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # a process with itself
 
 SPIKE = "enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))"
@@ -252,6 +253,34 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(("resumed", 2, dict(tp=2)), "extras.services.pieces",
         ("Piece", "shard_of(whole, shard)", "whole[: shard.stop - shard.start]",
          "all ranks of tp read the rows of the first")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "plain"), "common.model",
+        ("summed_cross_entropy", "return F", "logits.sum().item(); return F", "the host looks at a sum"),
+        ("apply_rope", "x * cos", "x * cos.cpu()", "a table is on the host", "device")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "ring"), "common.layout",
+        ("global_norm", "(square, mesh", "(square.cpu(), mesh", "NCCL gets a tensor of the host", "tensor on cpu")),
+    *noticed_by(("test_gpu", "test_all_ranks_launch_in_an_order_that_ends"), "common.layout",
+        ("global_norm", "for dim in mesh.sizes:", "for dim in list(mesh.sizes)[:: -1 if mesh.rank in (0, 3) else 1]:",
+         "ranks 0 and 3 sum the norm over tp before pp: all four wait")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "offloaded"), "/step03.offload_optimizer",
+        ("Update", "            wait()", "            0", "the update does not wait for its gradient")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "offloaded, alone"), "/step03.offload_params",
+        ("gather_beside", "*pending.works, arrived", "*pending.works", "nobody waits for the copy of the weights")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "experts"), "step07_moe_ep",
+        ("visit_experts", "torch.stack((leaving_Ge, arriving_Ge)).cpu()", "leaving_Ge, arriving_Ge",
+         "the host asks twice for counts"),
+        ("MoE", "F.one_hot(ids_TK.flatten(), p_TE.shape[-1])", "torch.bincount(ids_TK.view(-1))",
+         "it sizes its result by the largest number", "bincount")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "experts"), "/step07.grouped_matmul",
+        ("ends", ", non_blocking=True", "", "the host waits for a copy")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "experts, A100"), "/step07.grouped_matmul",
+        ("can_group", "major not in (9, 10)", "False", "there the kernel's fallback asks for the ends")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "nodes"), "/step07.expert_rows",
+        ("send_rows", "torch.stack((leaving, coming)).tolist()", "leaving.tolist(), coming.tolist()",
+         "the host asks twice for counts")),
+    *noticed_by(("test_gpu", RUNS_AHEAD, "in turns"), "/step07.ep_overlap",
+        ("Turns", 'device.type == "cuda"', "False", "a thread does not set its device", "not compiled with CUDA")),
+    *noticed_by(("test_gpu", "test_a_router_chooses_once", "elementwise"), "/step01.elementwise",
+        ("attach", "CHOICE", "[]", "recomputation chooses again")),
 ]
 
 PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of extras/tests/rows.py)

@@ -12,7 +12,6 @@ from itertools import chain, combinations
 from typing import Any, NamedTuple, get_args
 
 from extras.services.seam import compose, defaults, offered, refusals
-from extras.tests.rows import ALL, EXHAUSTIVE, Row
 
 STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
 STEPS += ["step07_moe_ep"]
@@ -35,22 +34,12 @@ LOOKS |= dict(log_ranks=(False, True), profile_memory=(0, 1))
 BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # where their effect shows
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
 # Flags that end a run early, need what a test's machine lacks, or stand for others; and the file that tests them.
-APART = dict(
-    model="experts",
-    device="gpu",
-    backend="gpu",
-    timeout="checkpoint",
-    text_column="readers",
-    rank="dry_run",
-    profile="profile",
-)
+APART = dict(model="experts", device="gpu", backend="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", toy="variants", out="layouts", peak_tflops="screen")
 # Gradients of experts that no token visits are rounding alone, and Adafactor divides them by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that want 4 layers
-TUNED = {"lr", "steps", "n_layers"}  # flags of a row that only make a difference visible
-ALONE = {"dataset", "dtype", "compile"}  # rows with one of these are about more than the flag
 
 
 class Flag(NamedTuple):
@@ -134,14 +123,14 @@ def ranks_of(run: Options) -> int:
     return taken * (max(2, 4 // taken) if run.get("zero_replicas", 1) > 1 else 2 - (taken >= 4))
 
 
-def comparable(run: Options, most: int = 4) -> bool:
-    """Whether so many ranks can show it, each with whole micro-batches, and one process says what is right."""
+def comparable(run: Options) -> bool:
+    """Whether four ranks can show it, each with whole micro-batches, and one process says what is right."""
     ranks, pp, cp, start = ranks_of(run), run.get("pp", 1), run.get("cp", 1), run["batch_ramp"].split(",")[0]
     data, batches = ranks // pp // run.get("tp", 1), [run["global_batch_size"], *([int(start)] if start else [])]
     divides = ranks // pp % run.get("ep", 1) == 0 and data % run.get("zero_replicas", 1) == 0
     whole = all(batch % (data // cp * run["micro_batch_size"] * pp) == 0 for batch in batches)
     judged = any(run.get(name) not in values for name, values in ROUNDING.items())
-    return ranks <= most and divides and whole and judged and (not start or int(start) < run["global_batch_size"])
+    return ranks <= 4 and divides and whole and judged and (not start or int(start) < run["global_batch_size"])
 
 
 def trains(step: str, run: Options) -> bool:
@@ -181,20 +170,6 @@ def lighter(run: Options) -> Options:
     """Two layers fewer, half of the time, unless a rank has two stages, or some layers have no experts."""
     deep = run.get("schedule") in TWO_STAGES or run.get("dense_layers")
     return run if deep or "moe_every" not in run else run | dict(n_layers=run["n_layers"] - 2)
-
-
-def in_company(row: Row) -> Options:
-    """The flags of a row of rows.py, if some run of the default run has them all, and more; {}: it trains alone there.
-
-    These are rows that only equal one process, exactly, with more than two flags, all of them values of the table.
-    """
-    flags = {name: value for name, value in (row.layout | row.base).items() if name not in TUNED}
-    known = table(STEPS[-1])[0]
-    exact = row.does != ALL and not row.bound and not flags.keys() & ALONE and not row.layout.keys() & row.base.keys()
-    exact = exact and all(name in known and value in known[name].values for name, value in flags.items())
-    if row.tier == EXHAUSTIVE or row.ranks not in (2, 4) or len(flags) < 3 or not exact:
-        return {}
-    return flags if join(STEPS[-1], {}, flags) else {}
 
 
 def singles(step: str) -> list[tuple[str, Any]]:

@@ -1,26 +1,22 @@
 """The table of layouts x behaviours: what a row does, one process does too.
 
-A row has what pairs of flags (pairs.py) do not show: a bound of a lossy technique, ranks or sizes that divide nothing,
-a patch, or a behaviour beside `equals`. Layouts of the course alone are in tests/ (test_step02.py and on).
+A row has what pairs of flags (pairs.py) do not show: a bound of a lossy technique, sizes and numbers of ranks that they
+do not have, or a behaviour beside `equals`. Layouts of the course alone are in tests/ (test_step02.py and on).
 
-Row(ranks, step, layout, base, tier)     `layout` are the flags of the run that is tested; `base` those that it has
-                                         in common with the one process that it is compared with
+Row(ranks, step, layout, base)     `layout` are the flags of the run that is tested; `base` those that it has in common
+                                   with the one process that it is compared with
 """
 
 from typing import Any, NamedTuple
 
-DEFAULT, EXHAUSTIVE = "default", "exhaustive"
 EQUALS = ("equals",)  # BEHAVIOURS of extras/tests/test_layouts.py
-ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on", "launches")
-LAUNCHES, STAYS_NEAR, EVALUATES = (("equals", other) for other in ("launches", "stays_near", "evaluates"))
+ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
+STAYS_NEAR, EVALUATES = (("equals", other) for other in ("stays_near", "evaluates"))
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
-UNEVEN = dict(dataset="uneven")  # many targets do not count; tests/equal.py knows this data set
-FROZEN, EXACT = dict(patch="frozen"), dict(patch="not_rounded")  # extras/tests/faults.py
-COMPILED = dict(patch="graphs_without_code")  # there, too
+FROZEN = dict(patch="frozen")  # extras/tests/faults.py
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
-AHEAD = dict(schedule="ahead", chunks=1, ep_overlap=True)
 LOSSY = (
     (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing, by the messages of the others
     (dict(compress="bf16"), 0.02),
@@ -28,14 +24,12 @@ LOSSY = (
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
 SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one step hardly grows in the next
-WIDE = SLOW | dict(patch="wide")  # scaling as in fp16, without rounding: scales are powers of two
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
-SPLIT = ("zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
-CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
+UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
-WINDOW, DEEP, PARTED = dict(window=7), dict(n_layers=4), dict(sp=False, pp_scatter=True)
+WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
 
@@ -47,7 +41,6 @@ class Row(NamedTuple):
     step: str
     layout: dict[str, Any] = {}  # noqa: RUF012
     base: dict[str, Any] = {}  # noqa: RUF012
-    tier: str = DEFAULT
     bound: float = 0.0  # relative, of a lossy technique; 0: what the dtype allows
     does: tuple[str, ...] = EQUALS
 
@@ -68,91 +61,50 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED, does=ALL),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="zb-h1"), does=ALL),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), EXPERTS | dict(aux_loss_coeff=0.0), does=ALL),
-    # many targets that do not count; parameters that do not train
-    Row(4, "step06_pipeline", dict(pp=2, schedule="zb-h1"), UNEVEN | SGD),
+    # parameters that do not train
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h2", zero=2), FROZEN | TIED),
     # shapes for which GPUs have other kernels: heads of 128, lengths that no tile divides, experts in 16 bits
     Row(2, "step03_zero", dict(zero=1), LARGE_HEADS, does=("stays_near",)),
     Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped"), EXPERTS, does=("stays_near",)),
     # step 1: variants of the trainer
-    Row(1, "step01_single_gpu", dict(recompute="elementwise")),
     Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),
     Row(2, "step06_pipeline", dict(zero=1, dtype="bf16"), bound=0.05, does=("goes_on",)),
     Row(2, "step02_ddp", dict(compress="int8"), does=("goes_on",)),
     Row(2, "step03_zero", dict(zero=2, compress="topk"), does=("goes_on",)),
-    Row(2, "step04_tp_sp", dict(tp=2, sp=False, loss_chunk=7)),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED, does=EVALUATES),
     Row(3, "step03_zero", dict(zero=2), MUON),
-    *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), WIDE, bound=1e-10) for zero in (0, 1)),
     Row(2, "step03_zero", dict(zero=0, grad_dtype="same", dtype="bf16"), SLOW, bound=0.3),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
-    Row(1, "step01_single_gpu", dict(dtype="fp16"), WIDE, bound=1e-10),
-    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), WIDE | EXPERTS, bound=1e-10),
-    Row(1, "step01_single_gpu", dict(compile=True, recompute="elementwise"), SGD | COMPILED),
-    Row(2, "step03_zero", dict(compile=True, zero=3), SGD | COMPILED),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), BACK),
-    Row(2, "step02_ddp", dict(bucket_mb=0.01, prefetch=True), RAMP | SGD),
-    Row(4, "step07_moe_ep", dict(ep=2, cp=2, zero=2), RAMP | EXPERTS | SGD | dict(aux_loss_coeff=1.0)),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=EVALUATES),
-    Row(8, "step07_moe_ep", CUBE | dict(zero=3), DROP | EXPERTS, EXHAUSTIVE),
-    # several techniques that change the same calls
-    *(Row(2, "step03_zero", dict(zero=n, dtype="fp16", offload_optimizer="cpu"), WIDE, bound=1e-10) for n in (1, 2)),
-    Row(2, "step03_zero", dict(zero=3, dtype="fp16", offload_params="cpu"), WIDE, bound=1e-10),
-    Row(
-        *(2, "step07_moe_ep", dict(zero=2, offload_optimizer="disk", dtype="fp16")),
-        *(WIDE | EXPERTS | BIAS | dict(z_loss=0.1), DEFAULT, 1e-10),
-    ),
-    Row(
-        *(4, "step03_zero", dict(zero=1, zero_replicas=2, grad_dtype="same", dtype="bf16", offload_optimizer="cpu")),
-        *(WIDE, DEFAULT, 1e-10),
-    ),
-    Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped", dtype="fp32"), EXPERTS | SGD, bound=1e-5),
     # variants of gradient sums
     Row(3, "step02_ddp", dict(sync="server"), SGD),
     Row(3, "step02_ddp", dict(sync="tree"), SGD),
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),
     *(Row(3, "step02_ddp", dict(bucket_mb=0.001, **lossy), SLOW, bound=bound) for lossy, bound in LOSSY),
-    *(
-        Row(4, "step06_pipeline", dict(pp=2, zero=zero, **lossy), SLOW, EXHAUSTIVE if zero else DEFAULT, bound)
-        for zero, (lossy, bound) in enumerate(LOSSY[:3])
-    ),
     Row(3, "step03_zero", dict(zero=3, compress="topk", topk_fraction=1.0), TIED | SGD),
     # variants of ZeRO
     Row(2, "step03_zero", dict(zero=3, zero_keep=True), TIED | SGD, does=EVALUATES),
     Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD, does=STAYS_NEAR),
     # variants of tensor parallelism
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
-    *(
-        Row(2, "step06_pipeline", dict(compress_activations="bf16") | layout, SGD | EXACT)
-        for layout in (
-            dict(tp=2, tp_overlap=True),
-            dict(tp=2, sp=False),
-            dict(pp=2, schedule="afab"),
-            dict(pp=2, schedule="zb-h1"),
-        )
-    ),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8", tp_overlap=True), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", schedule="zb-h1"), SGD, bound=0.03),
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads
     Row(4, "step05_cp_ring", dict(cp=1, tp=4, sp=False, recompute="full"), dict(n_kv_heads=1)),
-    Row(8, "step05_cp_ring", dict(cp=2, tp=4, zero=3), SGD | TIED, EXHAUSTIVE),
     # variants of context parallelism
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", sp=False), dict(seq_len=14)),  # 7 tokens on a rank of cp
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD, does=STAYS_NEAR),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
-    Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
-    Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="cudnn"), SGD, EXHAUSTIVE),  # on a CPU as flash
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=EVALUATES),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), WINDOW | TIED),  # a window reaches over two ranks
-    Row(1, "step05_cp_ring", dict(cp_kernel="flash"), WINDOW | SGD),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", cp_kernel="flash", zero=3), WINDOW | SGD),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode="ring", schedule="zb-h1"), WINDOW, does=EVALUATES),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
@@ -160,26 +112,14 @@ ROWS = [
     Row(2, "step07_moe_ep", dict(cp=2, cp_mode="balanced", ep=2), MASK | EXPERTS, does=EVALUATES),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK, does=EVALUATES),
     # variants of pipelines
-    Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4), does=LAUNCHES),
-    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", zero=3), TIED | dict(n_layers=4), does=LAUNCHES),
+    Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
     Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
-    *(
-        Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("rounds", "ahead", *SPLIT, "dualpipev", "v-half")
-        for zero in (0, 1, 2, 3)
-    ),
-    Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED, does=LAUNCHES),
-    Row(4, "step06_pipeline", dict(pp=2, tp=2) | PARTED, TIED, does=EVALUATES),
-    Row(
-        4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="bf16", schedule="zbv") | PARTED, SGD | EXACT | DEEP
-    ),
+    Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, sp=False, pp_scatter=True), TIED, does=EVALUATES),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes", recompute="full"), GROUPS),
-    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, **AHEAD, zero=3, zero_keep=True), EXPERTS | dict(recompute="full")),
-    Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS, does=LAUNCHES),  # no choice is dropped
-    Row(4, "step07_moe_ep", dict(cp=2, ep=2), EXPERTS | BIAS | dict(capacity_factor=0.6)),
-    Row(4, "step07_moe_ep", dict(pp=2, ep=2, ep_mode="rows", schedule="zbv", zero=3), GROUPS | dict(shared_experts=2)),
+    Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS),  # no choice is dropped
 ]

@@ -26,7 +26,8 @@ def test_a_row_is_a_legal_command_line(step, ranks, flags):
 
 
 def test_every_measurement_is_listed(capsys):
-    """With a line that says what it is; another name is refused."""
+    """With a line that says what it is; another name is refused. And --only can name each contestant."""
+    assert not any("," in name for contest in CONTESTS.values() for name in contest.rows)
     assert bench.main([]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert [name for name, about in listed if about] == list(bench.MODULES)
@@ -36,6 +37,6 @@ def test_every_measurement_is_listed(capsys):
 def test_a_ratio_compares_neighbours_of_a_round():
     """A slow round hits both alike: twice as long is twice as long."""
     ours, theirs = [1.0, 10.0, 2.0], [2.0, 20.0, 4.0]
-    found = dict(ours=Result(ours, ours, 0, 0), theirs=Result(theirs, theirs, 0, 0))
+    found = dict(ours=Result(ours, ours, 0), theirs=Result(theirs, theirs, 0))
     assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"
     assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 2

@@ -31,7 +31,7 @@ from extras.services.run import ServedRun
 from extras.tests.equal import config_of, difference
 from extras.tests.faults import with_fault
 from extras.tests.pool import error_of
-from extras.tests.rows import EXHAUSTIVE, EXPERTS, TIED
+from extras.tests.rows import EXPERTS, TIED
 
 STEPS = dict(steps=4, save_every=2, eval_every=0, global_batch_size=6)
 ALONE = (1, {})
@@ -93,7 +93,7 @@ def cases() -> list:
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
-            marks = [getattr(pytest.mark, EXHAUSTIVE)] * (j != i + 1 or i % 2)
+            marks = [pytest.mark.exhaustive] * (j != i + 1 or i % 2)
             name = re.sub(r"\W+", "-", f"{saved} to {resumed}").strip("-")
             found.append(pytest.param(base, saved, resumed, marks=marks, id=name))
     return found

@@ -42,7 +42,7 @@ def ask(pools, reference, goes_on_elsewhere, tmp_path):
     """`ask(judge, fault)` raises AssertionError if the judge notices the fault; "" is the right program."""
 
     def wrong(judge: Row | tuple, fault: str | Fault = ""):
-        mistaken = lambda world: Mistaken(pools(world), fault)  # noqa: E731
+        mistaken = lambda *which: Mistaken(pools(*which), fault)  # noqa: E731
         if isinstance(judge, Row):
             equals(mistaken, reference, sized(judge), tmp_path)
         elif judge[0] == "resumed":
@@ -57,19 +57,13 @@ def ask(pools, reference, goes_on_elsewhere, tmp_path):
     return wrong
 
 
-def judges() -> list:
-    """Rows and resumed runs; by default the first of each number of ranks. (A law is tested by itself.)"""
-    ranks = {str(judge): judge.ranks if isinstance(judge, Row) else judge[1] for judge, _ in FAULTS}
-    found = {str(judge): judge for judge, _ in FAULTS if isinstance(judge, Row) or judge[0] == "resumed"}
-    firsts = {ranks[name]: name for name in reversed(found)}.values()
-    name = lambda judge: label(judge) if isinstance(judge, Row) else str(judge)  # noqa: E731
-    marks = lambda key: [pytest.mark.exhaustive] * (key not in firsts)  # noqa: E731
-    return [pytest.param(judge, marks=marks(key), id=name(judge)) for key, judge in found.items()]
+JUDGES = {str(judge): judge for judge, _ in FAULTS if isinstance(judge, Row) or judge[0] == "resumed"}
 
 
-@pytest.mark.parametrize("judge", judges())
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("judge", JUDGES.values(), ids=lambda judge: label(judge) if isinstance(judge, Row) else None)
 def test_the_right_program_passes(ask, judge):
-    """What the faults are held against."""
+    """What the faults are held against. (A law is tested by itself.)"""
     ask(judge)
 
 

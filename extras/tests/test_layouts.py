@@ -1,19 +1,16 @@
 """What rows of the table do, as one process does: the behaviours of `Row.does` are functions here."""
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from extras.services import evaluation, plots
+from extras.services import evaluation
 from extras.services.resume import SIGNALS
 from extras.tests import bounds, equal
 from extras.tests.equal import difference
-from extras.tests.pool import run
-from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, sized
+from extras.tests.rows import NEAR, ROWS, SGD, Row, sized
 from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
-from extras.variants.record import spelled
 
 FP32 = SGD | dict(dtype="fp32", lr=0.01)
 LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
@@ -73,25 +70,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
     require_same_bits(stored(folder / "cut"), stored(folder / "whole"))
 
 
-def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that is started as a user starts it."""
-    flags = dict(model="debug", eval_every=0, save_every=0) | equal.BASE | equal.SMALL | options | dict(out=out)
-    words = " ".join([f"-m extras {step}.py", *(spelled(name, value) for name, value in flags.items())]).split()
-    status, said = run(ranks, words, out.with_suffix(".log"))
-    assert status == 0, said
-    return plots.read_metrics(out)
-
-
-def launches(pools, reference, row: Row, folder: Path):
-    """By its launch line, in processes of their own: losses and norms are those of one process's launch line."""
-    options = row.base | dict(steps=4)
-    one = launched(0, equal.one_process(row), options, folder / "one")
-    several = launched(row.ranks, row.step, options | row.layout, folder / "several")
-    for key in "loss", "grad_norm":
-        assert difference([found[key] for found in several], [found[key] for found in one]) < bounds.RUN["fp64"], key
-
-
-BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on, launches)}
+BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on)}
 
 
 def label(row: Row) -> str:
@@ -105,9 +84,8 @@ def cases() -> list:
     found = []
     for row in map(sized, sorted(ROWS, key=lambda row: row.ranks)):
         for name in row.does:
-            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name == "launches")
             # On processors with AMX, torch 2.13's attention of wide heads fails under a lower ATEN_CPU_CAPABILITY.
-            marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near") and row.base.get("dim") != 128)
+            marks = [pytest.mark.numerics] * (name in ("drifts", "stays_near") and row.base.get("dim") != 128)
             found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))
     return found
 
@@ -119,10 +97,6 @@ def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
 
 
 def test_every_step_has_every_behaviour():
-    """In some row of the default run, so a run with everything around it does what a plain one does.
-
-    But for step 1, which is what others are compared with.
-    """
+    """In some row, so a run with services does what a plain one does. (Others are compared with step 1.)"""
     for path in Path(__file__).parents[2].glob("step0[2-9]_*.py"):
-        names = {name for row in ROWS for name in row.does if row.step == path.stem and row.tier != EXHAUSTIVE}
-        assert names == {*BEHAVIOURS}, path.stem
+        assert {name for row in ROWS for name in row.does if row.step == path.stem} == {*BEHAVIOURS}, path.stem

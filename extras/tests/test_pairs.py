@@ -1,13 +1,11 @@
 """Any two flags together train as one process does, or are refused in one line that names both (pairs.py)."""
 
-import math
 import random
 import re
 from dataclasses import fields
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -27,7 +25,6 @@ from extras.tests.pairs import (
     comparable,
     complete,
     covering,
-    in_company,
     lighter,
     pairs_of,
     plain,
@@ -37,14 +34,11 @@ from extras.tests.pairs import (
     trains,
 )
 from extras.tests.pool import RankError
-from extras.tests.rows import ROWS, Row
+from extras.tests.rows import Row
 
 LAST = STEPS[-1]  # it has all flags, so the other steps are left to the sweep
-ROUNDS = (
-    "not_rounded all_sent graphs_without_code second_is_a_spike"  # extras/tests/faults.py: flags do what they do ...
-)
-EXACT = f"wide {ROUNDS}"  # ... and round nothing; what is called 16 bits has 64
-NEAR = 0.1  # relative, of 16 bits as they are: what lacks a scale or a sum is off by a factor
+# Patches of faults.py: flags do what they do, and round nothing; what is called 16 bits has 64.
+EXACT = "wide not_rounded all_sent graphs_without_code second_is_a_spike"
 
 
 def text_of_refusal(step: str, options: Options) -> str:
@@ -79,26 +73,15 @@ def test_pairs_are_refused_in_a_line_that_names_both(step):
         assert not text or ("\n" not in text and len(named & {*options}) > 1), f"{pair}: {text} does not name both"
 
 
-def on_rank(step: str, options: Options, kind: type, theirs: SimpleNamespace):
-    """Runs on every rank: train, and compare; in 16 bits, the first loss, and norm unless it overflows."""
-    ours = equal.record(step, options, kind)
-    if "wide" in options["patch"]:
-        return equal.compare(ours, theirs, 1e-10)
-    overflow = options["dtype"] == "fp16" and math.isinf(ours.norms[0])  # then the update is skipped
-    for what in ("losses",) if overflow else ("losses", "norms"):
-        found = equal.difference(getattr(ours, what)[:1], getattr(theirs, what)[:1])
-        assert found <= NEAR, f"step 1: {what} differ by {found:.3g} (relative), more than {NEAR:g}"
-
-
-def goes_wrong(pools, reference, folder: Path, step: str, options: Options, patches: str = EXACT, train=on_rank) -> str:
+def goes_wrong(pools, reference, folder: Path, step: str, options: Options, train=equal.on_rank) -> str:
     """What differs from one process, or fails, in a run under these flags; "" if nothing."""
     base = {name: value for name, value in options.items() if table(step)[0][name].computed} | dict(patch=EXACT)
     row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # who is one process
     looked_at = any(options.get(name, values[0]) != values[0] for name, values in LOOKS.items())
-    run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=patches)
+    run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=EXACT)
     kind = equal.Served if looked_at else equal.Watch
     try:
-        pools(row.ranks).run(train, step, run, kind, reference(row), seconds=100)
+        pools(row.ranks).run(train, step, run, reference(row), 1e-10, kind, seconds=100)
     except RankError as error:
         return str(error)
     return ""
@@ -113,13 +96,6 @@ def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, st
     return {name: value for name, value in options.items() if value != plain(step)[name]}, text
 
 
-def require_right(pools, reference, folder: Path, step: str, runs: list[Options], patches: str = EXACT):
-    """All of them; else, of each that goes wrong, the smallest that does."""
-    wrong = partial(goes_wrong, pools, reference, folder, step, patches=patches)
-    found = [smallest(step, options, wrong, text) for options in runs if (text := wrong(options))]
-    assert not found, "\n\n".join(f"{step} {options}: {text}" for options, text in found)
-
-
 @lru_cache
 def trainable(step: str) -> list[Options]:
     """The pairs that train, in an order drawn once, those that set most flags first."""
@@ -129,40 +105,40 @@ def trainable(step: str) -> list[Options]:
 
 
 @lru_cache
-def chosen_runs(step: str, sweep: bool = False) -> list[Options]:
-    """Of the default run: any two flags, each value, and rows of test_layouts.py. Of the sweep: any two values.
+def chosen_runs(kind: str, step: str) -> list[Options]:
+    """Runs that hold any two flags and each value (the default run), any two values, or the like (the sweep).
 
     The pairs of --compile are in no run here, as each of its runs takes seconds; nor are those of values of --schedule
-    with --sync and with --cp-mode, as each of these nearly two hundred needs a run of its own: `runs_of_few` has them.
-    Flags that only look on need a run with everything around it, so they have runs of their own.
+    with --sync and with --cp-mode, as each of these nearly two hundred needs a run of its own: "few" has them. Flags
+    that only look on need a run with everything around it, so they have runs of their own.
     """
+    without = plain(step)
+    if kind == "few":  # six flags at most: each pair in other company, with little else that could hide its effect
+        return covering(step, [pair for pair in trainable(step) if not pair.items() & without.items()], most=6)
     left = ({"schedule", "sync"}, {"schedule", "cp_mode"})
     pairs = [pair for pair in trainable(step) if not pair.get("compile") and pair.keys() not in left]
-    if not sweep:
-        both_set = [pair for pair in pairs if all(value != plain(step)[name] for name, value in pair.items())]
-        rows = sorted(filter(None, map(in_company, ROWS)), key=len, reverse=True) if step == LAST else []
-        lone = [{name: value} for name, value in singles(step) if not (name == "compile" and value)]
-        pairs = rows + list({frozenset(pair): pair for pair in both_set}.values()) + lone
+    if kind == "any two flags":
+        both_set = [pair for pair in pairs if not pair.items() & without.items()]
+        pairs = list({frozenset(pair): pair for pair in both_set}.values())
+        pairs += [{name: value} for name, value in singles(step) if not (name == "compile" and value)]
     seen = [pair for pair in pairs if any(name in LOOKS and value != LOOKS[name][0] for name, value in pair.items())]
     others = [pair for pair in pairs if pair not in seen and trains(step, complete(step, pair))]
     return [lighter(run) for run in covering(step, others) + covering(step, seen)]
 
 
-def test_rows_have_company():
-    """What extras/tests/test_layouts.py leaves to the sweep is part of a run that is made here."""
-    runs, rows = chosen_runs(LAST), [flags for flags in map(in_company, ROWS) if flags]
-    assert rows and all(any(flags.items() <= run.items() for run in runs) for flags in rows)
-
-
-PARTS = [(LAST, False, part, 4) for part in range(4)]
-SWEEP = [(step, False, 0, 1) for step in STEPS[:-1]] + [(LAST, True, part, 8) for part in range(8)]
+PARTS = [("any two flags", LAST, part, 4) for part in range(4)]
+SWEEP = [("any two flags", step, 0, 1) for step in STEPS[:-1]]
+SWEEP += [(kind, LAST, i, n) for kind, n in {"any two values": 8, "few": 16}.items() for i in range(n)]
 PARTS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in SWEEP]
 
 
-@pytest.mark.parametrize("step, sweep, part, parts", PARTS)
-def test_pairs_train_right(pools, reference, tmp_path, step, sweep, part, parts):
-    """In runs of many flags each, to 1e-10: of any two flags some values; in the sweep any two values."""
-    require_right(pools, reference, tmp_path, step, chosen_runs(step, sweep)[part::parts])
+@pytest.mark.parametrize("kind, step, part, parts", PARTS)
+def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
+    """To 1e-10. Of a run that goes wrong, the message names the flags that do."""
+    wrong = partial(goes_wrong, pools, reference, tmp_path, step)
+    runs = chosen_runs(kind, step)[part::parts]
+    found = [smallest(step, options, wrong, text) for options in runs if (text := wrong(options))]
+    assert not found, "\n\n".join(f"{step} {options}: {text}" for options, text in found)
 
 
 def refused_runs() -> list:
@@ -179,14 +155,14 @@ def refused_runs() -> list:
 
 
 def without_refusals(*args):
-    """Runs on every rank: as `on_rank`, although the flags do not go together."""
+    """Runs on every rank: as `equal.on_rank`, although the flags do not go together."""
 
     def settle(config, world: int):
         for plugin in offered(type(config), "settle"):
             plugin.settle(config, world)
 
     with mock.patch("extras.tests.equal.check", settle):
-        on_rank(*args)
+        equal.on_rank(*args)
 
 
 @pytest.mark.exhaustive
@@ -195,44 +171,3 @@ def test_what_is_refused_would_go_wrong(pools, reference, tmp_path, step, option
     """Without the refusal a run raises, waits for ever, or trains other numbers: none is needless."""
     assert text_of_refusal(step, options)
     assert goes_wrong(pools, reference, tmp_path, step, options, train=without_refusals)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(4))
-def test_pairs_in_16_bits(pools, reference, tmp_path, part):
-    """Runs of the sweep as they are, near one process in fp64."""
-    runs = [options for options in chosen_runs(LAST, sweep=True) if options["dtype"] in ("bf16", "fp16")]
-    require_right(pools, reference, tmp_path, LAST, runs[part::4], ROUNDS)
-
-
-@lru_cache
-def runs_of_few() -> list[Options]:
-    """Runs that set six flags of step 7 at most, and together hold all pairs of values that are not the first ones.
-
-    Each pair alone would be five times as many. So a pair is tried in other company than in `chosen_runs`, and in less.
-    """
-    without = plain(LAST).items()
-    return covering(LAST, [pair for pair in trainable(LAST) if not pair.items() & without], most=6)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(16))
-def test_pairs_in_small_company_train_right(pools, reference, tmp_path, part):
-    """Where little else is set that could hide what two flags do to one another."""
-    require_right(pools, reference, tmp_path, LAST, runs_of_few()[part::16])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(30))
-def test_triples_train_right(pools, reference, tmp_path, seed):
-    """Ten drawn ones that train, of three flags; others are refused."""
-    rng, runs = random.Random(seed), []
-    while len(runs) < 10:
-        step = rng.choice([*STEPS[2:], *[LAST] * 5])
-        given = dict(rng.sample([*{*singles(step)} - plain(step).items()], 3))
-        options = complete(step, given)
-        if len(given) == 3 and not broken(step, options) and comparable(options, most=8):
-            assert not text_of_refusal(step, options), given
-            runs.append((step, options))
-    for step in STEPS:
-        require_right(pools, reference, tmp_path, step, [options for name, options in runs if name == step])

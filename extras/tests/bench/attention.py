@@ -1,15 +1,13 @@
 """Who computes what in a ring: the pairs of a query and a key on each rank, tokens in order and zigzag (figure)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import torch
-
-import step05_cp_ring as step05
 from common.trainer import parse
-from extras.services.seam import plugins
 from extras.services.tables import table
+from extras.variants.step05.ring import ordered_visible
+from step05_cp_ring import zigzag_visible
 
 PICTURE = Path(__file__).parent / "figures/cp_work.png"
 LENGTH = 64  # tokens of a rank
@@ -22,17 +20,18 @@ class Config:
     cp: int = 4  # ranks that share the sequence
 
 
-def work(mode: str, n: int) -> list[list[float]]:
+def work(visible: Callable, n: int) -> list[list[float]]:
     """By rank and hop: the share of all pairs that a ring of n ranks computes. In hop i, rank r has r - i's keys."""
-    function, total = step05.CONTEXT[mode].attention, n * LENGTH * (n * LENGTH + 1) / 2
-    visible = function.keywords["visible"] if isinstance(function, partial) else step05.zigzag_visible
-    shares, tokens = [[0.0] * n for _ in range(n)], torch.arange(LENGTH)
-    for rank in range(n):
-        for hop in range(n):
-            for queries, keys, causal in visible(rank, (rank - hop) % n, LENGTH):
-                n_q, n_k = len(tokens[queries]), len(tokens[keys])
-                shares[rank][hop] += (n_q * (n_q + 1) / 2 if causal else n_q * n_k) / total
-    return shares
+
+    def pairs(queries: slice, keys: slice, causal: bool) -> float:
+        n_q, n_k = (len(range(LENGTH)[tokens]) for tokens in (queries, keys))
+        return (n_q + 1) * n_q / 2 if causal else n_q * n_k
+
+    total = pairs(slice(None), slice(None), True) * n + n * (n - 1) / 2 * LENGTH**2
+    return [
+        [sum(pairs(*part) for part in visible(rank, (rank - hop) % n, LENGTH)) / total for hop in range(n)]
+        for rank in range(n)
+    ]
 
 
 def draw(shares: dict[str, list[list[float]]], n: int):
@@ -48,20 +47,14 @@ def draw(shares: dict[str, list[list[float]]], n: int):
                 axes.bar_label(bar, [f"hop {hop}: k, v of {source}" if share else ""], label_type="center", fontsize=8)
         axes.axhline(100 / n, color="black", linewidth=0.8, linestyle=":", zorder=0)
         axes.set(title=mode, xlabel="rank", ylabel="% of all query-key pairs", xticks=range(n))
-    PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=120)
 
 
-def bench(config: Config):
-    """Print the table, and draw the figure."""
-    plugins()  # adds the plain ring
-    shares = {mode: work(mode, config.cp) for mode in ("ring", "zigzag")}
-    rows = [["rank", *(f"{mode}: share of all pairs" for mode in shares)]]
-    rows += [[str(rank), *(f"{sum(shares[mode][rank]):.2%}" for mode in shares)] for rank in range(config.cp)]
-    draw(shares, config.cp)
-    print(f"{table(rows)}\n\nsee {PICTURE}")
-
-
 def main(_name: str, argv: list[str]):
-    """The command line."""
-    bench(parse(Config, argv))
+    """Print the table, and draw the figure."""
+    n = parse(Config, argv).cp
+    shares = {mode: work(visible, n) for mode, visible in dict(ring=ordered_visible, zigzag=zigzag_visible).items()}
+    rows = [["rank", *(f"{mode}: share of all pairs" for mode in shares)]]
+    rows += [[str(rank), *(f"{sum(of_rank[rank]):.2%}" for of_rank in shares.values())] for rank in range(n)]
+    draw(shares, n)
+    print(f"{table(rows)}\n\nsee {PICTURE}")

@@ -50,16 +50,16 @@ CONTESTS = {
     "step4": Contest(
         "tensor parallelism beside DTensor (`parallelize_module`)",
         2, "step04_tp_sp",
-        {"--no-sp": dict(sp=False), "DTensor, prepared": dict(peer="dtensor_prepared"),
-         "DTensor, plain": dict(peer="dtensor_plain"),
-         "--sp": {}, "DTensor, SequenceParallel": dict(peer="dtensor_sequence"),
+        {"--no-sp": dict(sp=False), "DTensor prepared": dict(peer="dtensor_prepared"),
+         "DTensor plain": dict(peer="dtensor_plain"),
+         "--sp": {}, "DTensor SequenceParallel": dict(peer="dtensor_sequence"),
          "--sp --tp-overlap": dict(tp_overlap=True)},
         dict(tp=2, zero=0),
     ),
     "step5": Contest(
         "context modes in training, all with --zero 1",
         2, "step05_cp_ring",
-        {"zigzag, by formula": {}, "ulysses": dict(cp_mode="ulysses")}
+        {"zigzag by formula": {}, "ulysses": dict(cp_mode="ulysses")}
         | {mode: dict(cp_mode=mode, cp_kernel="flash") for mode in ("zigzag", "ring", "allgather")},
         dict(cp=2, zero=1),
     ),
@@ -74,7 +74,7 @@ CONTESTS = {
         "layouts of 8 ranks",
         8, "step07_moe_ep",
         {"2D: dp 4 x tp 2": dict(tp=2), "2D: pp 2 x dp 4": dict(pp=2), "3D: pp 2 x dp 2 x tp 2": dict(pp=2, tp=2),
-         "5D: pp 2 x cp 2 x tp 2, ep 2": dict(pp=2, cp=2, tp=2, ep=2), "dp 8, ep 8": dict(ep=8)},
+         "5D: pp 2 x cp 2 x tp 2 with ep 2": dict(pp=2, cp=2, tp=2, ep=2), "dp 8 with ep 8": dict(ep=8)},
         dict(model="tiny-moe", zero=1, micro_batch_size=2), bound=0.02,  # the balance loss depends on the micro-batches
     ),
 }  # fmt: skip
@@ -90,21 +90,20 @@ class Config:
     rounds: int = 8  # turns of each contestant, after one to warm up
 
 
-def bench(name: str, config: Config):
-    """One contest."""
-    about, ranks, step, rows, shared, bound = CONTESTS[name]
+def main(name: str, argv: list[str]):
+    """One contest: train all of its rows, and print the table."""
+    config, (about, ranks, step, rows, shared, bound) = parse(Config, argv), CONTESTS[name]
     flags = dict(model="tiny", micro_batch_size=4, global_batch_size=16) | shared
     flags |= {key: value for key in ("model", "seq_len") if (value := getattr(config, key))}
     chosen = config.only.split(",") if config.only else list(rows)
     if unknown := set(chosen) - set(rows):
         raise UserError(f"--only {', '.join(unknown)}: contestants are {', '.join(rows)}")
-    entries, beside = {}, {}
+    entries, beside, ours = {}, {}, chosen[0]
     for row in chosen:
-        own = dict(rows[row])
-        peer = own.pop("peer", "")
-        entries[row] = Entry(step, flags | own, peer)
-        ours = [name for name in entries if not entries[name].train]
-        beside[row] = ours[-1] if peer and ours else chosen[0]
+        peer = rows[row].get("peer", "")
+        entries[row] = Entry(step, flags | {key: value for key, value in rows[row].items() if key != "peer"}, peer)
+        ours = ours if peer else row
+        beside[row] = ours if peer else chosen[0]  # a peer beside the row of ours before it
     bound = max(bound, 0.05 if torch.cuda.is_available() else 0.0)  # where they train in bf16
     pool = Pool(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")  # with a GPU each, or on CPUs
     try:
@@ -115,8 +114,3 @@ def bench(name: str, config: Config):
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else load
     print(f"{name}: {about}; {flags['model']}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
     print(f"medians (and range) of {config.rounds} rounds in turns; ratios are of neighbours in a round")
-
-
-def main(name: str, argv: list[str]):
-    """The command line."""
-    bench(name, parse(Config, argv))

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from common import comm
 from extras.services.launch import gather_objects
 from extras.services.memory import MemoryTimeline
 from extras.services.seam import OpenRun, check, compose
@@ -38,7 +38,6 @@ class Result(NamedTuple):
 
     seconds: list[float]
     cpu: list[float]
-    sent: int  # bytes of rank 0 in the last step; 0 for PyTorch's own, of which it is not known
     peak: int  # bytes of rank 0's tensors, at most, in the second step
 
 
@@ -61,8 +60,20 @@ class Bare(OpenRun):
             self.open(**parts)
 
 
+class AllTensors(MemoryTimeline):
+    """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Leave DTensors to themselves."""
+        theirs = any(kind.__name__ == "DTensor" for kind in types)  # importing it takes a second
+        return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Contestant(Bare):
-    """A `train` that waits before each step; `step()` lets it do one."""
+    """A `train` that waits before each step; `step()` lets it do one. Its record is then the last of `history`.
+
+    `peak`: the most bytes of tensors in its second step, without what kernels allocate inside.
+    """
 
     def __init__(self, entry: Entry):
         super().__init__(entry)
@@ -73,7 +84,8 @@ class Contestant(Bare):
     def work(self):
         """Train, in the thread."""
         try:
-            with self:
+            with ExitStack() as self.watching, self:
+                self.timeline = self.watching.enter_context(AllTensors())
                 self.train(self.config, self)
         except BaseException as error:
             self.error = error
@@ -86,58 +98,30 @@ class Contestant(Bare):
             raise self.error
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Wait before each step."""
+        """Wait before each step. The first two are watched, so they take longer."""
         self.built(**parts)
         for step in range(self.config.steps):
+            if step == 1:
+                before = len(self.timeline.events)
+            if step == 2:
+                self.watching.close()
+                self.peak = max(list(accumulate(event.bytes for event in self.timeline.events))[before:])
             self.done.release()
             self.go.acquire()
-            self.began = time.perf_counter()
             yield step
 
     def step(self):
-        """One step; its record is then the last of `history`."""
-        comm.observer = self.count
+        """One step."""
         self.go.release()
         self.wait()
-        comm.observer = None
-
-
-class AllTensors(MemoryTimeline):
-    """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Leave DTensors to themselves."""
-        theirs = any(kind.__name__ == "DTensor" for kind in types)  # importing it takes a second
-        return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class Watched(Bare):
-    """Trains two steps under a timeline of all tensors."""
-
-    def steps(self, **parts: Any) -> Iterator[int]:
-        """The second one begins after `before` events."""
-        self.built(**parts)
-        yield 0
-        self.before = len(self.timeline.events)
-        yield 1
-
-
-def peak_bytes(entry: Entry) -> int:
-    """The most bytes of tensors that this rank holds in the second step, without what kernels allocate inside."""
-    gc.collect()
-    run, timeline = Watched(entry), AllTensors()
-    run.timeline = timeline
-    with timeline, run:
-        run.train(run.config, run)
-    return max(list(accumulate(event.bytes for event in timeline.events))[run.before :])
 
 
 def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of a step on the slowest rank, CPU seconds of all ranks), by name and round, after one that warms up.
+    """(seconds, CPU seconds) of a step on this rank, by name and round, after one that warms up.
 
     In a round each contestant makes three steps in a row. Every other round goes through the names backwards.
     """
-    found: dict[str, list[tuple]] = {name: [] for name in made}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     finished = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for turn in range(rounds + 1):
         for name in list(made)[:: -1 if turn % 2 else 1]:
@@ -148,26 +132,26 @@ def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[tuple
                 made[name].step()
             finished()
             found[name].append(((time.perf_counter() - start) / 3, (time.process_time() - busy) / 3))
-    ranks = gather_objects(found)
-    turns = {name: list(zip(*(each[name][1:] for each in ranks), strict=True)) for name in made}
-    return {
-        name: [(max(seconds for seconds, _ in turn), sum(cpu for _, cpu in turn)) for turn in turns[name]]
-        for name in made
-    }
+    return {name: turns[1:] for name, turns in found.items()}
 
 
 def contest(entries: dict[str, Entry], rounds: int, bound: float) -> dict[str, Result]:
     """Runs on every rank. Raises RuntimeError if the losses of two contestants ever differ by more than `bound`."""
-    peaks = {name: peak_bytes(entry) for name, entry in entries.items()}
-    made = {name: Contestant(entry) for name, entry in entries.items()}
-    times, found = take_turns(made, rounds), {}
+    made, found = {}, {}
+    for name, entry in entries.items():
+        gc.collect()
+        made[name] = Contestant(entry)
+        for _ in range(2):
+            made[name].step()
+    ranks = gather_objects(take_turns(made, rounds))
     first = next(iter(made.values()))
     for name, one in made.items():
         apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(one.history, first.history, strict=True))
         if apart > bound:
             raise RuntimeError(f"{name}: its loss differs by {apart:.3g} from that of the first")
-        seconds, cpu = map(list, zip(*times[name], strict=True))
-        found[name] = Result(seconds, cpu, sum(one.history[-1]["sent"].values()) if one.ours else 0, peaks[name])
+        turns = list(zip(*(rank[name] for rank in ranks), strict=True))
+        slowest = [max(seconds for seconds, _ in turn) for turn in turns]
+        found[name] = Result(slowest, [sum(cpu for _, cpu in turn) for turn in turns], one.peak)
     return found
 
 
@@ -178,11 +162,10 @@ def spread(values: list[float]) -> str:
 
 def report(found: dict[str, Result], beside: dict[str, str]) -> str:
     """The table of a contest. `beside`: for each name, whose times its own are divided by, round by round."""
-    rows = [["", "step time", "beside", "time", "CPU time", "sent a step", "peak memory"]]
+    rows = [["", "step time", "beside", "time", "CPU time", "peak memory"]]
     for name, result in found.items():
         base = found[beside[name]]
         pairs = (result.seconds, base.seconds), (result.cpu, base.cpu)
         ratios = [spread([a / b for a, b in zip(*pair, strict=True)]) for pair in pairs]
-        shown = [human(n) if n else "-" for n in (result.sent, result.peak)]
-        rows.append([name, f"{1e3 * median(result.seconds):.1f} ms", beside[name], *ratios, *shown])
+        rows.append([name, f"{1e3 * median(result.seconds):.1f} ms", beside[name], *ratios, human(result.peak)])
     return table(rows)

@@ -4,9 +4,8 @@ Only what lies between the batch and the update differs from the steps; a `Peer`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,11 @@ from step02_ddp import join_ranks
 from step06_pipeline import forward_stage, keep_stage, plan
 
 
-@dataclass
-class Peer:
+class Peer(NamedTuple):
     """What replaces a step's mechanism. `backward(xs, ys, n_targets)` adds up gradients and returns the loss."""
 
     module: nn.Module
     backward: Callable[[list[Tensor], list[Tensor], Tensor], Tensor]
-    mesh: Mesh
     optimizer: torch.optim.Optimizer | None = None
 
 
@@ -74,10 +71,10 @@ def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
     return list(sets.values())
 
 
-def adamw(module: nn.Module, config: Any) -> torch.optim.Optimizer:
+def adamw(module: nn.Module, config: Any, rule: Callable = torch.optim.AdamW, **more: Any) -> torch.optim.Optimizer:
     """Step 1's update rule on a module's parameters as they are."""
     groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    return rule(groups, betas=(0.9, 0.95), fused=True, **more)
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
@@ -116,7 +113,7 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
         shard = fully_shard(module, **options)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    return Peer(model, partial(in_micro_batches, model, lambda _: None), mesh)
+    return Peer(model, partial(in_micro_batches, model, lambda _: None))
 
 
 def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
@@ -126,11 +123,10 @@ def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     options = dict(gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=config.bucket_mb)
     wrapped = DistributedDataParallel(model, process_group=mesh["dp"].handle, **options)
     wrapped.register_comm_hook(mesh["dp"], TorchSync.add)
-    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(model)]
-    rule = dict(betas=(0.9, 0.95), fused=True, process_group=mesh["dp"].handle)
-    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=0.0, **rule)
+    sharded = dict(process_group=mesh["dp"].handle, optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True)
+    optimizer = adamw(model, config, ZeroRedundancyOptimizer, lr=0.0, **sharded)
     last = partial(setattr, wrapped, "require_backward_grad_sync")
-    return Peer(wrapped, partial(in_micro_batches, wrapped, last), mesh, optimizer)
+    return Peer(wrapped, partial(in_micro_batches, wrapped, last), optimizer)
 
 
 def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
@@ -171,7 +167,7 @@ def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
         return total.to_local() if isinstance(total, DTensor) else total
 
     model.loss = loss
-    return Peer(model, backward, mesh)
+    return Peer(model, backward)
 
 
 class Stage(nn.Module):
@@ -225,7 +221,7 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
         schedule.step(*inputs, target=torch.cat(ys) if ends[1] else None, losses=losses, return_outputs=False)
         return sum((one.detach() for one in losses), torch.zeros((), device=device))
 
-    return Peer(model, backward, mesh)
+    return Peer(model, backward)
 
 
 fsdp = partial(train, build_fsdp, "dp")
