@@ -1,8 +1,8 @@
 """The table of all techniques, from what their files say: `python -m extras.variants > extras/variants/README.md`."""
 
-import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,19 +28,12 @@ FLAG_OF = {  # a menu of the course: the flag that takes its entries
 WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|DeepSeek-V3|DeepEP|Megatron-LM"
 
 
-def entries(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(menu, key) of what a file adds to menus: SYNCS["tree"] = ..."""
-    for target in (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets):
-        if isinstance(target, ast.Subscript):
-            yield ast.unparse(target.value), ast.literal_eval(target.slice)
-
-
-def flags(tree: ast.Module, doc: str) -> list[str]:
+def flags(module: ModuleType, text: str) -> list[str]:
     """The values that a file adds to the steps' flags, and its own flags; without these, what its docstring names."""
-    found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries(tree) if menu in FLAG_OF]
-    owners = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Flags"]
-    found += [part.target.id for owner in owners for part in owner.body if isinstance(part, ast.AnnAssign)]
-    return ["--" + flag.replace("_", "-") for flag in found] or re.findall(r"--[\w-]+", doc)[:1]
+    entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
+    found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
+    found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []
+    return ["--" + flag.replace("_", "-") for flag in found] or re.findall(r"--[\w-]+", text)[:1]
 
 
 def spoken(name: str, condition: Any) -> str:
@@ -62,14 +55,15 @@ def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
 
 def row(path: Path) -> str:
     """A file's line of the table: its docstring's first sentence without brackets, and the works that it names."""
-    tree, module = ast.parse(path.read_text()), import_module(f"extras.variants.{path.parent.name}.{path.stem}")
-    first, *_ = paragraphs = [" ".join(part.split()) for part in ast.get_docstring(tree).split("\n\n")]
-    if first.startswith("A library"):
+    module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
+    doc = " ".join(module.__doc__.split())
+    if doc.startswith("A library"):
         return ""
-    about, words = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", first))[0], flags(tree, first)
+    about = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", doc))[0]
+    words = flags(module, path.read_text())
     own = {word.split()[0][2:].replace("-", "_") for word in words}
-    works = "; ".join(dict.fromkeys(re.findall(WORK, " ".join(paragraphs))))
     cells = [f"[{about}]({path.relative_to(HERE).as_posix()})", ", ".join(f"`{word}`" for word in words)]
+    works = "; ".join(dict.fromkeys(re.findall(WORK, doc)))
     return " | ".join(["", *cells, *limits(module, own), works, path.parent.name[4:].lstrip("0"), ""]).strip()
 
 

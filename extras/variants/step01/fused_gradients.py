@@ -8,13 +8,13 @@ them. Here each matmul adds to the dx of the one before:
     forward     x -> q, x -> k, x -> v                   each hands x on to the next
     backward    dx = dv Wv,   dx += dk Wk,   dx += dq Wq
 
-This covers matrices of layers and an untied head. The operator that adds 16 bits to fp32 exists on CUDA alone;
-elsewhere autograd's three operations remain. In step 1, `Optimizer` would put `SummingLinear` in the place of each
-`F.linear`.
+This covers the matrices of layers and an untied head. Only CUDA has the operator that adds 16 bits to fp32; elsewhere
+autograd's three operations remain. In step 1, `Optimizer` would replace each `F.linear` by `SummingLinear`.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,21 +24,21 @@ from torch import Tensor, nn
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # one input each
+TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", "lm_head"]  # each line has one input
 
 
 def adds_to_wide(weight: Tensor) -> bool:
-    """Whether a matmul of this dtype, on this device, adds to fp32."""
+    """Whether this device has a matmul that adds products of this dtype to fp32."""
     factor, total = weight.new_zeros(8, 8), weight.new_zeros(8, 8, dtype=torch.float32)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:  # also if there is no such operator
+    except RuntimeError:
         return False
     return True
 
 
 def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
-    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks run as usual."""
+    """Add dy^T x to `weight.grad`, dy [tokens, out], x [tokens, in], and call the weight's hooks."""
     total, wide = weight.grad, weight.grad_dtype
     if wide == x.dtype:
         weight.grad = dy.T @ x if total is None else total.addmm_(dy.T, x)
@@ -54,11 +54,11 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
 
 
 class SummingLinear(torch.autograd.Function):
-    """A linear layer that hands its input on: what comes back is the gradient that others have found for it."""
+    """A linear layer that hands its input on to another, and in backward adds to the gradient that this one found."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: nn.Linear, fused: bool) -> tuple[Tensor, Tensor]:
-        """x [..., in] -> [..., out], x. Autograd is not shown the weight: else its hooks would be called twice."""
+        """x [..., in] -> y [..., out], x. The weight is hidden from autograd, which would call its hooks once more."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.arguments = linear.weight, fused  # the parameter itself, wherever its values are by then
@@ -66,7 +66,7 @@ class SummingLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, dx: Tensor | None):
-        """The gradients of y, and of x as others use it -> that of x."""
+        """The gradients of y, and of the x that was handed on -> the gradient of x."""
         (weight, fused), (x,) = ctx.arguments, ctx.saved_tensors
         if dy is None:
             return dx, None, None
@@ -74,14 +74,14 @@ class SummingLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0] and dx is None:
             dx = torch.matmul(dy, weight)
         elif ctx.needs_input_grad[0]:
-            dx.view(-1, dx.shape[-1]).addmm_(rows, weight)  # made by the next one's backward: nobody else has it
+            dx.view(-1, dx.shape[-1]).addmm_(rows, weight)  # the next one's backward made it, and nobody else has it
         if weight.requires_grad:
             add_product(weight, rows, x.flatten(0, -2), fused)
         return dx, None, None
 
 
 def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
-    """Replaces a linear layer's forward. `box`: (x, x handed on) of the layer before, if that has the same x."""
+    """Replaces a linear layer's forward. `box` has (x, x handed on) of the layer before, if that shares its input."""
     given = box.pop()[1] if box and box[-1][0] is x else x
     box.clear()
     if not torch.is_grad_enabled():
@@ -99,31 +99,23 @@ class Flags:
     fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
 
 
+AUTOGRAD = "DistributedDataParallel waits for autograd's own additions; use another --sync"
 REFUSES = [
-    Refusal(
-        dict(fused_gradients=SET, sync=("torch",)),
-        "DistributedDataParallel waits for autograd's own additions; use another --sync",
-    ),
+    Refusal(dict(fused_gradients=SET, sync=("torch",)), AUTOGRAD),
     Refusal(dict(fused_gradients=SET, tp_overlap=SET), "both replace the matmuls of a block; choose one of them"),
 ]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the matrices of layers, grouped by input, and an untied head."""
+    """Replace the forward of the matrices; those that share an input share a box."""
     if not config.fused_gradients:
         return
-    model, fused = parts.model, adds_to_wide(next(parts.model.parameters()))
-
-    def follow(linears: list[nn.Module]):
+    fused = adds_to_wide(next(parts.model.parameters()))
+    for names, block in product(TOGETHER, parts.model.modules()):
+        linears = [getattr(block, name, None) for name in names.split()]
+        if not isinstance(linears[0], nn.Linear) or (names == "lm_head" and parts.model.config.tied):
+            continue
         box: list = []
         for linear in linears:
             call = partial(multiply, linear, box, fused, linear is linears[-1])
             parts.instead(linear, "forward", torch.compiler.disable(call), by=__name__)
-
-    for layer in model.model.layers.values():
-        for block in layer.modules():
-            own = {name: child for name, child in block.named_children() if isinstance(child, nn.Linear)}
-            for names in TOGETHER:
-                follow([own[name] for name in names if name in own])
-    if model.lm_head is not None and not model.config.tied:
-        follow([model.lm_head])

@@ -1,7 +1,7 @@
 """The next step's batch is read while this one is computed (`--prefetch`): useful where a GPU computes.
 
-A batch is a pure function of the step, so it does not matter when it is read. In step 1 the loop would ask for the
-batch of `step + 1` before it waits for the loss. (On a CPU the cores have other work.)
+A batch is a pure function of the step, so it does not matter when it is read. On a CPU, though, the cores are busy. In
+step 1 the loop would ask for the batch of `step + 1` before it waits for the loss.
 """
 
 from collections.abc import Callable

@@ -5,14 +5,14 @@ and left such batches out). Spikes enter the medians, too: what lasts becomes no
 
 The cause may lie some steps before the spike. With `--roll-back N` a rank copies what it updates, masters and moments,
 every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next batch, so
-all batches since the copy are left out, as in PaLM. The copy takes their memory once more.
+all batches since the copy are left out, as in PaLM. The copy takes the memory of masters and moments once more.
 
 In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`.
 """
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,43 +21,38 @@ from torch import Tensor
 from common import UserError
 from extras.variants import Parts
 
-WINDOW, ENOUGH = 32, 8  # steps that a median looks back on at most, and at least
+WINDOW, ENOUGH = 32, 8  # the largest and the smallest number of steps for a median
 
 
 class Past:
-    """A copy of what this rank's update changes: masters, and what the rule keeps of each."""
+    """A copy of what this rank's update changes, made before the update of `step` (-1: there is none)."""
 
     def __init__(self, optimizer: Any):
-        self.optimizer, self.step = optimizer, -1  # before the update of which step the copy was made
-        self.copies: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+        self.optimizer, self.step = optimizer, -1
+        self.copies: dict[tuple[str, str], Tensor] = {}  # by name and kind
 
-    def kept(self, master: Tensor) -> dict[str, Tensor]:
-        """What the rule keeps, by kind; nothing before its first update."""
-        state = self.optimizer.torch_optimizer.state.get(master, {})
-        return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+    def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """Masters, and the tensors that the update rule keeps for each; none of these before its first update."""
+        for name, master in self.optimizer.masters.items():
+            held = dict(master=master.detach()) | self.optimizer.torch_optimizer.state.get(master, {})
+            yield from (((name, kind), value) for kind, value in held.items() if isinstance(value, Tensor))
 
     def copy(self, step: int):
         """Make a copy."""
-        self.step = step
-        for name, master in self.optimizer.masters.items():
-            more = {kind: value.clone() for kind, value in self.kept(master).items()}
-            self.copies[name] = master.detach().clone(), more
+        self.step, self.copies = step, {key: value.clone() for key, value in self.tensors()}
 
     def put_back(self):
-        """Restore the copy. Moments that did not exist then are zero, as they begin."""
-        for name, master in self.optimizer.masters.items():
-            values, more = self.copies[name]
-            master.detach().copy_(values)
-            for kind, value in self.kept(master).items():
-                value.copy_(more[kind]) if kind in more else value.zero_()
+        """Restore the copy. Moments that did not exist then become zeros, which they begin as."""
+        for key, value in self.tensors():
+            value.copy_(self.copies[key]) if key in self.copies else value.zero_()
 
 
 class Spikes:
-    """`recent`: loss and gradient norm of the last steps, which a resumed run must know."""
+    """Decides which updates are skipped. `recent` has loss and gradient norm of the last steps, the newest last."""
 
     def __init__(self, factor: float, every: int = 0, past: Past | None = None):
         self.factor, self.recent, self.skipping = factor, [], False
-        self.every, self.past, self.now, self.back = every, past, 0, -1  # the last two: this step, the last one undone
+        self.every, self.past, self.now = every, past, 0
 
     def is_spike(self, *values: float) -> bool:
         """Whether one of the values exceeds `factor` times its median over the last steps."""
@@ -67,28 +62,24 @@ class Spikes:
         return enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))
 
     def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
-        """Around `run.require_finite`. The numbers are the same on all ranks, and so is what follows."""
+        """Around `run.require_finite`. The numbers are the same on all ranks, so all ranks decide alike."""
         plain(step, loss=loss, grad_norm=grad_norm)
-        finite = math.isfinite(grad_norm)  # else it is --dtype fp16 that skips the update
+        finite = math.isfinite(grad_norm)  # else --dtype fp16 skips the update
         self.skipping, self.now = finite and self.is_spike(loss, grad_norm), step
 
-    def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
-        """Around `run.record`."""
-        note = dict(skipped=1) if self.skipping else {}
-        plain(step, tokens, **numbers, **note, **dict(back_to=self.past.step) if note and self.every else {})
-
     def update(self, plain: Callable):
-        """Around the rule's own step, which may be left out; gradients are freed all the same.
-
-        Offloading calls it once a unit: the copy is made, and put back, at the first call of a step.
-        """
+        """Around the update rule's step. Offloading calls it once a unit; the first call in a step makes the copy."""
         if not self.skipping:
             if self.every and self.past.step < self.now and (self.past.step < 0 or self.now % self.every == 0):
                 self.past.copy(self.now)
             plain()
-        elif self.every and self.back < self.now and self.past.step >= 0:
-            self.back = self.now
+        elif self.every and self.past.step >= 0:
             self.past.put_back()
+
+    def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
+        """Around `run.record`."""
+        back = dict(back_to=self.past.step) if self.every else {}
+        plain(step, tokens, **numbers, **(dict(skipped=1) | back if self.skipping else {}))
 
     def state(self) -> list:
         """What a checkpoint keeps: the numbers of the last steps."""
@@ -104,7 +95,7 @@ class Flags:
     """Spikes."""
 
     skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
-    roll_back: int = 0  # steps between copies of the state, to the last of which a spike goes back; 0: it stays
+    roll_back: int = 0  # steps between copies of the state, the last of which a spike restores; 0: no copies
 
 
 TRIED = dict(skip_spikes=1.5, roll_back=1)

@@ -2,8 +2,8 @@
 
 This is what training without waiting computes. In asynchronous data parallelism a gradient arrives after other ranks
 have moved the weights (Dean et al. 2012, "DistBelief"); in a pipeline of p stages that is never flushed, PipeDream with
-vertical sync, all gradients are p - 1 updates late (Narayanan et al. 2019, section 3.3). It saves time, as no rank is
-ever idle; its price is shown here: a late gradient belongs to weights that have since moved.
+vertical sync, all gradients are p - 1 updates late (Narayanan et al. 2019, section 3.3). No rank is ever idle. The
+price is shown here: a late gradient belongs to weights that have since moved.
 
 The first K steps update nothing. Clipping belongs to the step that computed a gradient, the learning rate to the step
 that applies it. A rank holds K more gradients of what it updates; checkpoints do not hold them. In step 1
@@ -21,26 +21,20 @@ from extras.variants.record import SET, Refusal
 
 
 class Queue:
-    """The gradients under way, by master, the oldest first."""
+    """The gradients that are under way, by master, the oldest first."""
 
-    def __init__(self, config: Any, parts: Parts):
-        self.late, self.masters, self.steps = config.stale, parts.optimizer.masters, 0
-        self.waiting: dict[str, list[Tensor]] = {name: [] for name in self.masters}
-
-    def step(self, plain: Callable, lr: float):
-        """Around `optimizer.step`: all ranks count alike, also those that update nothing."""
-        self.steps += 1
-        plain(lr)
+    def __init__(self, late: int, masters: dict[str, Tensor]):
+        self.late, self.masters = late, masters
+        self.waiting: dict[str, list[Tensor]] = {name: [] for name in masters}
 
     def update(self, plain: Callable):
-        """Around the rule's own step, which offloading calls once a unit: it sees older gradients."""
+        """Around the update rule's step: it sees older gradients, or none. (Offloading calls it once a unit.)"""
         for name, master in self.masters.items():
             if master.grad is not None:
                 queue = self.waiting[name]
-                queue.append(master.grad.clone())  # a buffer is used again
+                queue.append(master.grad.clone())  # its buffer is used again
                 master.grad = queue.pop(0) if len(queue) > self.late else None
-        if self.steps > self.late:
-            plain()
+        plain()
 
 
 @dataclass
@@ -59,6 +53,5 @@ REFUSES = [Refusal(dict(stale=SET, resume=SET), "no checkpoint holds the gradien
 def attach(config: Any, parts: Parts):
     """Put a queue between gradients and updates."""
     if config.stale:
-        queue = Queue(config, parts)
-        parts.around(parts.optimizer, "step", queue.step, by=__name__)
+        queue = Queue(config.stale, parts.optimizer.masters)
         parts.around(parts.optimizer.torch_optimizer, "step", queue.update, by=__name__)

@@ -1,13 +1,14 @@
 """One rank sums for all (`--sync server`): a parameter server, the first way to train on several machines.
 
 Rank 0 receives all gradients, adds them up, and sends the sum back (Li et al. 2014, "Scaling Distributed Machine
-Learning with the Parameter Server", with one server; there it also updates, and sends weights, of as many bytes).
+Learning with the Parameter Server"; there the server also updates, and sends weights, which have as many bytes).
 
                   rank 0 sends    rank 0 receives    any other rank sends, and receives
     server        (n-1) S         (n-1) S            S
     all-reduce    2 (n-1)/n S     the same           the same: less than 2 S, whatever n is (step 2)
 
-All bytes pass one link, so the sum takes n/2 times as long as a ring's. In step 2 this would be one more `sum_up`.
+All bytes pass through one link, so the sum takes n/2 times as long as a ring's. In step 2 this would be one more
+`sum_up`.
 """
 
 import torch
@@ -20,7 +21,7 @@ SINCE = Config
 
 
 class ServerSync(NaiveSync):
-    """`NaiveSync`, with a sum that is made in one place."""
+    """Sums gradients one by one, on rank 0."""
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place."""

@@ -9,9 +9,8 @@
 A ring takes 2 (n-1) rounds of S/n bytes, a tree 2 ceil(log2 n) rounds of S. With latency t a round and bandwidth w the
 tree is faster if t (n-1 - log2 n) > (log2 n - (n-1)/n) S/w, that is, if S is small. All ranks together send 2 (n-1) S,
 as in the ring, but unevenly: each rank but 0 sends S up, and each sends S down to every rank that sends to it. NCCL has
-two such trees, in which no rank is an inner node of both (Sanders et al. 2009), so that all links are busy.
-
-In step 2, this would be another `sum_up`.
+two such trees, in which no rank is an inner node of both (Sanders et al. 2009), so that all links are busy. In step 2,
+this would be another `sum_up`.
 """
 
 import torch
@@ -24,7 +23,7 @@ SINCE = Config
 
 
 class TreeSync(NaiveSync):
-    """Gradients are summed one by one."""
+    """Sums gradients one by one, by a tree."""
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place."""

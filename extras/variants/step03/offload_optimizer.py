@@ -3,12 +3,11 @@
     cpu     masters and moments are in host memory, and are updated there
     disk    the same in memory-mapped files of the run directory, without names: they end with the process
 
-The update (in step 3 it would be `Zero1.step`) goes unit by unit, because rules skip what has no gradient. With a GPU,
+The update goes unit by unit, because rules skip what has no gradient; in step 3 it would be `Zero1.step`. On a GPU,
 copies use a stream of their own: the next unit's gradient is copied while the host updates this one. (Pinned host
 memory is rounded up to a power of two.)
 """
 
-import mmap
 import os
 import shutil
 import tempfile
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from common.comm import Mesh, all_reduce
 from extras.variants import Parts
 from step03_zero import Config, Unit, Zero1
 
@@ -36,29 +34,17 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_file(folder: Path, tensor: Tensor) -> Tensor:
-    """A copy in a file of `folder` without a name. Raises OSError if the disk is full: space is taken now."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        n_bytes = max(1, tensor.nbytes)
+    """A copy in a file of `folder` whose name is gone. Raises OSError if the disk is full: the space is taken now."""
+    n = max(1, tensor.numel())
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(file.fileno(), 0, n_bytes)
-        file.truncate(n_bytes)
-        mapped = mmap.mmap(file.fileno(), n_bytes)
-    return torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
-
-
-def require_space(folder: Path, n_bytes: int, mesh: Mesh, device: torch.device):
-    """Raises UserError on all ranks, before any takes space, if one's disk has less than its local ranks will want."""
-    n_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    free = shutil.disk_usage(folder).free
-    short = torch.tensor(float(free < n_bytes), device=device)
-    for dim in mesh.sizes:
-        all_reduce(short, mesh[dim]).wait()
-    if short:
-        raise UserError(f"--offload-optimizer disk: {n_bytes} bytes do not fit in {folder}, {free} are free: set --out")
+            os.posix_fallocate(file.fileno(), 0, n * tensor.itemsize)
+        mapped = torch.from_file(file.name, shared=True, size=n, dtype=tensor.dtype)
+    return mapped[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Let a unit's master, with its shards, be this one. The rule keeps its tensors: only what they hold moves."""
+    """Replace a unit's master and its shards. The update rule keeps its tensors, which only get other memory."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:
@@ -73,18 +59,15 @@ class Update:
         self.optimizer, self.home = optimizer, home
         self.units = [unit for unit in optimizer.units if unit.trained]
         self.moved: set[Tensor] = set()  # masters whose moments are at home
-        self.beside = any(unit.flat.is_cuda and not unit.master.is_cuda for unit in self.units)
-        if self.beside:  # gradients arrive in two buffers in turn
-            self.stream, longest = torch.cuda.Stream(), max(self.units, key=lambda unit: unit.length)
-            self.buffers = [to_host(longest.master) for _ in range(2)]
+        beside = any(unit.flat.is_cuda and not unit.master.is_cuda for unit in self.units)
+        self.stream = torch.cuda.Stream() if beside else None
 
-    def send(self, i: int, gradient: Tensor) -> tuple[Tensor, Callable]:
-        """Start to copy the gradient of unit i to its master; where it will be, and what waits for it."""
-        if not self.beside:
+    def send(self, gradient: Tensor) -> tuple[Tensor, Callable]:
+        """Start to copy a unit's gradient to its master -> the copy, and the function that waits for it."""
+        if self.stream is None:
             return gradient, lambda: None
-        there, arrived = self.buffers[i % 2][: len(gradient)], torch.cuda.Event()
         with torch.cuda.stream(self.stream):
-            there.copy_(gradient, non_blocking=True)
+            there, arrived = gradient.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
             arrived.record()
         return there, arrived.synchronize
 
@@ -93,16 +76,14 @@ class Update:
         zero, rule = self.optimizer, self.optimizer.torch_optimizer
         for group in rule.param_groups:
             group["lr"] = lr
-        if self.beside:
-            self.stream.wait_stream(torch.cuda.current_stream())  # the gradients are summed on that one
-        gradients = [unit.grad_shard for unit in self.units]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())  # which sums the gradients
+        coming = map(self.send, [unit.grad_shard for unit in self.units])  # each copy starts when it is asked for
         for unit in self.units:
             unit.grad_shard = None  # a unit has one while it is updated: so rules know which that is
-        coming = [self.send(0, gradients[0])] if self.units else []
-        for i, unit in enumerate(self.units):
-            if i + 1 < len(self.units):
-                coming.append(self.send(i + 1, gradients[i + 1]))  # into the buffer of unit i - 1, which is updated
-            unit.grad_shard, wait = coming.pop(0)
+        ahead = next(coming, None)
+        for unit in self.units:
+            (unit.grad_shard, wait), ahead = ahead, next(coming, None)
             wait()
             masters = {name: zero.masters[name] for name in unit.trained if name in zero.masters}
             for name, master in masters.items():
@@ -112,7 +93,7 @@ class Update:
             for master in {master for master in masters.values() if rule.state[master]} - self.moved:  # just made
                 rule.state[master] |= {key: self.home(t) for key, t in rule.state[master].items() if t.dim()}
                 self.moved.add(master)
-            unit.gradient = unit.reduced_shard = unit.grad_shard = gradients[i] = None
+            unit.gradient = unit.reduced_shard = unit.grad_shard = None
             for param in unit.trained.values():
                 param.grad = None
         zero.publish()
@@ -122,14 +103,14 @@ class Update:
 class Flags:
     """Offload of optimizer state."""
 
-    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
+    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments are kept and updated
 
 
 NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):
-    """Move masters, and moments when they have been made. Raises UserError."""
+    """Move the masters now, and the moments when the first update has made them. Raises UserError."""
     if config.offload_optimizer == "none":
         return
     zero, home = parts.optimizer, to_host
@@ -137,7 +118,10 @@ def attach(config: Any, parts: Parts):
         folder = Path(config.out or "runs")
         folder.mkdir(parents=True, exist_ok=True)
         n_bytes = 3 * sum(unit.master.nbytes for unit in zero.units)  # two moments at the most
-        require_space(folder, n_bytes, parts.mesh, zero.units[0].flat.device)
+        n_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", parts.mesh.world))  # ranks that share the disk
+        if n_bytes > (free := shutil.disk_usage(folder).free):  # before a rank takes space
+            said = f"{n_bytes} bytes do not fit in {folder}, {free} are free"
+            raise UserError(f"--offload-optimizer disk: {said}: set --out to another disk")
         home = partial(to_file, folder)
     for unit in zero.units:
         move(zero, unit, home(unit.master))

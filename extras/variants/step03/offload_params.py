@@ -2,9 +2,8 @@
 
 In stage 3 a unit's weights are gathered before they are used. Here the shards stay on the host, and are copied to the
 GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
-(offload_optimizer.py); the GPU holds one or two units of weights, the gradients' shards, and activations.
-
-In step 3, `ShardedUnit.gather` would copy the shard first.
+(offload_optimizer.py); the GPU holds one or two units of weights, the gradients' shards, and activations. In step 3,
+`ShardedUnit.gather` would copy the shard first.
 """
 
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ SINCE = Config
 
 
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
-    """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather, while the GPU computes.
+    """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather it, while the GPU computes.
 
-    The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
-    still read it; but the stream first waits for them. Who waits for the unit waits for this stream as well: in a group
-    of one there is no collective, and nothing else to wait for.
+    The stream first waits for the kernels that may still read the memory, which the host has already freed. To wait for
+    the unit is also to wait for this stream: in a group of one there is no collective to wait for.
     """
     if unit.gathered:
         return
@@ -43,14 +41,14 @@ def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
 class Flags:
     """Offload of weights."""
 
-    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter shards live, with masters
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where shards of weights, and masters, are kept
 
 
 NEEDS = [("offload_params", "zero", 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):
-    """Move the shards; also masters, unless --offload-optimizer moves them."""
+    """Move the shards of the weights, and the masters unless --offload-optimizer moves these."""
     if config.offload_params == "none":
         return
     zero = parts.optimizer

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from common.comm import Mesh, all_gather, all_reduce
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
-from step01_single_gpu import OPTIMIZERS
+from extras.variants.step01 import sgd  # noqa: F401  # adds --optimizer sgd
 from step03_zero import Config, Zero1, Zero2, Zero3
 
 SINCE = Config
-WEIGHTS, NAME, LR = [1.0, 2.0, 3.0, 4.0], "model.layers.0.W", 0.1
+WEIGHTS, LR = [1.0, 2.0, 3.0, 4.0], 0.1
 
 
 class ToyLayer(nn.Module):
@@ -41,38 +41,25 @@ class ToyLayer(nn.Module):
         return (self.W.sum() * x) ** 2 / 2
 
 
-class Toy(nn.Module):
-    """The layer where a decoder has its layers, with nothing before and behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.model, self.lm_head, self.config = nn.Module(), nn.Module(), SimpleNamespace(n_layers=1)
-        self.model.embed_tokens, self.model.norm = nn.Module(), nn.Module()
-        self.model.layers = nn.ModuleDict({"0": ToyLayer()})
-
-    def forward(self, x: float) -> Tensor:
-        """A scalar."""
-        return self.model.layers["0"](x)
-
-
 def shown(tensor: Tensor) -> str:
-    """Values without the last digits' rounding."""
+    """The values, without the last digits' rounding."""
     return " ".join(f"{x:g}" for x in tensor.tolist())
 
 
 def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     """One step of the example; returns what this rank held and did. x is the rank's number plus one."""
-    group, model = mesh["dp"], Toy().to(device)
+    group, layer = mesh["dp"], ToyLayer().to(device)
     x = group.rank + 1.0
     if stage == 0:
-        weights = model.get_parameter(NAME)
-        held = shown(weights)
-        (model(x) / group.size).backward()  # scale once, then only sum
-        all_reduce(weights.grad, group).wait()
-        gradient, ours = shown(weights.grad), shown(weights - LR * weights.grad)
+        held = shown(layer.W)
+        (layer(x) / group.size).backward()  # scale once, then only sum
+        all_reduce(layer.W.grad, group).wait()
+        gradient, ours = shown(layer.W.grad), shown(layer.W - LR * layer.W.grad)
         return f"stage 0, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {ours}"
-    OPTIMIZERS["toy"] = lambda masters, _config: torch.optim.SGD(masters.values())
-    numbers = SimpleNamespace(optimizer="toy", seed=0)
+    model, trunk = nn.Module(), nn.Module()  # the layer where a decoder has its layers, with nothing around it
+    trunk.embed_tokens, trunk.layers, trunk.norm = nn.Module(), nn.ModuleDict({"0": layer}), nn.Module()
+    model.model, model.lm_head, model.config = trunk, nn.Module(), SimpleNamespace(n_layers=1)
+    numbers = SimpleNamespace(optimizer="sgd", weight_decay=0.0, seed=0)
     zero = (Zero1, Zero2, Zero3)[stage - 1](model, numbers, mesh, device, torch.float64)
     unit = zero.units[0]
     unit.flat.untyped_storage().resize_(len(unit.flat) * 8)
@@ -80,7 +67,7 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     unit.shard.copy_(unit.flat[unit.first :][: unit.length])  # the master too: in fp64 it is the shard
     held = shown(unit.shard if stage == 3 else unit.flat)
     zero.begin(1)
-    (model(x) / group.size).backward()
+    (layer(x) / group.size).backward()
     zero.finish()
     if stage == 1:  # beside the sum this rank still has its own gradient of the rest
         unit.gradient[unit.first :][: unit.length].copy_(unit.grad_shard)
@@ -102,7 +89,7 @@ REFUSES = [Refusal(dict(toy=SET, dry_run=SET), "it prints numbers, and a dry run
 
 
 def settle(config: Any, world: int):
-    """No steps are left to be trained."""
+    """Train no steps."""
     if config.toy:
         config.steps = 0
 
@@ -111,10 +98,9 @@ def attach(config: Any, parts: Parts):
     """Print all stages on all ranks."""
     if not config.toy:
         return
-    lines = [toy(stage, parts.mesh, next(parts.model.parameters()).device) for stage in range(4)]
-    everyones = [lines]
+    everyones = [[toy(stage, parts.mesh, next(parts.model.parameters()).device) for stage in range(4)]]
     if dist.is_initialized():
-        everyones = [None] * parts.mesh.world
+        lines, everyones = everyones[0], [None] * parts.mesh.world
         dist.all_gather_object(everyones, lines)
     if parts.mesh.rank == 0:
         print("\n".join(line for stage in zip(*everyones, strict=True) for line in stage))
