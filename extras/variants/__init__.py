@@ -2,7 +2,7 @@
 
  1  A file has a docstring (idea, law, source, where its lines would stand in the course), the mechanism, its record
     (record.py) with `Flags`, and functions that attach it. A file that only others import calls itself a *library*.
- 2  It serves the steps from the Config SINCE on (without SINCE: all), and is in the folder of the first of them.
+ 2  It serves the steps from that of its folder on; SINCE, a Config, can say otherwise.
  3  A menu entry that a file adds when it is imported is one more value of a flag: SYNCS["torch"] = TorchSync.
  4  `settle(config, world)` sets flags that are left open. Nothing else sets flags.
  5  NEEDS and REFUSES say which flags do not go together; `check(config, world)` raises UserError for sizes that do not

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import step02_ddp as step02
 from common import UserError
 from common.comm import Pending, all_gather, all_to_all
 from common.model import wide
@@ -34,8 +33,6 @@ from extras.variants.record import SET, Refusal, but
 from extras.variants.step02.narrow import dequantise, pick, put_back, quantise
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
-
-SINCE = step02.Config
 
 
 class Compression:

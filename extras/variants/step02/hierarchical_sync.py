@@ -24,9 +24,7 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, Mesh, exchange
 from common.model import Decoder
-from step02_ddp import SYNCS, Config, NaiveSync
-
-SINCE = Config
+from step02_ddp import SYNCS, NaiveSync
 
 
 def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: range):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import step02_ddp as step02
 from common import UserError
 from common.comm import Group, Mesh, note
 from common.layout import layout_of
@@ -21,7 +20,6 @@ from extras.variants import Parts
 from extras.variants.record import HAS, SET, Refusal
 from step02_ddp import SYNCS
 
-SINCE = step02.Config
 NARROW = "it adds gradients up in 16 bits; use --dtype fp32, or another --sync"
 
 

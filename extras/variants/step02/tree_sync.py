@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from common.comm import Group, exchange
-from step02_ddp import SYNCS, Config, NaiveSync
-
-SINCE = Config
+from step02_ddp import SYNCS, NaiveSync
 
 
 class TreeSync(NaiveSync):

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from common import UserError
 from extras.variants import Parts
-from step03_zero import Config, Unit, Zero1
-
-SINCE = Config
+from step03_zero import Unit, Zero1
 
 
 def to_host(tensor: Tensor) -> Tensor:

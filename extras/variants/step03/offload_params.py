@@ -15,9 +15,7 @@ import torch
 from common.comm import Pending, all_gather
 from extras.variants import Parts
 from extras.variants.step03.offload_optimizer import Update, move, to_host
-from step03_zero import Config, ShardedUnit
-
-SINCE = Config
+from step03_zero import ShardedUnit
 
 
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):

@@ -23,9 +23,8 @@ from common.comm import Mesh, all_gather, all_reduce
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step01 import sgd  # noqa: F401  # adds --optimizer sgd
-from step03_zero import Config, Zero1, Zero2, Zero3
+from step03_zero import Zero1, Zero2, Zero3
 
-SINCE = Config
 WEIGHTS, LR = [1.0, 2.0, 3.0, 4.0], 0.1
 
 

@@ -18,9 +18,7 @@ from math import inf
 from typing import Any
 
 from extras.variants import Parts
-from step03_zero import Config, ShardedUnit
-
-SINCE = Config
+from step03_zero import ShardedUnit
 
 
 def keep():

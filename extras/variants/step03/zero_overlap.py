@@ -18,9 +18,7 @@ from torch import nn
 
 from common.comm import Pending
 from extras.variants import Parts
-from step03_zero import Config, Unit, Zero1
-
-SINCE = Config
+from step03_zero import Unit, Zero1
 
 
 class Early:

@@ -23,9 +23,7 @@ from common.comm import Mesh, all_reduce
 from common.layout import layout_of, note_layout
 from common.model import Decoder
 from extras.variants import Parts
-from step03_zero import STAGES, Config
-
-SINCE = Config
+from step03_zero import STAGES
 
 
 def with_replicas(
