@@ -120,38 +120,33 @@ def test_logits_of_one_chunk_exist(chunk):
 # --- graphs
 
 SEEN = "attach", "torch.compile(", 'partial(torch.compile, backend="eager")('
-LAYERS = {  # ranks, step, flags; whether all layers of a rank share one graph (else it breaks at messages)
-    "ten layers": (1, "step01_single_gpu", dict(n_layers=10, steps=2), True),  # Dynamo gives up after eight graphs
-    "buckets": (1, "step02_ddp", {}, True),
-    "zero 3": (1, "step03_zero", dict(zero=3, recompute="elementwise"), True),
-    "tp, again": (2, "step04_tp_sp", dict(tp=2, zero=1, recompute="full"), False),
-    "ring": (2, "step05_cp_ring", dict(cp=2, recompute="full"), False),
-    "pipeline, again": (2, "step06_pipeline", dict(pp=2, recompute="full"), True),
-    "experts": (2, "step07_moe_ep", dict(ep=2), False),
+LAYERS = {  # step, flags
+    "ten layers": ("step01_single_gpu", dict(n_layers=10, steps=2)),  # Dynamo gives up after eight graphs
+    "buckets": ("step02_ddp", {}),
+    "zero 3": ("step03_zero", dict(zero=3, recompute="elementwise")),
+    "pipeline, again": ("step06_pipeline", dict(pp=2, recompute="full")),
 }
 
 
-def graphs_of(name: str, dtype: str) -> tuple[int, int]:
-    """Runs on every rank: graphs of a run with --compile, and the calls in them."""
+def graphs_of(name: str) -> int:
+    """Runs on every rank: graphs of a run with --compile in bf16, in which gradients are not of the weights' dtype."""
     from torch._dynamo.utils import counters  # takes seconds to import
 
     torch.compiler.reset()
     counters.clear()
-    ranks, step, options, _ = LAYERS[name]
-    options = dict(compile=True, steps=1, n_layers=2, global_batch_size=2 * ranks, dtype=dtype) | options
+    step, flags = LAYERS[name]
     with injected(Fault("extras.variants.step01.compiled", *SEEN, "")):
-        equal.watch(step, options)
-    return counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]
+        equal.watch(step, dict(compile=True, steps=1, n_layers=2, global_batch_size=4, dtype="bf16") | flags)
+    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("ten layers", "buckets"))) for n in LAYERS]
 )
-def test_graphs_in_bf16_are_those_in_fp64(pools, name):
-    """Where gradients have another dtype than weights, Dynamo would break graphs if it saw them."""
-    ranks, *_, whole = LAYERS[name]
-    for ours, theirs in zip(*(pools(ranks).run(graphs_of, name, dtype) for dtype in ("bf16", "fp64")), strict=True):
-        assert ours == theirs and (ours[0] == 1) == whole and ours[0] < min(200, ours[1])  # some calls in each
+def test_all_layers_share_one_graph(pools, name):
+    """Whatever their number and their gradients' dtype are, if they send nothing."""
+    ranks = LAYERS[name][1].get("pp", 1)
+    assert pools(ranks).run(graphs_of, name) == [1] * ranks
 
 
 # --- overlap

@@ -40,7 +40,7 @@ def spelled(name: str, value: Any) -> str:
 class Refusal(NamedTuple):
     """Flags that do not go together, and why."""
 
-    flags: dict[str, Any]  # each has SET, HAS, a tuple of values or `but`: refused where all of these hold
+    flags: dict[str, Any]  # each has SET, HAS, a tuple of values, `but` or a function: refused where all of these hold
     why: str  # what would go wrong; after a semicolon, what to do
     shows: dict[str, Any] | None = {}  # noqa: RUF012  # where a run without it goes wrong on CPUs; None: nowhere
     needs: str = ""  # instead of `why`: what the first flag needs, to matter at all
@@ -54,6 +54,8 @@ class Refusal(NamedTuple):
         condition = self.flags[name]
         if name not in plain:
             return type(condition) is tuple and name in OFF and OFF[name] in condition
+        if callable(condition):
+            return condition(value)
         if condition in (SET, HAS):
             return condition == HAS or value != plain[name]
         return (value in condition) != isinstance(condition, But)

@@ -33,12 +33,12 @@ from extras.variants.record import SET, Refusal
 from step05_cp_ring import CONTEXT
 
 
-def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> each run of tokens of one document: base + (start, stop), first position, document."""
+def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
+    """int64 [seq], int64 [s] -> each run of tokens of one document: start, stop, position of the first, document."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
-    return [(base + start, base + stop, int(positions[start]), int(documents[start])) for start, stop in runs]
+    return [(start, stop, int(positions[start]), int(documents[start])) for start, stop in runs]
 
 
 class MicroBatch:
@@ -46,21 +46,22 @@ class MicroBatch:
 
     def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
         """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
-        ends, whole = (tokens == end).long(), torch.arange(tokens.shape[1])
-        self.numbers = ends.cumsum(1) - ends  # [batch, seq]: how many documents end before each token
+        rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
+        self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: of documents
         self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
-        self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
+        self.places = self.positions + rows[:, None, None] * tokens.shape[1]  # in all sequences, one behind the other
+        self.lengths = self.numbers.flatten().unique_consecutive(return_counts=True)[1].tolist()
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
-    def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
+    def visible(self, rank: int, source: int, _length: int) -> list[tuple[slice, slice, bool]]:
         """Replaces `zigzag_visible` of step 5: for any positions, and for several sequences one behind the other."""
         if source not in self.found:
-            blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
-            for row, places, base in zip(self.numbers, self.positions, range(0, length, size), strict=True):
-                ours, theirs = (segments(row, places[r], base) for r in (rank, source))
-                for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
-                    if document == other and key_at <= at:
-                        blocks.append((slice(start, stop), slice(first, end), key_at == at))
+            both = (segments(self.numbers.flatten(), self.places[:, r].flatten()) for r in (rank, source))
+            self.found[source] = [
+                (slice(start, stop), slice(first, end), key_at == at)
+                for (start, stop, at, document), (first, end, key_at, other) in product(*both)
+                if document == other and key_at <= at
+            ]
         return self.found[source]
 
 

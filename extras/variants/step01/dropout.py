@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import Refusal
 
 WORD = 2**32 - 1
 
@@ -90,12 +90,8 @@ class Flags:
 
 TRIED = dict(dropout=0.2)
 COMPUTED = True
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not config.dropout < 1:
-        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
+NOTHING = "it is a share, which leaves nothing: choose it below 1, say 0.1"
+REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
 
 
 def attach(config: Any, parts: Parts):

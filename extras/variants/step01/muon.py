@@ -1,7 +1,7 @@
 """Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its momentum made orthogonal, so it must be whole.
 
-AdamW treats each number by itself, so any shard can be updated where it is. Muon needs whole matrices. With gradient G
-and momentum M of a matrix W [out, in], learning rate lr, weight decay d:
+AdamW treats each number by itself, so a rank can update any shard. Muon needs whole matrices. With gradient G and
+momentum M of a matrix W [out, in], learning rate lr and weight decay d:
 
     M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, on each shard (Nesterov)
     O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import Refusal
 
 WINDOW, ENOUGH = 32, 8  # the largest and the smallest number of steps for a median
 
@@ -27,8 +27,8 @@ WINDOW, ENOUGH = 32, 8  # the largest and the smallest number of steps for a med
 class Past:
     """A copy of what this rank's update changes, made before the update of `step` (-1: there is none)."""
 
-    def __init__(self, optimizer: Any):
-        self.optimizer, self.step = optimizer, -1
+    def __init__(self, optimizer: Any, every: int):
+        self.optimizer, self.every, self.step = optimizer, every, -1
         self.copies: dict[tuple[str, str], Tensor] = {}  # by name and kind
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
@@ -37,22 +37,20 @@ class Past:
             held = dict(master=master.detach()) | self.optimizer.torch_optimizer.state.get(master, {})
             yield from (((name, kind), value) for kind, value in held.items() if isinstance(value, Tensor))
 
-    def copy(self, step: int):
-        """Make a copy."""
-        self.step, self.copies = step, {key: value.clone() for key, value in self.tensors()}
-
-    def put_back(self):
-        """Restore the copy. Moments that did not exist then become zeros, which they begin as."""
-        for key, value in self.tensors():
-            value.copy_(self.copies[key]) if key in self.copies else value.zero_()
+    def before(self, step: int, spike: bool):
+        """Before the update of a step: copy everything if that is due; at a spike restore the last copy."""
+        if not spike and (self.step < 0 or step % self.every == 0):
+            self.step, self.copies = step, {key: value.clone() for key, value in self.tensors()}
+        elif spike and self.step >= 0:
+            for key, value in self.tensors():
+                value.copy_(self.copies[key]) if key in self.copies else value.zero_()  # moments begin as zeros
 
 
 class Spikes:
     """Decides which updates are skipped. `recent` has loss and gradient norm of the last steps, the newest last."""
 
-    def __init__(self, factor: float, every: int = 0, past: Past | None = None):
-        self.factor, self.recent, self.skipping = factor, [], False
-        self.every, self.past, self.now = every, past, 0
+    def __init__(self, factor: float, past: Past | None = None):
+        self.factor, self.past, self.recent, self.skipping = factor, past, [], False
 
     def is_spike(self, *values: float) -> bool:
         """Whether one of the values exceeds `factor` times its median over the last steps."""
@@ -65,20 +63,18 @@ class Spikes:
         """Around `run.require_finite`. The numbers are the same on all ranks, so all ranks decide alike."""
         plain(step, loss=loss, grad_norm=grad_norm)
         finite = math.isfinite(grad_norm)  # else --dtype fp16 skips the update
-        self.skipping, self.now = finite and self.is_spike(loss, grad_norm), step
+        self.skipping = finite and self.is_spike(loss, grad_norm)
+        if self.past is not None:
+            self.past.before(step, self.skipping)
 
     def update(self, plain: Callable):
-        """Around the update rule's step. Offloading calls it once a unit; the first call in a step makes the copy."""
+        """Around the update rule's step."""
         if not self.skipping:
-            if self.every and self.past.step < self.now and (self.past.step < 0 or self.now % self.every == 0):
-                self.past.copy(self.now)
             plain()
-        elif self.every and self.past.step >= 0:
-            self.past.put_back()
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
         """Around `run.record`."""
-        back = dict(back_to=self.past.step) if self.every else {}
+        back = {} if self.past is None else dict(back_to=self.past.step)
         plain(step, tokens, **numbers, **(dict(skipped=1) | back if self.skipping else {}))
 
     def state(self) -> list:
@@ -102,19 +98,15 @@ TRIED = dict(skip_spikes=1.5, roll_back=1)
 COMPUTED = True
 BESIDE = dict(steps=3)
 NEEDS = [("roll_back", "skip_spikes")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
-        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
+HALF = "half of all steps exceed the median; use 3, say, or 0"
+REFUSES = [Refusal(dict(skip_spikes=lambda k: 0 < k <= 1), HALF, None)]
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:
     """Look at loss and norm before the update."""
     if not config.skip_spikes:
         return None
-    spikes = Spikes(config.skip_spikes, config.roll_back, Past(parts.optimizer))
+    spikes = Spikes(config.skip_spikes, Past(parts.optimizer, config.roll_back) if config.roll_back else None)
     parts.around(parts.run, "require_finite", spikes.require_finite, by=__name__)
     parts.around(parts.optimizer.torch_optimizer, "step", spikes.update, by=__name__)
     parts.around(parts.run, "record", spikes.record, by=__name__)

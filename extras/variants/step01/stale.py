@@ -10,8 +10,10 @@ that applies it. A rank holds K more gradients of what it updates; checkpoints d
 `Optimizer.step` would put the gradients into a queue and take the oldest.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,21 +22,13 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 
 
-class Queue:
-    """The gradients that are under way, by master, the oldest first."""
-
-    def __init__(self, late: int, masters: dict[str, Tensor]):
-        self.late, self.masters = late, masters
-        self.waiting: dict[str, list[Tensor]] = {name: [] for name in masters}
-
-    def update(self, plain: Callable):
-        """Around the update rule's step: it sees older gradients, or none. (Offloading calls it once a unit.)"""
-        for name, master in self.masters.items():
-            if master.grad is not None:
-                queue = self.waiting[name]
-                queue.append(master.grad.clone())  # its buffer is used again
-                master.grad = queue.pop(0) if len(queue) > self.late else None
-        plain()
+def update(late: int, masters: dict[str, Tensor], waiting: dict[str, list[Tensor]], plain: Callable):
+    """Around the update rule's step: it sees older gradients, or none. `waiting` has the others, by master's name."""
+    for name, master in masters.items():
+        if master.grad is not None:  # offloading updates some masters at a time
+            waiting[name].append(master.grad.clone())  # its buffer is used again
+            master.grad = waiting[name].pop(0) if len(waiting[name]) > late else None
+    plain()
 
 
 @dataclass
@@ -53,5 +47,5 @@ REFUSES = [Refusal(dict(stale=SET, resume=SET), "no checkpoint holds the gradien
 def attach(config: Any, parts: Parts):
     """Put a queue between gradients and updates."""
     if config.stale:
-        queue = Queue(config.stale, parts.optimizer.masters)
-        parts.around(parts.optimizer.torch_optimizer, "step", queue.update, by=__name__)
+        call = partial(update, config.stale, parts.optimizer.masters, defaultdict(list))
+        parts.around(parts.optimizer.torch_optimizer, "step", call, by=__name__)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
@@ -116,14 +115,9 @@ REFUSES = [
         dict(window=SET, cp=SET, cp_mode=but("ring", "ulysses")),
         "with windows all ranks have the same work, so tokens stay in order; use --cp-mode ring or ulysses",
     ),
+    Refusal(dict(window=(1,)), "a token sees itself and at least one before it; use 2 or more, or 0", None),
     Refusal(dict(window=SET, documents=SET), "each divides attention into parts of its own; choose one of them", None),
 ]
-
-
-def check(config: Any, world: int):
-    """Raises UserError for a window without other tokens."""
-    if config.window == 1:
-        raise UserError("--window 1: a token sees itself and at least one before it; use 2 or more, or 0")
 
 
 def attach(config: Any, parts: Parts):

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError
 from common.comm import Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
@@ -98,14 +97,9 @@ TRIED = dict(topk_fraction=0.5)
 NEEDS = [("topk_fraction", "compress", "topk")]
 REFUSES = [
     Refusal(dict(compress=SET, sync=but("bucket", "overlap"), zero=(0,)), "it compresses buckets; use --sync bucket"),
+    Refusal(dict(topk_fraction=lambda x: not 0 < x <= 1), "it is a share: choose it above 0, and at most 1", None),
     Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow would be owed for ever; use --dtype bf16 or fp32", None),
 ]
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not 0 < config.topk_fraction <= 1:
-        raise UserError(f"--topk-fraction {config.topk_fraction:g} is a share: choose it above 0, and at most 1")
 
 
 def attach(config: Any, parts: Parts) -> Compression | None:

@@ -28,32 +28,22 @@ from step03_zero import Zero1, Zero2, Zero3
 WEIGHTS, LR = [1.0, 2.0, 3.0, 4.0], 0.1
 
 
-class ToyLayer(nn.Module):
-    """Four weights and the loss (sum(W) x)^2 / 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.W = nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float64))
-
-    def forward(self, x: float) -> Tensor:
-        """A scalar."""
-        return (self.W.sum() * x) ** 2 / 2
-
-
 def shown(tensor: Tensor) -> str:
     """The values, without the last digits' rounding."""
-    return " ".join(f"{x:g}" for x in tensor.tolist())
+    return " ".join(f"{x:g}" for x in tensor.flatten().tolist())
 
 
 def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     """One step of the example; returns what this rank held and did. x is the rank's number plus one."""
-    group, layer = mesh["dp"], ToyLayer().to(device)
-    x = group.rank + 1.0
+    group, layer = mesh["dp"], nn.Linear(4, 1, bias=False, device=device, dtype=torch.float64)
+    x = torch.full((4,), group.rank + 1.0, device=device, dtype=torch.float64)
     if stage == 0:
-        held = shown(layer.W)
-        (layer(x) / group.size).backward()  # scale once, then only sum
-        all_reduce(layer.W.grad, group).wait()
-        gradient, ours = shown(layer.W.grad), shown(layer.W - LR * layer.W.grad)
+        weights = layer.weight
+        weights.data.copy_(torch.tensor(WEIGHTS))
+        held = shown(weights)
+        (layer(x).square().sum() / 2 / group.size).backward()  # scale once, then only sum
+        all_reduce(weights.grad, group).wait()
+        gradient, ours = shown(weights.grad), shown(weights - LR * weights.grad)
         return f"stage 0, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {ours}"
     model, trunk = nn.Module(), nn.Module()  # the layer where a decoder has its layers, with nothing around it
     trunk.embed_tokens, trunk.layers, trunk.norm = nn.Module(), nn.ModuleDict({"0": layer}), nn.Module()
@@ -66,7 +56,7 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     unit.shard.copy_(unit.flat[unit.first :][: unit.length])  # the master too: in fp64 it is the shard
     held = shown(unit.shard if stage == 3 else unit.flat)
     zero.begin(1)
-    (layer(x) / group.size).backward()
+    (layer(x).square().sum() / 2 / group.size).backward()
     zero.finish()
     if stage == 1:  # beside the sum this rank still has its own gradient of the rest
         unit.gradient[unit.first :][: unit.length].copy_(unit.grad_shard)
