@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import comm
 from common.comm import Mesh
-from common.model import attend
+from common.model import Decoder, attend
 from extras.services.memory import MemoryTimeline
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
@@ -37,44 +37,32 @@ from step05_cp_ring import zigzag_positions
 from tests.tape import Tape
 
 
-class Masters(equal.Watch):
-    """Sums this rank's masters after each step."""
-
-    def __enter__(self):
-        self.sums = []
-        return super().__enter__()
-
-    def pieces(self, local):
-        """Nothing: gradients with infinity cannot be compared."""
-        return {}
-
-    def record(self, step, tokens, **numbers):
-        """After a step."""
-        super().record(step, tokens, **numbers)
-        self.sums.append(sum(master.sum().item() for master in self.parts.optimizer.masters.values()))
-
-
-def overflow_on_rank(options: dict) -> tuple[list[float], float]:
-    """Three steps; in the second one the last rank's gradient is infinite -> sums of the masters, and the scale."""
-    step, plain = count(), LossScaling.gradients
+def overflow_on_rank(options: dict) -> tuple[list[int], float]:
+    """In the second of three steps the last rank's gradient is infinite -> steps with an update, and the scale."""
+    begun, updated, gradients, update = count(1), [], LossScaling.gradients, LossScaling.update
 
     def infinite(self, inner):
-        first, found = self.scaled, plain(self, inner)
-        if first and next(step) == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            next(iter(found.values())).fill_(torch.inf)
+        first, found = self.scaled, gradients(self, inner)
+        if first:
+            self.step_begun = next(begun)
+            if self.step_begun == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                next(iter(found.values())).fill_(torch.inf)
         return found
 
-    with mock.patch.object(LossScaling, "gradients", infinite):
-        run = equal.watch("step06_pipeline", options, Masters)
-    return run.sums, run.parts.kept["fp16"].scale
+    def noting(self, inner):
+        update(self, lambda: updated.append(self.step_begun) or inner())
+
+    without = mock.patch.object(equal.Watch, "pieces", lambda *_: {})  # gradients with infinity cannot be compared
+    with mock.patch.multiple(LossScaling, gradients=infinite, update=noting), without:
+        run = equal.watch("step06_pipeline", options)
+    return updated, run.parts.kept["fp16"].scale
 
 
 @pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """The update is skipped and the scale halved on all ranks; the next update is made."""
-    options = dict(optimizer="sgd", lr=0.1, steps=3, dtype="fp16")
-    for (first, second, third), scale in pools(2).run(overflow_on_rank, options | layout):
-        assert first == second != third and scale == 2**15
+    """And halves the scale on all; the next update is made."""
+    found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
+    assert found == [([1, 3], 2**15)] * 2
 
 
 def test_spikes_are_left_out_and_become_normal():
@@ -312,29 +300,17 @@ def test_prints_the_example(pools):
 # --- batches that grow
 
 
-class Fed(equal.Watch):
-    """Of each step, keeps the number of tokens as recorded, and the sum of the tokens of each call of the decoder."""
+def ramp_on_rank(options: dict) -> tuple[list[int], list[int]]:
+    """Runs on every rank: tokens of each step as recorded, and the sum of the tokens of each call of the decoder."""
+    calls, forward = [], Decoder.forward
 
-    def __enter__(self):
-        self.calls, self.fed = [], []
-        return super().__enter__()
+    def called(model, tokens, *rest):
+        calls.append(tokens.sum().item())
+        return forward(model, tokens, *rest)
 
-    def steps(self, **parts):
-        """Before the first step."""
-        embedding = parts["model"].model.embed_tokens
-        embedding.register_forward_pre_hook(lambda _, inputs: self.calls.append(inputs[0].sum().item()))
-        yield from super().steps(**parts)
-
-    def record(self, step, tokens, **numbers):
-        """After a step."""
-        super().record(step, tokens, **numbers)
-        self.fed.append((tokens, self.calls))
-        self.calls = []
-
-
-def ramp_on_rank(options: dict) -> list[tuple[int, list[int]]]:
-    """Runs on every rank."""
-    return equal.watch("step02_ddp", options, Fed).fed
+    with mock.patch.object(Decoder, "forward", called):
+        run = equal.watch("step02_ddp", options)
+    return [row["tokens"] for row in run.history], calls
 
 
 def test_a_ramp_trains_each_sequence_once(pools):
@@ -343,9 +319,12 @@ def test_a_ramp_trains_each_sequence_once(pools):
     data = equal.watch("step01_single_gpu", dict(steps=1)).parts.data
     data.batch_size = 1
     sequences = iter(data.batch(i)[0].sum().item() for i in range(sum(sizes)))
-    for size, *ranks in zip(sizes, *pools(2).run(ramp_on_rank, options), strict=True):
-        assert [(tokens, len(calls)) for tokens, calls in ranks] == [(size * equal.SMALL["seq_len"], size // 2)] * 2
-        assert sum(sum(calls) for _, calls in ranks) == sum(islice(sequences, size))
+    recorded, calls = zip(*pools(2).run(ramp_on_rank, options), strict=True)
+    assert recorded == ([size * equal.SMALL["seq_len"] for size in sizes],) * 2
+    assert [len(some) for some in calls] == [sum(sizes) // 2] * 2
+    pairs = zip(*calls, strict=True)
+    for size in sizes:
+        assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
 
 
 # --- late
