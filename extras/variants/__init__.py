@@ -44,7 +44,7 @@ def name_of(module: str) -> str:
 
 
 class Change(NamedTuple):
-    """A change by one file of one method of one object, or of one entry of a menu."""
+    """One file's change of a method of an object, or of an entry of a menu."""
 
     owner: Any
     name: Any  # the method's name, or the entry's key
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
     @property
     def place(self) -> int:
-        """The place among the wrappers of a method: the larger, the further outside. Services have the largest."""
+        """Where the wrapper nests: a wrapper with a larger number is further outside. Services have the largest."""
         if self.how == "instead of":
             return -1
         return ORDER.index(name_of(self.by)) if self.by.startswith(f"{__name__}.") else len(ORDER)
@@ -70,7 +70,7 @@ class Change(NamedTuple):
 
 
 class Progress:
-    """The step that a rank computes, and in it `now`, the number of the micro-batch in forward or backward, from 0."""
+    """Follows a rank: `step`, and `now`, the number of the micro-batch whose forward or backward runs, from 0."""
 
     def __init__(self, parts: "Parts"):
         self.step, self.now, self.pipeline = -1, -1, parts.pipeline
@@ -81,17 +81,17 @@ class Progress:
             parts.around(parts.pipeline, act, self.act, by=__name__)
 
     def begin(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`."""
+        """Around `Data.batch`: a step begins."""
         self.step, self.now = step, -1
         return read(step)
 
     def enter(self, _model: Any, inputs: tuple) -> tuple:
-        """Before the model's forward: the next micro-batch, unless the model validates."""
+        """Before the model's forward: count the micro-batch, unless this is validation."""
         self.now += torch.is_grad_enabled()
         return inputs if self.positions is None else (*inputs[:2], self.positions())
 
     def act(self, right: Callable, i: int, *rest: Any) -> Any:
-        """Around a pipeline's forward and backward of micro-batch i: a backward may recompute layers."""
+        """Around a pipeline's forward and backward of micro-batch i. (Backward may recompute layers.)"""
         self.now = i
         if self.positions is not None:
             self.pipeline.positions = self.positions()
@@ -115,7 +115,7 @@ class Parts:
 
     @cached_property
     def progress(self) -> Progress:
-        """Where training is; followed from the first time that a technique asks."""
+        """The step and micro-batch that this rank computes, followed from the first request on."""
         return Progress(self)
 
     @property
@@ -125,7 +125,7 @@ class Parts:
 
     @property
     def way(self) -> list[int]:
-        """The stages from stage 0 to the loss, in the order of a micro-batch; without a pipeline 0 alone."""
+        """The numbers of all stages in the order in which a micro-batch passes them; without a pipeline, [0]."""
         stages = [0]
         while self.pipeline is not None and (after := self.pipeline.places[stages[-1]].after) is not None:
             stages.append(after)
@@ -133,11 +133,11 @@ class Parts:
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of actions in the list that a pipeline follows, if it follows one."""
+        """The kinds of actions in this rank's list, if the pipeline follows lists."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
 
     def keeps(self, what: str) -> list[Any]:
-        """What `attach` of the files has returned, where that has an attribute or method of this name."""
+        """All objects in `kept` that have an attribute or method of this name."""
         return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def scale_added_losses(self, factor: float):
@@ -158,7 +158,7 @@ class Parts:
         self.change(owner, name, by, "around", call)
 
     def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):
-        """Record a change, and nest all changes of this method or entry anew."""
+        """Record a change, and nest all changes of this method or entry again."""
         alike = [change for change in self.attached if change.owner is owner and change.name == name]
         plain = alike[0].plain if alike else owner[name] if isinstance(owner, dict) else getattr(owner, name)
         new = Change(owner, name, by, how, call, plain, f"{name_of(by)} {how} {self.named(owner, name)}")
@@ -170,14 +170,14 @@ class Parts:
         new.put(plain)
 
     def named(self, owner: Any, name: Any) -> str:
-        """A method as `Decoder.loss`; an entry of a menu as its flag, `--zero 2`."""
+        """Names a method like `Decoder.loss`, and an entry of a menu like its flag, `--zero 2`."""
         if not isinstance(owner, dict):
             return f"{type(owner).__name__}.{name}"
         flags = [flag.name for flag in fields(self.run.config) if flag.metadata.get("menu") is owner]
         return " ".join([*(f"--{flag.replace('_', '-')}" for flag in flags), str(name)])
 
     def give_back(self):
-        """Restore all menus: the step has built, or will not."""
+        """Restore all menus when the step has built, or could not."""
         for change in self.attached:
             if isinstance(change.owner, dict):
                 change.put(change.plain)

@@ -29,7 +29,7 @@ WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|
 
 
 def flags(module: ModuleType, text: str) -> list[str]:
-    """The values that a file adds to the steps' flags, and its own flags; without these, what its docstring names."""
+    """The values that a file adds to flags of steps, and its own flags; without these, the flag in its docstring."""
     entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
     found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
     found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []
@@ -37,7 +37,7 @@ def flags(module: ModuleType, text: str) -> list[str]:
 
 
 def spoken(name: str, condition: Any) -> str:
-    """A condition of a refusal: "`--zero 1, 2, 3`", "`--cp-mode` but ring, ulysses", "`--no-sp`"."""
+    """A condition of a refusal, in words: "`--zero 1, 2, 3`", "`--cp-mode` but ring, ulysses", "`--no-sp`"."""
     if condition in ((True,), (False,)):
         return f"`{spelled(name, *condition)}`"
     flag, values = f"--{name.replace('_', '-')}", "" if condition in (SET, HAS) else ", ".join(map(str, condition))
@@ -45,7 +45,7 @@ def spoken(name: str, condition: Any) -> str:
 
 
 def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
-    """What the file's own flags need, and what they do not go with, as cells of the table."""
+    """Two cells of the table: what a file's own flags need, and what they do not go with."""
     needs = [spoken(other, tuple(values) or SET) for _, other, *values in getattr(module, "NEEDS", ())]
     refused: list[Refusal] = getattr(module, "REFUSES", [])
     others = [{name: some for name, some in one.flags.items() if name not in own} for one in refused if not one.needs]
@@ -68,7 +68,7 @@ def row(path: Path) -> str:
 
 
 def table() -> str:
-    """README.md beside this file."""
+    """The text of README.md."""
     return "\n".join([HEAD, *filter(None, map(row, sorted(HERE.glob("step0*/*.py"))))])
 
 

@@ -27,7 +27,7 @@ from extras.variants.record import SET, Refusal
 
 
 def sizes(config: Any) -> list[int]:
-    """Sequences of each step until the batch is full, and of all steps from then on. Raises UserError."""
+    """The number of sequences of each step until the batch is full, and of all later steps. Raises UserError."""
     words = config.batch_ramp.split(",")
     if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
         raise UserError(f"--batch-ramp {config.batch_ramp}: write sequences and steps, like 8,100")
@@ -39,7 +39,7 @@ def sizes(config: Any) -> list[int]:
 
 
 class Ramp:
-    """The batch of each step, in which `real` of a rank's micro-batches have sequences."""
+    """Provides the batch of each step, in which only the first `real` micro-batches of a rank have sequences."""
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.parts, self.sizes = config, parts, sizes(config)
@@ -47,7 +47,7 @@ class Ramp:
         self.program = getattr(parts.pipeline, "program", ())
 
     def size(self, step: int) -> int:
-        """Sequences of a step."""
+        """The number of sequences of a step."""
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def read(self, step: int) -> tuple[Tensor, Tensor]:
@@ -61,30 +61,30 @@ class Ramp:
         return tuple(torch.cat(parts, 1).flatten(0, 1) for parts in both)
 
     def begin(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `read`, and around --prefetch: a step begins."""
+        """Around `read` and --prefetch: a step begins."""
         self.real = self.size(step) // self.dp // self.config.micro_batch_size
         before, self.scale = self.scale, self.config.global_batch_size / self.size(step)
         self.parts.scale_added_losses(self.scale / before)  # a step adds the mean of its micro-batches' losses
         return read(step)
 
     def forward(self, model: Callable, *inputs: Tensor) -> Tensor:
-        """Around the model's forward: in training, a micro-batch without sequences has no loss."""
+        """Around the model's forward: in training, a micro-batch without sequences is not computed."""
         if torch.is_grad_enabled() and self.progress.now >= self.real:
             return torch.zeros((), device=inputs[0].device, requires_grad=True)
         return model(*inputs)
 
     def step(self, run: Callable, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """Around a pipeline's step: only the real micro-batches. Without the others, a list of actions stays one."""
+        """Around a pipeline's step: leave all other micro-batches out, also of the list of actions."""
         if self.program:
             self.parts.pipeline.program = [line for line in self.program if line.action.micro_batch < self.real]
         return run(xs[: self.real], ys[: self.real], n_targets)
 
     def sums(self, begin: Callable, _n: int):
-        """Around `sync.begin`."""
+        """Around `sync.begin`: expect only the real micro-batches."""
         begin(self.real)
 
     def record(self, plain: Callable, step: int, _tokens: int, **numbers: float):
-        """Around `run.record`: count the real tokens."""
+        """Around `run.record`: count only the tokens of real sequences."""
         plain(step, self.size(step) * self.parts.model.config.seq_len, **numbers)
 
 

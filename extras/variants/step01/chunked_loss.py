@@ -25,7 +25,7 @@ MOST = 2**30  # bytes of a chunk's logits in fp32: three such tensors exist at a
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Forward also computes the gradients, as if that of the loss were 1; backward scales them."""
+    """Computes the gradients in forward, as if that of the loss were 1; backward only scales them."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, loss: Callable) -> Tensor:

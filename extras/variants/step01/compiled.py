@@ -58,11 +58,9 @@ def attach(config: Any, parts: Parts):
         return
     broken = max(getattr(config, dim, 1) for dim in ("tp", "cp")) > 1
     for layer in parts.model.model.layers.values():
-        params, forward = list(layer.parameters()), layer.forward
-        if config.recompute == "full" and broken:  # step 1's partial(checkpoint, forward, ...)
-            graph = partial(without_gradients, params, torch.compile(forward.args[0]))
-            graph = partial(forward.func, graph, **forward.keywords)
-        else:
-            graph = partial(without_gradients, params, torch.compile(forward))
+        forward, outside = layer.forward, config.recompute == "full" and broken  # step 1's partial(checkpoint, ...)
+        compiled = torch.compile(forward.args[0] if outside else forward)
+        graph = partial(without_gradients, list(layer.parameters()), compiled)
+        graph = partial(forward.func, graph, **forward.keywords) if outside else graph
         parts.instead(layer, "forward", graph, by=__name__)
     parts.instead(parts.run, "count", torch.compiler.disable(parts.run.count), by=__name__)

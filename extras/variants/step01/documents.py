@@ -34,7 +34,7 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> each run of tokens of one document: start, stop, position of the first, document."""
+    """int64 [seq], int64 [s] -> runs of tokens of one document: start, stop, position of the first, document."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
@@ -84,14 +84,14 @@ class Documents:
         parts.progress.positions = self.enter
 
     def within(self, core: Callable) -> Callable:
-        """What goes around `core`, a kind of attention: documents as its `visible` parts, or for whole sequences."""
+        """The wrapper for a kind of attention: it passes `visible` parts, or calls `attend` on whole sequences."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences one behind the other
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `attend` of common/model.py, with a call for each document. (On GPUs, varlen kernels take one call.)"""
+        """Like `attend` of common/model.py, with a call for each document. (On GPUs, one varlen call would do.)"""
         split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
         return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
@@ -103,23 +103,23 @@ class Documents:
         return tokens, targets
 
     def enter(self) -> Tensor:
-        """Before forward and backward of a micro-batch in training: find it; returns `rope`, also for validation."""
+        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `rope`."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
         return self.rope()
 
     def look(self, tokens: Tensor) -> Tensor:
-        """For validation: take whole sequences, int64 [batch, seq] on the CPU; returns `rope`."""
+        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `rope`."""
         self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
         return self.rope()
 
     def figures(self) -> dict[str, float]:
-        """For the record of a step: the share of causal attention's pairs that is left."""
+        """For the record of a step: the number of pairs, as a share of causal attention's."""
         lengths = [n for some in self.all for n in some.lengths]
         return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
 
     def places(self) -> Tensor:
-        """int64 [1 or batch, this rank's tokens]: the positions of the micro-batch's tokens in their sequences."""
+        """The positions of this rank's tokens in their sequences, int64 [1 or batch, tokens]."""
         return self.here[None]
 
     def rope(self) -> Tensor:

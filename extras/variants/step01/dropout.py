@@ -31,7 +31,7 @@ WORD = 2**32 - 1
 
 
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four words, int64 that broadcast -> four random words. int64 wraps: all 64 bits of a product are there."""
+    """Four words, int64 that broadcast -> four random words. int64 wraps around, so a product keeps all 64 bits."""
     (a, b, c, d), (k0, k1) = counter, key
     for _ in range(10):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
@@ -41,14 +41,14 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tenso
 
 
 def mask(p: float, key: tuple[int, int], sequences: Tensor, positions: Tensor, place: int, dim: int) -> Tensor:
-    """int64 [batch], int64 [1 or batch, tokens] -> bool [batch, tokens, dim]: the numbers that are not dropped."""
+    """int64 [batch], int64 [1 or batch, tokens] -> bool [batch, tokens, dim]: which numbers are kept."""
     channels = torch.arange(-(-dim // 4), device=positions.device)
     words = philox((channels, positions[..., None], sequences[:, None, None], place), key)
     return torch.stack([word < round((1 - p) * 2**32) for word in words], -1).flatten(-2)[..., :dim]
 
 
 class Dropout:
-    """Drops numbers of the outputs of a model's blocks, in the micro-batch that `parts.progress` tells."""
+    """Drops numbers in the outputs of a model's blocks."""
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.mesh, self.progress, trunk = config, parts.mesh, parts.progress, parts.model.model
@@ -66,13 +66,13 @@ class Dropout:
                 parts.around(block, name, partial(self.drop, place), by=__name__)
 
     def drop(self, place: int, block: Callable, *inputs: Any) -> Tensor:
-        """Around a block: its output [batch, this rank's tokens, dim], of which some is zero in training."""
+        """Around a block: in training, drop numbers of its output, [batch, this rank's tokens, dim]."""
         y = block(*inputs)
         return (y * self.kept(place, y.shape)).mul_(1 / (1 - self.config.dropout)) if torch.is_grad_enabled() else y
 
     @torch.compiler.disable  # it would be another graph in each step
     def kept(self, place: int, shape: torch.Size) -> Tensor:
-        """bool [batch, tokens, dim], for the tokens of this rank, of which tp ranks may have shards."""
+        """The mask of this rank's tokens, bool [batch, tokens, dim]. With SP, tp ranks have shards of the tokens."""
         (batch, tokens, dim), config, step = shape, self.config, self.progress.step
         shards = self.here().split(tokens, 1)
         positions = shards[self.mesh.rank % len(shards)]  # tp is the mesh's last dimension
@@ -95,6 +95,6 @@ REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
 
 
 def attach(config: Any, parts: Parts):
-    """Let training steps drop."""
+    """Drop numbers in training."""
     if config.dropout:
         Dropout(config, parts)

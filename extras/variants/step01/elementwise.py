@@ -43,7 +43,7 @@ def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
 
 
 def attach(config: Any, parts: Parts):
-    """A router's choice is kept with `full`, too. Elsewhere `full` keeps nothing, as this costs time at each operator.
+    """Keep a router's choice also with `full`. Without a router `full` keeps nothing, because that costs time.
 
     Attention of step 5 is computed again, with its messages: it adds to the output of an operator in place.
     """

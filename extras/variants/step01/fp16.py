@@ -30,21 +30,21 @@ class LossScaling:
         self.restore(dict(scale=2.0**16, good_steps=0))
 
     def state(self) -> dict:
-        """For a checkpoint: the scale, and for how many steps it has been good."""
+        """For a checkpoint: the scale, and the number of good steps in a row."""
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Take both, from the next forward on, also for the losses that layers with experts add."""
+        """Use both from the next forward on, also for the losses that layers with experts add."""
         self.parts.scale_added_losses(state["scale"] / self.scale)
         self.scale, self.good_steps = state["scale"], state["good_steps"]
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
-        """Around the model's loss, a scalar in fp32 or wider: its value stays, and its gradient is scaled."""
+        """Around the model's loss, a scalar in fp32 or wider: keep its value, and scale its gradient."""
         loss = plain(*inputs)
         return loss + (self.scale - 1) * (loss - loss.detach())
 
     def gradients(self, plain: Callable) -> dict[str, Tensor]:
-        """Around `optimizer.gradients`: the first call in a step divides them by the scale, in place."""
+        """Around `optimizer.gradients`: the first call of a step divides them by the scale, in place."""
         gradients = plain()
         if self.scaled:
             for gradient in gradients.values():
@@ -58,12 +58,12 @@ class LossScaling:
         plain(step, loss=loss)
 
     def update(self, plain: Callable):
-        """Around the update rule's step."""
+        """Around the update rule's step: leave it out after an overflow."""
         if not self.skipping:
             plain()
 
     def step(self, plain: Callable, lr: float):
-        """Around `optimizer.step`: afterwards choose the scale of the next step."""
+        """Around `optimizer.step`: afterwards, choose the scale of the next step."""
         plain(lr)
         good_steps = 0 if self.skipping else self.good_steps + 1
         factor = 0.5 if self.skipping else 2.0 if good_steps % GROWTH == 0 else 1.0

@@ -54,7 +54,7 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
 
 
 class SummingLinear(torch.autograd.Function):
-    """A linear layer that hands its input on to another, and in backward adds to the gradient that this one found."""
+    """A linear layer that hands its input on to the next one, and in backward adds to the dx of that one."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: nn.Linear, fused: bool) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class SummingLinear(torch.autograd.Function):
 
 
 def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
-    """Replaces a linear layer's forward. `box` has (x, x handed on) of the layer before, if that shares its input."""
+    """Replaces a linear layer's forward. `box` has (x, the x handed on) of the layer before, if both share x."""
     given = box.pop()[1] if box and box[-1][0] is x else x
     box.clear()
     if not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the forward of the matrices; those that share an input share a box."""
+    """Replace the forward of each matrix. Matrices that share an input share a box."""
     if not config.fused_gradients:
         return
     fused = adds_to_wide(next(parts.model.parameters()))

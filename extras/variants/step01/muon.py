@@ -46,7 +46,7 @@ def rounded(dtype: torch.dtype) -> torch.dtype:
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Matrices [n, rows, columns] -> the same with all singular values near 1: odd polynomials change nothing else."""
+    """Matrices [n, rows, columns] -> with singular values near 1: an odd polynomial changes nothing else."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
@@ -82,7 +82,7 @@ class Muon:
         return {name: unit.view(whole, name).flatten() for name in ours}
 
     def orthogonal_part(self, name: str, update: Tensor) -> Tensor:
-        """The flat update of a parameter -> what this rank's shard of it moves by."""
+        """The flat update of a parameter -> by how much this rank's shard of it moves."""
         param, local, first = self.params[name], self.hidden[name], self.firsts.get(name, 0)
         each, shards = param.shape[-2:].numel(), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
         low, high = first // each, -(-(first + local.numel()) // each)  # the matrices of which the shard has elements

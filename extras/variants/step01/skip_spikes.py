@@ -32,13 +32,13 @@ class Past:
         self.copies: dict[tuple[str, str], Tensor] = {}  # by name and kind
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Masters, and the tensors that the update rule keeps for each; none of these before its first update."""
+        """All masters, and the tensors that the update rule keeps for each; it makes these in its first update."""
         for name, master in self.optimizer.masters.items():
             held = dict(master=master.detach()) | self.optimizer.torch_optimizer.state.get(master, {})
             yield from (((name, kind), value) for kind, value in held.items() if isinstance(value, Tensor))
 
     def before(self, step: int, spike: bool):
-        """Before the update of a step: copy everything if that is due; at a spike restore the last copy."""
+        """Before the update of a step: at a spike restore the last copy, otherwise make one if it is due."""
         if not spike and (self.step < 0 or step % self.every == 0):
             self.step, self.copies = step, {key: value.clone() for key, value in self.tensors()}
         elif spike and self.step >= 0:
@@ -68,21 +68,21 @@ class Spikes:
             self.past.before(step, self.skipping)
 
     def update(self, plain: Callable):
-        """Around the update rule's step."""
+        """Around the update rule's step: leave it out at a spike."""
         if not self.skipping:
             plain()
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
-        """Around `run.record`."""
+        """Around `run.record`: note a skipped step."""
         back = {} if self.past is None else dict(back_to=self.past.step)
         plain(step, tokens, **numbers, **(dict(skipped=1) | back if self.skipping else {}))
 
     def state(self) -> list:
-        """What a checkpoint keeps: the numbers of the last steps."""
+        """For a checkpoint: the numbers of the last steps."""
         return self.recent
 
     def restore(self, state: list):
-        """Restore them from a checkpoint."""
+        """Take them from a checkpoint."""
         self.recent = state
 
 
@@ -103,7 +103,7 @@ REFUSES = [Refusal(dict(skip_spikes=lambda k: 0 < k <= 1), HALF, None)]
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:
-    """Look at loss and norm before the update."""
+    """Decide before each update whether it is skipped."""
     if not config.skip_spikes:
         return None
     spikes = Spikes(config.skip_spikes, Past(parts.optimizer, config.roll_back) if config.roll_back else None)

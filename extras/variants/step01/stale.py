@@ -23,7 +23,7 @@ from extras.variants.record import SET, Refusal
 
 
 def update(late: int, masters: dict[str, Tensor], waiting: dict[str, list[Tensor]], plain: Callable):
-    """Around the update rule's step: it sees older gradients, or none. `waiting` has the others, by master's name."""
+    """Around the update rule's step: exchange each gradient for the one that is `late` steps older, or for none."""
     for name, master in masters.items():
         if master.grad is not None:  # offloading updates some masters at a time
             waiting[name].append(master.grad.clone())  # its buffer is used again
@@ -45,7 +45,7 @@ REFUSES = [Refusal(dict(stale=SET, resume=SET), "no checkpoint holds the gradien
 
 
 def attach(config: Any, parts: Parts):
-    """Put a queue between gradients and updates."""
+    """Keep each gradient in a queue before the update."""
     if config.stale:
         call = partial(update, config.stale, parts.optimizer.masters, defaultdict(list))
         parts.around(parts.optimizer.torch_optimizer, "step", call, by=__name__)

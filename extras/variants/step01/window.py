@@ -36,7 +36,7 @@ TURNED = "turned"
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
     """The parts of the pairs with 0 <= query - key < window: (queries, keys, and False, True or TURNED).
 
-    The queries are those of the last tokens of `keys`. Slices count from the first query, and from the first key.
+    The queries belong to the last of the keys' tokens. Slices count from the first query, and from the first key.
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -51,7 +51,7 @@ def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool 
 
 
 def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
-    """A kernel (kernels.py) for which parts can also be TURNED: causal, with both sides read from the last on."""
+    """Extend a kernel (kernels.py) to TURNED parts: causal ones, with queries and keys in reverse order."""
 
     def turning(function: Callable, *given: Any) -> tuple[Tensor, ...]:
         *tensors, shape = given
@@ -70,7 +70,7 @@ def neighbours(group: Group, own: int, reach: int) -> tuple[list[tuple[int, int]
 
 
 def add_halo(kv: Tensor, group: Group, own: int, reach: int) -> Tensor:
-    """k and v [2, batch, own, kv_heads, d] -> with those of up to `reach` earlier tokens in front of them."""
+    """k and v [2, batch, own, kv_heads, d] -> the same behind those of up to `reach` earlier tokens."""
     before, after = neighbours(group, own, reach)
     received = [(torch.empty_like(kv[:, :, :t]), peer) for t, peer in before]
     exchange([(kv[:, :, own - t :].contiguous(), peer) for t, peer in after], received, group).wait()
@@ -78,7 +78,7 @@ def add_halo(kv: Tensor, group: Group, own: int, reach: int) -> Tensor:
 
 
 def return_halo(grad: Tensor, group: Group, own: int, reach: int) -> Tensor:
-    """The gradient of `add_halo`'s output -> that of its input: the ranks that own a halo's keys add its gradients."""
+    """The backward of `add_halo`: send the gradients of a halo to the ranks that own its keys, which add them."""
     before, after = neighbours(group, own, reach)
     *parts, ours = grad.split([*(t for t, _ in reversed(before)), own], 2)
     ours = ours.clone()

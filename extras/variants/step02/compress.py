@@ -35,7 +35,7 @@ from step03_zero import Unit
 
 
 class Compression:
-    """Sums in fewer bits. `owed` has what is still to be sent, [n shards, length], of each bucket or unit."""
+    """Sums in fewer bits. `owed` keeps what has not been sent of each bucket or unit, [n shards, length]."""
 
     def __init__(self, config: Any, sync: Any):
         self.sync, self.last = sync, Pending()  # the first message of the newest bucket
@@ -47,7 +47,7 @@ class Compression:
         self.owed: dict[Bucket | Unit, Tensor] = {}
 
     def scatter(self, key: Bucket | Unit, values: Tensor, then: Callable[[Tensor], None]) -> Pending:
-        """Start to send row r of values [n, length] to rank r. The wait calls `then` with our row of the sum."""
+        """Start to send row r of values [n, length] to rank r. Its wait calls `then` with our row of the sum."""
         values = values.to(wide(values.dtype)) + self.owed.get(key, 0.0)
         length, dtype = values.shape[-1], values.dtype
         message = self.narrow(values)
@@ -58,7 +58,7 @@ class Compression:
         return pending
 
     def gather(self, bucket: Bucket, total: Tensor):
-        """Start to fill a bucket with the shards of the sum of all ranks. `total` [length] is ours."""
+        """Start to fill a bucket with all ranks' shards of the sum. `total` [length] is this rank's."""
         flat, group, length, dtype = bucket.flat, bucket.group, len(total), total.dtype
         message = self.narrow(total[None])
         self.owed[bucket][group.rank] += total - self.widen(message, length, dtype)[0]
@@ -68,7 +68,7 @@ class Compression:
         self.sync.pending.append(pending)
 
     def send(self, plain: Callable, bucket: Bucket):
-        """Around `BucketSync.send`. The last bucket's first message has had the time of this one's backward."""
+        """Around `BucketSync.send`: wait for the previous bucket's first message, which backward has hidden."""
         n = bucket.group.size
         if n == 1:
             return plain(bucket)
@@ -78,7 +78,7 @@ class Compression:
         self.sync.pending.append(self.last)
 
     def reduce(self, plain: Callable, unit: Unit) -> Pending:
-        """Around `Zero1.reduce`."""
+        """Around `Zero1.reduce`: compress the message."""
         n = unit.group.size
         if n == 1:
             return plain(unit)

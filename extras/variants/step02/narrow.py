@@ -17,7 +17,7 @@ def in_blocks(values: Tensor) -> Tensor:
 
 
 def quantise(values: Tensor) -> Tensor:
-    """[..., length] floats -> int8 [..., length + 4 blocks]: in units of their block's max / 127; then these units."""
+    """[..., length] floats -> int8 [..., length + 4 blocks]: multiples of a scale, then the scales, fp32."""
     blocks = in_blocks(values)
     scales = (blocks.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
     whole = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : values.shape[-1]]
@@ -38,7 +38,7 @@ def pick(values: Tensor, fraction: float) -> Tensor:
 
 
 def put_back(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `pick`; what was not sent is zero."""
+    """The inverse of `pick`: numbers that were not sent become zero."""
     words = dtype.itemsize // 4
     bits, places = message.tensor_split([message.shape[-1] * words // (words + 1)], dim=-1)
     values = torch.zeros(len(message), length, dtype=dtype, device=message.device)

@@ -48,13 +48,13 @@ class TorchSync:
 
     @staticmethod
     def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Communication hook: the sum of one of DDP's buckets."""
+        """Communication hook: start to sum one of DDP's buckets."""
         note("all_reduce", group, bucket.buffer(), 2 * (group.size - 1) / group.size)
         work = dist.all_reduce(bucket.buffer(), group=group.handle, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
     def begin(self, n_micro_batches: int):
-        """Before the first of so many forward passes; only the last one's backward communicates."""
+        """Expect so many forward passes; only the backward of the last one communicates."""
         self.left = n_micro_batches
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class TorchSync:
         return self.ddp(*inputs)
 
     def finish(self):
-        """DDP has waited at the end of backward."""
+        """Do nothing: DDP has waited at the end of backward."""
 
 
 SYNCS["torch"] = TorchSync

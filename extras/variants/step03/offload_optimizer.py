@@ -26,13 +26,13 @@ from step03_zero import Unit, Zero1
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where there is a GPU to copy to."""
+    """Copy a tensor to host memory, which is pinned if there is a GPU."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     return host.copy_(tensor)
 
 
 def to_file(folder: Path, tensor: Tensor) -> Tensor:
-    """A copy in a file of `folder` whose name is gone. Raises OSError if the disk is full: the space is taken now."""
+    """Copy a tensor to an unnamed file in `folder`. Takes the space now, and raises OSError if the disk is full."""
     n = max(1, tensor.numel())
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):  # not on macOS
@@ -42,7 +42,7 @@ def to_file(folder: Path, tensor: Tensor) -> Tensor:
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Replace a unit's master and its shards. The update rule keeps its tensors, which only get other memory."""
+    """Replace the memory of a unit's master. The update rule keeps its tensors, which are parts of it."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:
@@ -50,7 +50,7 @@ def move(zero: Zero1, unit: Unit, master: Tensor):
 
 
 class Update:
-    """The update of ZeRO's units, one by one, where their masters are."""
+    """Updates ZeRO's units one by one, where their masters are."""
 
     def __init__(self, optimizer: Zero1, home: Callable[[Tensor], Tensor]):
         """`home`: copies a tensor to where the state is kept."""
@@ -61,7 +61,7 @@ class Update:
         self.stream = torch.cuda.Stream() if beside else None
 
     def send(self, gradient: Tensor) -> tuple[Tensor, Callable]:
-        """Start to copy a unit's gradient to its master -> the copy, and the function that waits for it."""
+        """Start to copy a unit's gradient to its master's device -> the copy, and a function that waits for it."""
         if self.stream is None:
             return gradient, lambda: None
         with torch.cuda.stream(self.stream):

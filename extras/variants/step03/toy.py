@@ -29,7 +29,7 @@ WEIGHTS, LR = [1.0, 2.0, 3.0, 4.0], 0.1
 
 
 def shown(tensor: Tensor) -> str:
-    """The values, without the last digits' rounding."""
+    """The values in six digits, which hides rounding."""
     return " ".join(f"{x:g}" for x in tensor.flatten().tolist())
 
 
@@ -84,7 +84,7 @@ def settle(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Print all stages on all ranks."""
+    """Print the example in all stages on all ranks."""
     if not config.toy:
         return
     everyones = [[toy(stage, parts.mesh, next(parts.model.parameters()).device) for stage in range(4)]]

@@ -45,7 +45,7 @@ NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
 
 
 def attach(config: Any, parts: Parts):
-    """Keep the units that are small enough."""
+    """Keep all units, or those of at most --zero-keep-mb."""
     most = config.zero_keep_mb * 2**20 or inf
     if config.zero_keep:
         for unit in parts.units:

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-
-from common.comm import Pending
 from extras.variants import Parts
+from step02_ddp import BucketSync
 from step03_zero import Unit, Zero1
 
 
-class Early:
-    """Starts the sums of `zero`'s units early."""
+class Early(BucketSync):
+    """Starts the sums of `zero`'s units as step 2 starts those of buckets."""
 
     def __init__(self, zero: Zero1):
         self.zero = zero
@@ -33,21 +31,17 @@ class Early:
     def begin(self, plain: Callable, n_micro_batches: int):
         """Around `Zero1.begin`: expect so many additions to each gradient."""
         plain(n_micro_batches)
-        self.unsent: list[Unit] = self.zero.units[::-1]
-        self.pending: list[Pending] = []
+        self.unsent, self.pending = self.zero.units[::-1], []
         for unit in self.zero.units:
             unit.missing = n_micro_batches * len(unit.trained)
 
-    def mark_ready(self, unit: Unit, _param: nn.Parameter):
-        """Hook: autograd has added to a gradient of `unit`."""
-        unit.missing -= 1
-        while self.unsent and self.unsent[0].missing == 0:
-            self.pending.append(self.zero.reduce(self.unsent.pop(0)))
+    def send(self, unit: Unit):
+        """Start a unit's sum."""
+        self.pending.append(self.zero.reduce(unit))
 
     def finish(self):
-        """Replaces `Zero1.finish`: send units with parameters that were not used, and wait for all."""
-        for pending in [*self.pending, *map(self.zero.reduce, self.unsent)]:
-            pending.wait()
+        """Replaces `Zero1.finish`: send what is left, and wait for all sums."""
+        super().finish()
         for unit in self.zero.units:
             unit.grad_shard = unit.reduced_shard
 

@@ -29,7 +29,7 @@ from step03_zero import STAGES
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Around a stage of ZeRO: it shards over the dimension "shard". Experts keep their own group."""
+    """Around a stage of ZeRO: let it shard over the dimension "shard". Experts keep their own group."""
     rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
     shards = rows.reshape(len(rows), config.zero_replicas, -1)
     mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
