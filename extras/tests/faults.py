@@ -154,7 +154,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(Row(2, "step03_zero", dict(zero=1), MUON), "/step01.muon",
         ("Muon", "all_gather(whole, own, unit.group).wait()",
          "whole.zero_()[unit.first : unit.first + unit.length].copy_(own)", "what lies on other ranks counts as zero")),
-    *noticed_by(Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), SGD), "/step03.offload_optimizer",
+    *noticed_by(Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), SGD), "/step03.offload",
         ("Update", "zero.publish()", "pass", "the host updates masters, and the weights stay as they are"),
         ("move", "zero.masters[name].data = unit.view_shard(master, name)", "pass",
          "the rule updates tensors that nobody reads")),

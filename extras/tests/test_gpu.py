@@ -36,7 +36,7 @@ from step04_tp_sp import VocabParallelEmbedding
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
 TURNS = MOE | dict(pp=2, schedule="ahead", chunks=1, ep_overlap=True, n_layers=4, global_batch_size=16)
-EP_OVERLAP, OFFLOAD = "extras.variants.step07.ep_overlap", "extras.variants.step03.offload_optimizer"
+EP_OVERLAP, OFFLOAD = "extras.variants.step07.ep_overlap", "extras.variants.step03.offload"
 OFFLOADED = dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
 CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
@@ -59,7 +59,7 @@ USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes", "in turns")
 GROUPED = "extras.variants.step07.grouped_matmul"
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
-    "N2": ("offloaded, alone", "early", "extras.variants.step03.offload_params", "gather_beside",
+    "N2": ("offloaded, alone", "early", "extras.variants.step03.offload", "gather_beside",
            "*pending.works, arrived", "*pending.works"),
     "N3: counts": ("experts", "waits", "step07_moe_ep", "visit_experts",
                    "torch.stack((leaving_Ge, arriving_Ge)).cpu()", "leaving_Ge, arriving_Ge"),

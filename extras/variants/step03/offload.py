@@ -1,11 +1,16 @@
-"""ZeRO's masters and moments in host memory or in files (`--offload-optimizer`; Ren et al. 2021, "ZeRO-Offload").
+"""ZeRO's tensors in host memory or in files (`--offload-optimizer`, `--offload-params`).
 
-    cpu     masters and moments are in host memory, and are updated there
-    disk    the same in memory-mapped files of the run directory, without names: they end with the process
+    --offload-optimizer cpu     masters and moments are in host memory, and are updated there ("ZeRO-Offload", Ren et
+                                al. 2021)
+    --offload-optimizer disk    they are in memory-mapped files of the run directory, without names, which end with
+                                the process
+    --offload-params cpu        in stage 3, the shards of the weights are in host memory, too ("ZeRO-Infinity",
+                                Rajbhandari et al. 2021). The GPU holds one or two units of weights, the gradients'
+                                shards, and activations
 
 The update goes unit by unit, because rules skip what has no gradient; in step 3 it would be `Zero1.step`. On a GPU,
-copies use a stream of their own: the next unit's gradient is copied while the host updates this one. (Pinned host
-memory is rounded up to a power of two.)
+copies use streams of their own: the next unit's gradient is copied while the host updates this one, and a unit's shard
+is copied before `ShardedUnit.gather` while the GPU computes. (Pinned host memory is rounded up to a power of two.)
 """
 
 import os
@@ -21,8 +26,9 @@ import torch
 from torch import Tensor
 
 from common import UserError
+from common.comm import Mesh, Pending, all_gather
 from extras.variants import Parts
-from step03_zero import Unit, Zero1
+from step03_zero import ShardedUnit, Unit, Zero1
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -97,30 +103,56 @@ class Update:
         zero.publish()
 
 
+def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
+    """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather it, while the GPU computes.
+
+    The stream first waits for the kernels that may still read the memory, which the host has already freed. To wait for
+    the unit is also to wait for this stream: in a group of one there is no collective to wait for.
+    """
+    if unit.gathered:
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        unit.flat.untyped_storage().resize_(unit.nbytes)
+        pending = all_gather(unit.flat, unit.shard.to(unit.flat.device, non_blocking=True), unit.group)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    unit.gathering, unit.gathered = Pending(unit.group, *pending.works, arrived), True
+
+
+def on_disk(config: Any, zero: Zero1, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """`to_file` for the run directory. Raises UserError unless masters and two moments of this node's ranks fit."""
+    folder = Path(config.out or "runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    n_bytes = 3 * sum(unit.master.nbytes for unit in zero.units) * int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    if n_bytes > (free := shutil.disk_usage(folder).free):
+        raise UserError(f"--offload-optimizer disk: {n_bytes} bytes do not fit in {folder}, {free} are free: set --out")
+    return partial(to_file, folder)
+
+
 @dataclass
 class Flags:
-    """Offload of optimizer state."""
+    """Offload of ZeRO's tensors."""
 
     offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments are kept and updated
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where shards of weights, and masters, are kept
 
 
-NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3), ("offload_params", "zero", 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):
-    """Move the masters now, and the moments when the first update has made them. Raises UserError."""
-    if config.offload_optimizer == "none":
+    """Move masters and shards now, and the moments when the first update has made them. Raises UserError."""
+    where, zero = config.offload_optimizer, parts.optimizer
+    if where == config.offload_params == "none":
         return
-    zero, home = parts.optimizer, to_host
-    if config.offload_optimizer == "disk":
-        folder = Path(config.out or "runs")
-        folder.mkdir(parents=True, exist_ok=True)
-        n_bytes = 3 * sum(unit.master.nbytes for unit in zero.units)  # two moments at the most
-        n_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", parts.mesh.world))  # ranks that share the disk
-        if n_bytes > (free := shutil.disk_usage(folder).free):  # before a rank takes space
-            said = f"{n_bytes} bytes do not fit in {folder}, {free} are free"
-            raise UserError(f"--offload-optimizer disk: {said}: set --out to another disk")
-        home = partial(to_file, folder)
+    home = {"none": lambda moment: moment, "cpu": to_host}.get(where) or on_disk(config, zero, parts.mesh)
+    beside = torch.cuda.Stream() if zero.units[0].flat.is_cuda else None
     for unit in zero.units:
-        move(zero, unit, home(unit.master))
+        if config.offload_params != "none":
+            unit.shard = to_host(unit.shard)
+            if beside is not None:
+                parts.instead(unit, "gather", partial(gather_beside, unit, beside), by=__name__)
+        # Without --offload-optimizer the master is the shard itself, if that is wide enough.
+        move(zero, unit, unit.shard.to(unit.master.dtype) if where == "none" else home(unit.master))
     parts.instead(zero, "step", Update(zero, home).step, by=__name__)
