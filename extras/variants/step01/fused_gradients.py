@@ -3,13 +3,10 @@
 For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. For each number
 it moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can accumulate in fp32 instead: 4 + 4 bytes, without rounding dW
 to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and adds
-them. Here each matmul adds to the dx of the one before:
-
-    forward     x -> q, x -> k, x -> v                   each hands x on to the next
-    backward    dx = dv Wv,   dx += dk Wk,   dx += dq Wq
+them. Here each matmul adds to the same dx: dx = dv Wv, dx += dk Wk, dx += dq Wq.
 
 This covers the matrices of layers and an untied head. Only CUDA has the operator that adds 16 bits to fp32; elsewhere
-autograd's three operations remain. In step 1, `Optimizer` would replace each `F.linear` by `SummingLinear`.
+autograd's three operations remain. In step 1, `Optimizer` would replace each `F.linear` by `SummingLinears`.
 """
 
 from dataclasses import dataclass
@@ -53,43 +50,37 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
         hook(weight)
 
 
-class SummingLinear(torch.autograd.Function):
-    """A linear layer that hands its input on to the next one, and in backward adds to the dx of that one."""
+class SummingLinears(torch.autograd.Function):
+    """Linear layers with one input. In backward each adds to the same dx, and adds its dW to the weight's gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, linear: nn.Linear, fused: bool) -> tuple[Tensor, Tensor]:
-        """x [..., in] -> y [..., out], x. The weight is hidden from autograd, which would call its hooks once more."""
-        ctx.set_materialize_grads(False)
+    def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:
+        """x [..., in] -> an output [..., out] of each. Autograd must not see the weights: it would call their hooks."""
         ctx.save_for_backward(x)
-        ctx.arguments = linear.weight, fused  # the parameter itself, wherever its values are by then
-        return F.linear(x, linear.weight), x.view_as(x)
+        ctx.arguments = [linear.weight for linear in linears], fused  # the parameters, wherever their values are later
+        return tuple(F.linear(x, linear.weight) for linear in linears)
 
     @staticmethod
-    def backward(ctx, dy: Tensor | None, dx: Tensor | None):
-        """The gradients of y, and of the x that was handed on -> the gradient of x."""
-        (weight, fused), (x,) = ctx.arguments, ctx.saved_tensors
-        if dy is None:
-            return dx, None, None
-        rows = dy.flatten(0, -2)
-        if ctx.needs_input_grad[0] and dx is None:
-            dx = torch.matmul(dy, weight)
-        elif ctx.needs_input_grad[0]:
-            dx.view(-1, dx.shape[-1]).addmm_(rows, weight)  # the next one's backward made it, and nobody else has it
-        if weight.requires_grad:
-            add_product(weight, rows, x.flatten(0, -2), fused)
-        return dx, None, None
+    def backward(ctx, *dys: Tensor):
+        """The gradients of the outputs -> the gradient of x."""
+        (weights, fused), (x,) = ctx.arguments, ctx.saved_tensors
+        rows, dx = x.flatten(0, -2), None
+        for weight, dy in reversed([*zip(weights, dys, strict=True)]):
+            dy = dy.flatten(0, -2)
+            if ctx.needs_input_grad[0]:
+                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            if weight.requires_grad:
+                add_product(weight, dy, rows, fused)
+        return None if dx is None else dx.view_as(x), None, None
 
 
-def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
-    """Replaces a linear layer's forward. `box` has (x, the x handed on) of the layer before, if both share x."""
-    given = box.pop()[1] if box and box[-1][0] is x else x
-    box.clear()
+def multiply(linears: list[nn.Linear], ready: list[Tensor], fused: bool, i: int, x: Tensor) -> Tensor:
+    """Replaces the forward of linears[i]. The first call computes all outputs, which `ready` keeps for the others."""
     if not torch.is_grad_enabled():
-        return F.linear(x, linear.weight)
-    y, handed_on = SummingLinear.apply(given, linear, fused)
-    if not last:
-        box.append((x, handed_on))
-    return y
+        return F.linear(x, linears[i].weight)
+    if i == 0:
+        ready[:] = SummingLinears.apply(x, linears, fused)
+    return ready.pop(0)
 
 
 @dataclass
@@ -107,7 +98,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the forward of each matrix. Matrices that share an input share a box."""
+    """Replace the forward of each matrix, together with those that have the same input."""
     if not config.fused_gradients:
         return
     fused = adds_to_wide(next(parts.model.parameters()))
@@ -115,7 +106,7 @@ def attach(config: Any, parts: Parts):
         linears = [getattr(block, name, None) for name in names.split()]
         if not isinstance(linears[0], nn.Linear) or (names == "lm_head" and parts.model.config.tied):
             continue
-        box: list = []
-        for linear in linears:
-            call = partial(multiply, linear, box, fused, linear is linears[-1])
+        ready: list[Tensor] = []
+        for i, linear in enumerate(linears):
+            call = partial(multiply, linears, ready, fused, i)
             parts.instead(linear, "forward", torch.compiler.disable(call), by=__name__)
