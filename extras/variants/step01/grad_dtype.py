@@ -17,11 +17,13 @@ from step01_single_gpu import Optimizer
 from step03_zero import Unit
 
 
-def gradients(optimizer: Optimizer, plain: Callable) -> dict[str, Tensor]:
-    """Around `Optimizer.gradients`: convert them to the masters' dtype."""
-    for name, param in optimizer.params.items():
+def gradients(parts: Parts, plain: Callable) -> dict[str, Tensor]:
+    """Around `gradients` of the optimizer: convert the gradients, or ZeRO's shards of them, to the masters' dtype."""
+    for unit in parts.units:
+        unit.grad_shard = unit.grad_shard.to(unit.master.dtype)
+    for name, param in getattr(parts.optimizer, "params", {}).items():
         gradient, param.grad = param.grad, None
-        param.grad_dtype = optimizer.masters[name].dtype
+        param.grad_dtype = parts.optimizer.masters[name].dtype
         param.grad = gradient.to(param.grad_dtype)
     return plain()
 
@@ -31,13 +33,6 @@ def zero_grad(optimizer: Optimizer, plain: Callable):
     plain()
     for param in optimizer.params.values():
         param.grad_dtype = param.dtype
-
-
-def finish(units: list[Unit], plain: Callable):
-    """Around `finish` of ZeRO: convert shards of summed gradients to the masters' dtype."""
-    plain()
-    for unit in units:
-        unit.grad_shard = unit.grad_shard.to(unit.master.dtype)
 
 
 def make_room(unit: Unit):
@@ -61,12 +56,10 @@ def attach(config: Any, parts: Parts):
         return
     for param in parts.model.parameters():
         param.grad_dtype = param.dtype
+    parts.around(parts.optimizer, "gradients", partial(gradients, parts), by=__name__)
     for unit in parts.units:
         parts.instead(unit, "make_room", partial(make_room, unit), by=__name__)
-    if parts.units:
-        parts.around(parts.sync, "finish", partial(finish, parts.units), by=__name__)
-        return
     for bucket in getattr(parts.sync, "buckets", ()):
         bucket.__init__(bucket.params, bucket.group)  # allocates its buffers in the new dtype
-    parts.around(parts.optimizer, "gradients", partial(gradients, parts.optimizer), by=__name__)
-    parts.around(parts.optimizer, "zero_grad", partial(zero_grad, parts.optimizer), by=__name__)
+    if not parts.units:
+        parts.around(parts.optimizer, "zero_grad", partial(zero_grad, parts.optimizer), by=__name__)
