@@ -1,4 +1,4 @@
-"""Gradients that matmuls add up (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
+"""Gradients that matmuls accumulate (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
 
 For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. For each number
 it moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can accumulate in fp32 instead: 4 + 4 bytes, without rounding dW
@@ -87,7 +87,7 @@ def multiply(linears: list[nn.Linear], ready: list[Tensor], fused: bool, i: int,
 class Flags:
     """Sums of gradients."""
 
-    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
+    fused_gradients: bool = False  # matmuls accumulate the gradients of matrices, and of inputs that several share
 
 
 AUTOGRAD = "DistributedDataParallel waits for autograd's own additions; use another --sync"

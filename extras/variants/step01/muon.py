@@ -1,4 +1,4 @@
-"""Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its momentum made orthogonal, so it must be whole.
+"""Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its orthogonalised momentum, so it must be whole.
 
 AdamW treats each number by itself, so a rank can update any shard. Muon needs whole matrices. With gradient G and
 momentum M of a matrix W [out, in], learning rate lr and weight decay d:

@@ -1,4 +1,4 @@
-"""Steps that stand out are skipped (`--skip-spikes K`): loss or gradient norm exceeds K times its running median.
+"""Steps whose loss or gradient norm exceeds K times its running median are skipped (`--skip-spikes K`).
 
 Now and then the gradient of a batch throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went back
 and left such batches out). Spikes enter the medians, too: what lasts becomes normal, and training continues.

@@ -35,7 +35,7 @@ def update(late: int, masters: dict[str, Tensor], waiting: dict[str, list[Tensor
 class Flags:
     """Late gradients."""
 
-    stale: int = 0  # updates by which a gradient is late; 0: it is not
+    stale: int = 0  # by how many updates each gradient is late; 0: it is not
 
 
 TRIED = dict(stale=1)

@@ -1,4 +1,4 @@
-"""Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees W keys, its own the last.
+"""Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees the last W keys.
 
     keys ->      0 1 2 3 4 5 6 7      W = 4, two ranks of cp, --cp-mode ring: the tokens are in order
     query 3      # # # +              A triangle (+) is causal attention. So is the triangle at the other end of the
@@ -105,7 +105,7 @@ def windowed_attention(
 class Flags:
     """Sliding windows."""
 
-    window: int = 0  # a token sees so many tokens, itself the last of them; 0: all before it
+    window: int = 0  # each token attends to the last so many tokens, itself included; 0: to all before it
 
 
 TRIED = dict(window=5)

@@ -1,4 +1,4 @@
-"""Four weights on two ranks, in every stage of ZeRO (`--toy`): the example in step 3's docstring, which it runs.
+"""The example in step 3's docstring (`--toy`): four weights on two ranks, in every stage of ZeRO.
 
 W = [1,2,3,4]; two ranks have x = 1 and 2 and the loss (sum(W) x)^2 / 2. The gradients are 10 and 40, their mean is 25.
 SGD with learning rate 0.1 takes 2.5 off every weight:

@@ -1,4 +1,4 @@
-"""ZeRO 3 that keeps what it has gathered until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
+"""ZeRO 3 that keeps gathered weights until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
 
 In a step of m micro-batches, step 3 gathers each layer 2 m times, although its weights do not change. Kept, they are
 gathered once, by the first micro-batch that uses them, and `publish` frees them:
