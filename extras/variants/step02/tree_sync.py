@@ -1,4 +1,4 @@
-"""Sums up a tree and down again (`--sync tree`, `server`): each rank sends a partial sum to its parent, and gets the whole.
+"""Sums up a tree and down again (`--sync tree`, `server`): each rank sends a partial sum up, and gets the whole back.
 
     tree, n = 6    rank    0     1     2     3     4     5
     up             round 0       1->0        3->2        5->4        each sends its partial sum, and is done

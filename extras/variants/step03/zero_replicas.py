@@ -1,4 +1,4 @@
-"""ZeRO that shards over only some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
+"""ZeRO over only some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
 
 With shards over all dp ranks every all-gather waits for the slowest link. With R replicas, dp / R neighbours (those of
 a node, say) share the weights and gather them among themselves; R ranks hold the same shard.
