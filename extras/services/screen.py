@@ -202,8 +202,6 @@ class Screen:
             numbers["outside_memory_bytes"] = beside
         if self.load is not None:
             numbers |= self.load.take()
-        for text in [text for kept in self.parts.keeps("notes") for text in kept.notes()]:
-            self.say(text)
         for kept in self.parts.keeps("figures"):
             numbers |= kept.figures()
         return numbers

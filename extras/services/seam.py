@@ -33,11 +33,18 @@ def plugins() -> list[ModuleType]:
     return [importlib.import_module(name) for name in names]
 
 
+def serves(plugin: ModuleType, cls: type) -> bool:
+    """Whether a file serves a step with this Config: those from SINCE on, by default from the step of its folder on."""
+    if hasattr(plugin, "SINCE"):
+        return issubclass(cls, plugin.SINCE)
+    folder = plugin.__name__.split(".")[-2]
+    return not folder.startswith("step0") or folder <= cls.__module__
+
+
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
     """The files whose flags a step with this Config has, and that define this name."""
-    of_step = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
-    return tuple(plugin for plugin in of_step if hasattr(plugin, function))
+    return tuple(plugin for plugin in plugins() if serves(plugin, cls) and hasattr(plugin, function))
 
 
 @lru_cache

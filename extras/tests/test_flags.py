@@ -17,7 +17,7 @@ STEP6 = "step06_pipeline"
 WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with the flag
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
     "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
-    "--ranks-per-node 2: of it and 3": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
+    "--ranks-per-node 2 must divide": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
     "--batch-ramp 5: write": (2, "step02_ddp", dict(batch_ramp="5")),
     "--batch-ramp 5,2: 5 must be less than, and divide": (2, "step02_ddp", dict(batch_ramp="5,2")),
     "--batch-ramp 3,2: its first number must be a multiple": (2, "step02_ddp", dict(batch_ramp="3,2")),

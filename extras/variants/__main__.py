@@ -1,8 +1,8 @@
 """The table of all techniques, from what their files say: `python -m extras.variants > extras/variants/README.md`."""
 
-import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,23 +28,16 @@ FLAG_OF = {  # a menu of the course: the flag that takes its entries
 WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|DeepSeek-V3|DeepEP|Megatron-LM"
 
 
-def entries(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(menu, key) of what a file adds to menus: SYNCS["tree"] = ..."""
-    for target in (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets):
-        if isinstance(target, ast.Subscript):
-            yield ast.unparse(target.value), ast.literal_eval(target.slice)
-
-
-def flags(tree: ast.Module, doc: str) -> list[str]:
-    """The values that a file adds to the steps' flags, and its own flags; without these, what its docstring names."""
-    found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries(tree) if menu in FLAG_OF]
-    owners = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Flags"]
-    found += [part.target.id for owner in owners for part in owner.body if isinstance(part, ast.AnnAssign)]
-    return ["--" + flag.replace("_", "-") for flag in found] or re.findall(r"--[\w-]+", doc)[:1]
+def flags(module: ModuleType, text: str) -> list[str]:
+    """The values that a file adds to flags of steps, and its own flags; without these, the flag in its docstring."""
+    entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
+    found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
+    found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []
+    return ["--" + flag.replace("_", "-") for flag in found] or re.findall(r"--[\w-]+", text)[:1]
 
 
 def spoken(name: str, condition: Any) -> str:
-    """A condition of a refusal: "`--zero 1, 2, 3`", "`--cp-mode` but ring, ulysses", "`--no-sp`"."""
+    """A condition of a refusal, in words: "`--zero 1, 2, 3`", "`--cp-mode` but ring, ulysses", "`--no-sp`"."""
     if condition in ((True,), (False,)):
         return f"`{spelled(name, *condition)}`"
     flag, values = f"--{name.replace('_', '-')}", "" if condition in (SET, HAS) else ", ".join(map(str, condition))
@@ -52,7 +45,7 @@ def spoken(name: str, condition: Any) -> str:
 
 
 def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
-    """What the file's own flags need, and what they do not go with, as cells of the table."""
+    """Two cells of the table: what a file's own flags need, and what they do not go with."""
     needs = [spoken(other, tuple(values) or SET) for _, other, *values in getattr(module, "NEEDS", ())]
     refused: list[Refusal] = getattr(module, "REFUSES", [])
     others = [{name: some for name, some in one.flags.items() if name not in own} for one in refused if not one.needs]
@@ -62,19 +55,20 @@ def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
 
 def row(path: Path) -> str:
     """A file's line of the table: its docstring's first sentence without brackets, and the works that it names."""
-    tree, module = ast.parse(path.read_text()), import_module(f"extras.variants.{path.parent.name}.{path.stem}")
-    first, *_ = paragraphs = [" ".join(part.split()) for part in ast.get_docstring(tree).split("\n\n")]
-    if first.startswith("A library"):
+    module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
+    doc = " ".join(module.__doc__.split())
+    if doc.startswith("A library"):
         return ""
-    about, words = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", first))[0], flags(tree, first)
+    about = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", doc))[0]
+    words = flags(module, path.read_text())
     own = {word.split()[0][2:].replace("-", "_") for word in words}
-    works = "; ".join(dict.fromkeys(re.findall(WORK, " ".join(paragraphs))))
     cells = [f"[{about}]({path.relative_to(HERE).as_posix()})", ", ".join(f"`{word}`" for word in words)]
+    works = "; ".join(dict.fromkeys(re.findall(WORK, doc)))
     return " | ".join(["", *cells, *limits(module, own), works, path.parent.name[4:].lstrip("0"), ""]).strip()
 
 
 def table() -> str:
-    """README.md beside this file."""
+    """The text of README.md."""
     return "\n".join([HEAD, *filter(None, map(row, sorted(HERE.glob("step0*/*.py"))))])
 
 

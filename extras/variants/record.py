@@ -3,15 +3,15 @@
     Flags      a dataclass of the flags and their defaults
     TRIED      values that tests combine with all other flags, beside the defaults. Of a switch, a Literal and a menu
                they try all values
-    BESIDE     values of other flags, with which the effect of the file's flags shows
-    COMPUTED   True if the flags change what is computed, not how: the one process that a test compares with has them
-    NEEDS      (flag, other, values...): if set, the flag matters only if the other flag has one of these values;
-               without values, if the other flag is set
-    REFUSES    Refusal(flags, why): flags that do not go together
+    BESIDE     values of other flags with which the flags of the file have an effect
+    COMPUTED   True if the flags change what is computed, not how: a test's one process to compare with has them, too
+    NEEDS      (flag, other, values...): the flag may be set only if the other one has one of these values; without
+               values, if the other one is set
+    REFUSES    Refusal(flags, why): flags that do not go together, or a value that a flag cannot have
 
-Declared once, in the file of the technique, this is what a run refuses (extras/services/seam.py), what tests combine
-(extras/tests/pairs.py), and what the table of techniques says (`python -m extras.variants`). What is not a question of
-flags alone, such as whether a size divides another, is a file's function `check`.
+A run refuses what is declared here (extras/services/seam.py), tests combine it (extras/tests/pairs.py), and the table
+of techniques prints it (`python -m extras.variants`). Other conditions, such as that one size divides another, are
+checked by a file's function `check`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ OFF = dict(zero=0, pp=1, cp=1, tp=1, ep=1)  # what a step that lacks one of thes
 
 
 class But(tuple):
-    """A condition: the flag has none of these values."""
+    """The condition that a flag has none of these values."""
 
 
 def but(*values: Any) -> But:
@@ -38,28 +38,30 @@ def spelled(name: str, value: Any) -> str:
 
 
 class Refusal(NamedTuple):
-    """Flags that do not go together, and why."""
+    """Flags that do not go together, and why; or one flag with values that it cannot have."""
 
-    flags: dict[str, Any]  # each has SET, HAS, a tuple of values or `but`: refused where all of these hold
+    flags: dict[str, Any]  # each has SET, HAS, a tuple of values, `but` or a function: refused where all of these hold
     why: str  # what would go wrong; after a semicolon, what to do
-    shows: dict[str, Any] | None = {}  # noqa: RUF012  # where a run without it goes wrong on CPUs; None: nowhere
-    needs: str = ""  # instead of `why`: what the first flag needs, to matter at all
+    shows: dict[str, Any] | None = {}  # noqa: RUF012  # other flags with which such a run goes wrong; None: on GPUs only
+    needs: str = ""  # instead of `why`: what the first flag needs, to have an effect
 
     def holds(self, value: Callable[[str], Any], plain: dict[str, Any]) -> bool:
-        """Whether a run is refused. `value`: of a flag of the run; `plain`: the defaults of all flags of its step."""
+        """Whether a run is refused. `value` gives a flag's value, and `plain` has the defaults of its step's flags."""
         return all(self.meets(name, value(name) if name in plain else None, plain) for name in self.flags)
 
     def meets(self, name: str, value: Any, plain: dict[str, Any]) -> bool:
-        """Whether a flag with this value is one of those that do not go together."""
+        """Whether this value of a flag meets the condition."""
         condition = self.flags[name]
         if name not in plain:
             return type(condition) is tuple and name in OFF and OFF[name] in condition
+        if callable(condition):
+            return condition(value)
         if condition in (SET, HAS):
             return condition == HAS or value != plain[name]
         return (value in condition) != isinstance(condition, But)
 
     def text(self, value: Callable[[str], Any], plain: dict[str, Any]) -> str:
-        """One line, which names all flags and says what to do."""
+        """One line that names all flags and says what to do."""
         words = [spelled(name, value(name)) for name in self.flags if name in plain and self.flags[name] != HAS]
         if self.needs:
             given = f", not with {words[1]}" if isinstance([*self.flags.values()][1], But) else ""
@@ -68,7 +70,7 @@ class Refusal(NamedTuple):
 
 
 def need(plain: dict[str, Any], flag: str, other: str, *values: Any) -> Refusal:
-    """A line of NEEDS as a refusal."""
+    """Turn a line of NEEDS into a refusal."""
     if values:
         return Refusal({flag: SET, other: but(*values)}, "", needs=" or ".join(spelled(other, v) for v in values))
     least = plain[other]

@@ -14,7 +14,7 @@ from step01_single_gpu import OPTIMIZERS, decay_groups
 
 
 def adafactor(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
-    """The update rule."""
+    """Return the update rule."""
     return torch.optim.Adafactor(decay_groups(masters, config))
 
 

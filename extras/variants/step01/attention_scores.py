@@ -1,18 +1,16 @@
 """Attention by its formula (`--attention scores`), and selective recomputation of it (`--recompute selective`).
 
-softmax(q k^T / sqrt(d)) v, as before FlashAttention: with one score for each pair of tokens. The scores are most of
-what a layer keeps for backward, and little of its work. Selective activation recomputation (Korthikanti et al. 2022,
-section 5) keeps q, k and v, and computes scores and softmax again: it repeats no product with weights and no message of
-tp. A fused kernel does the same in tiles, and leaves nothing to save.
-
-With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes an element, a token of a layer keeps
+Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a score for each pair of tokens. The scores are most
+of what a layer keeps for backward, and little of its work. Selective activation recomputation (Korthikanti et al. 2022,
+section 5) keeps q, k and v, and computes scores and softmax again, without a product with weights or a message of tp. A
+fused kernel does the same in tiles, and leaves nothing to save. With h = dim, k = kv heads x head_dim, f = ffn_dim,
+a = heads, s tokens and e bytes an element, a token of a layer keeps
 
     fused                          e (6 h + 2 k + 4 f) + 4 a + 8
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
     scores, --recompute selective  e (6 h + 2 k + 4 f) + 8
 
-Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if attention is recomputed.
-
+The paper's layer, with LayerNorm, GELU and dropout in 16 bits, keeps h (34 + 5 a s / h), and 34 h with recomputation.
 In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
 """
 
@@ -28,18 +26,18 @@ from extras.variants.record import SET, Refusal, but
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
 
-RECOMPUTE["selective"] = RECOMPUTE["none"]  # and then `attach`
+RECOMPUTE["selective"] = RECOMPUTE["none"]  # `attach` does the rest
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q."""
+    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q."""
     q, k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v))
     return (scaled_scores(q, k, causal=True).softmax(-1) @ v).transpose(1, 2)
 
 
-def again(core: Callable, *qkv: Tensor, **more: Any) -> Tensor:
-    """Around attention: keep q, k and v alone, and compute it again when its gradient is asked for."""
-    return checkpoint(core, *qkv, use_reentrant=False, **more)
+def again(core: Callable, *qkv: Tensor) -> Tensor:
+    """Around attention: keep q, k and v alone, and compute it again in backward."""
+    return checkpoint(core, *qkv, use_reentrant=False)
 
 
 @dataclass

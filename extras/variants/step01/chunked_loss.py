@@ -1,13 +1,13 @@
 """The loss in chunks of tokens (`--loss-chunk`), so that the logits of a micro-batch never exist all at once.
 
-Logits [tokens, vocab] are often the largest tensor of a model: 8192 x 128256 take 2.1 GB in bf16; their copy in fp32,
-softmax and gradient take some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden
-states, and its part of the head's gradient, are computed in forward, and its logits are freed before the next chunk's
-exist.
+Logits [tokens, vocab] are often the largest tensor of a model: 8192 x 128256 take 2.1 GB in bf16, and their copy in
+fp32, softmax and gradient take some 10 GB more. But the loss is a sum over tokens. So forward also computes the
+gradients of a chunk's hidden states, and its part of the head's gradient, and frees its logits before it computes the
+next chunk's. If all tokens fit in one chunk, nothing changes.
 
-The head passes the hidden states on, and the loss multiplies them by its weight, chunk by chunk. Any loss of the model
-(step 4's, too, over a sharded vocabulary) is called for each chunk. If all tokens fit in one chunk, nothing changes. In
-step 1 the last line of `Decoder.forward` would call this function.
+The head passes the hidden states on, and the loss multiplies them by the head's weight, chunk by chunk. Any loss of the
+model is called for each chunk, also step 4's over a sharded vocabulary. In step 1 the last line of `Decoder.forward`
+would call this function.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from torch import Tensor
 from common.model import wide
 from extras.variants import Parts
 
-MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a time, and one or two in the model's dtype
+MOST = 2**30  # bytes of a chunk's logits in fp32: three such tensors exist at a time, and one or two in 16 bits
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Forward finds the gradients as well, for an incoming gradient of 1; backward scales them."""
+    """Computes the gradients in forward, as if that of the loss were 1; backward only scales them."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, loss: Callable) -> Tensor:
-        """hidden [batch, seq, dim], weight [vocab, dim], targets int64 [batch, seq] -> what `loss` is, summed."""
+        """hidden [batch, seq, dim], weight [vocab, dim], targets int64 [batch, seq] -> the loss, summed over chunks."""
         weight, total = weight.detach().requires_grad_(), 0.0
         grad_hidden, grad_weight = hidden.new_empty(hidden.shape), torch.zeros_like(weight, dtype=wide(weight.dtype))
         rows, row_targets, row_grads = hidden.flatten(0, 1), targets.flatten(), grad_hidden.view(-1, hidden.shape[-1])
@@ -46,7 +46,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The gradient of the loss, a scalar in fp32 or wider -> those of hidden and weight."""
+        """The gradient of the loss, a scalar in fp32 or wider -> the gradients of hidden and weight."""
         return *(saved.mul_(grad.view(1)) for saved in ctx.saved_tensors), None, None, None  # a scalar would be rounded
 
 
@@ -66,22 +66,17 @@ def attach(config: Any, parts: Parts):
     if head is None or not config.loss_chunk:
         return
     chunk = min(config.loss_chunk, max(1, MOST // (len(head.weight) * wide(head.weight.dtype).itemsize)))
-    waiting = []
 
     def project(multiply: Callable, hidden: Tensor) -> Tensor:
-        if hidden.shape[:-1].numel() <= chunk:
-            return multiply(hidden)
-        waiting.append(head.weight.view_as(head.weight))  # older than the next view: backward sees its gradient later,
-        return hidden.view_as(hidden)  # so hooks see the head's backward begin (a gradient here), and then end (there)
+        return hidden.view_as(hidden) if hidden.shape[:-1].numel() > chunk else multiply(hidden)
 
     def loss(plain: Callable, output: Tensor, targets: Tensor) -> Tensor:
         if targets.numel() <= chunk:
             return plain(output, targets)
-        weight = waiting.pop()
         if torch.is_grad_enabled():
-            return ChunkedLoss.apply(output, weight, targets, chunk, plain)
+            return ChunkedLoss.apply(output, head.weight, targets, chunk, plain)
         parts = zip(output.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-        return sum(plain(F.linear(part, weight)[None], target[None]) for part, target in parts)
+        return sum(plain(F.linear(part, head.weight)[None], target[None]) for part, target in parts)
 
     parts.around(head, "forward", project, by=__name__)
     parts.around(model, "loss", loss, by=__name__)

@@ -6,21 +6,20 @@ A sequence is a window of the token stream and holds several documents (*packing
     reset   the same, and RoPE's positions restart at 0 in each document (RoPE is relative: only rounding changes)
 
 A document ends with --end-token, whose target, the first token of the next document, counts. In step 5 this would be
-another `visible`: no mask is built, and whole sequences, as after Ulysses' exchange, have triangles alone.
+another `visible`. No mask is built, and whole sequences, as after Ulysses' exchange, are one triangle a document.
 
-    keys ->    a a b | b c c      The tokens that a rank has in a row: one causal triangle for each document.
+    keys ->    a a b | b c c      Tokens that a rank has in a row: one causal triangle for each document.
     queries a  #     |            Earlier keys, also in a row: one rectangle or none, because only the document of the
             a  # #   |            last key can reach these queries.
             b      # |
-            ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens, no
-            b      # | #          matter how the sequence is sharded. Nothing is sent for it: each rank reads the batch,
-            c        |   # #      and knows where documents end.
+            ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
+            b      # | #          however the sequence is sharded. Nothing is sent for it: each rank reads the whole
+            c        |   # #      batch, and so knows where documents end.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal
 
@@ -34,103 +33,97 @@ from extras.variants.record import SET, Refusal
 from step05_cp_ring import CONTEXT
 
 
-def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> tokens in a row of one document: base + (start, stop), first position, document."""
+def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
+    """int64 [seq], int64 [s] -> runs of tokens of one document: start, stop, position of the first, document."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
-    return [(base + start, base + stop, int(positions[start]), int(documents[start])) for start, stop in runs]
+    return [(start, stop, int(positions[start]), int(documents[start])) for start, stop in runs]
 
 
 class MicroBatch:
-    """The documents of a few sequences, on every rank that shares them."""
+    """The documents of a few sequences, as every rank that shares these sequences knows them."""
 
     def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
         """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
-        ends, whole = (tokens == end).long(), torch.arange(tokens.shape[1])
-        self.numbers = ends.cumsum(1) - ends  # [batch, seq]: the ENDs before each token
+        rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
+        self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: of documents
         self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
-        self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
+        self.places = self.positions + rows[:, None, None] * tokens.shape[1]  # in all sequences, one behind the other
+        self.lengths = self.numbers.flatten().unique_consecutive(return_counts=True)[1].tolist()
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
-    def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-        """Replaces `zigzag_visible` of step 5, for any positions, and for several sequences in one."""
+    def visible(self, rank: int, source: int, _length: int) -> list[tuple[slice, slice, bool]]:
+        """Replaces `zigzag_visible` of step 5: for any positions, and for several sequences one behind the other."""
         if source not in self.found:
-            blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
-            for row, places, base in zip(self.numbers, self.positions, range(0, length, size), strict=True):
-                ours, theirs = (segments(row, places[r], base) for r in (rank, source))
-                for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
-                    if document == other and key_at <= at:
-                        blocks.append((slice(start, stop), slice(first, end), key_at == at))
+            both = (segments(self.numbers.flatten(), self.places[:, r].flatten()) for r in (rank, source))
+            self.found[source] = [
+                (slice(start, stop), slice(first, end), key_at == at)
+                for (start, stop, at, document), (first, end, key_at, other) in product(*both)
+                if document == other and key_at <= at
+            ]
         return self.found[source]
 
 
 class Documents:
-    """Attention within the documents of `now`, the micro-batch that is computed."""
+    """Attention within the documents of `now`, the micro-batch in forward or backward."""
 
     def __init__(self, config: Any, parts: Parts):
-        self.config, self.size = config, config.micro_batch_size
+        self.config, self.progress = config, parts.progress
         self.device, self.seq = next(parts.model.parameters()).device, parts.model.config.seq_len
         self.here = (torch.arange(self.seq) if parts.positions is None else parts.positions).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
-        cp_mode, n = getattr(config, "cp_mode", "zigzag"), getattr(config, "cp", 1)
-        n //= config.ulysses if cp_mode == "usp" else 1  # ranks of which each has its own tokens in attention
+        cp, cp_mode = getattr(config, "cp", 1), getattr(config, "cp_mode", "zigzag")
+        n = cp // config.ulysses if cp_mode == "usp" else cp  # ranks that have different tokens in attention
         fixed = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
         self.fixed = self.deal = lambda _numbers: fixed
-        within = self.within(CONTEXT[cp_mode].attention if getattr(config, "cp", 1) > 1 else attend)
+        within = self.within(CONTEXT[cp_mode].attention if cp > 1 else attend)
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
         parts.around(parts.data, "batch", self.batch, by=__name__)
-        parts.model.register_forward_pre_hook(self.enter)
-        for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
-            parts.around(parts.pipeline, act, partial(self.act, parts.pipeline), by=__name__)
+        parts.progress.positions = self.enter
 
     def within(self, core: Callable) -> Callable:
-        """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
+        """The wrapper for a kind of attention: it passes `visible` parts, or calls `attend` on whole sequences."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences one behind the other
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""
+        """Like `attend` of common/model.py, with a call for each document. (On GPUs, one varlen call would do.)"""
         split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
         return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: on the way, find the documents of this rank's sequences."""
-        (tokens, targets), end, self.next = read(step), self.config.end_token, 0
-        self.all = [MicroBatch(part, end, self.deal) for part in tokens[self.mine].split(self.size)]
+        """Around `Data.batch`: find the documents of this rank's sequences."""
+        tokens, targets = read(step)
+        parts = tokens[self.mine].split(self.config.micro_batch_size)
+        self.all = [MicroBatch(part, self.config.end_token, self.deal) for part in parts]
         return tokens, targets
 
-    def enter(self, _model: Any, inputs: tuple) -> tuple:
-        """Before the model is called: the next micro-batch, and the positions of its tokens if they restart."""
+    def enter(self) -> Tensor:
+        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `rope`."""
         if torch.is_grad_enabled():
-            self.now, self.next = self.all[self.next], self.next + 1
-        return (*inputs[:2], self.rope())
-
-    def act(self, pipeline: Any, right: Callable, i: int, *rest: Any) -> Any:
-        """Around a pipeline's action on micro-batch i: before it, the same."""
-        self.now = self.all[i]
-        pipeline.positions = self.rope()
-        return right(i, *rest)
+            self.now = self.all[self.progress.now]
+        return self.rope()
 
     def look(self, tokens: Tensor) -> Tensor:
-        """For validation: whole sequences int64 [batch, seq], on the CPU, come next; returns `rope`."""
+        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `rope`."""
         self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
         return self.rope()
 
     def figures(self) -> dict[str, float]:
-        """For the record of a step: the part of causal attention's pairs that is left."""
+        """For the record of a step: the number of pairs, as a share of causal attention's."""
         lengths = [n for some in self.all for n in some.lengths]
         return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
 
     def places(self) -> Tensor:
-        """int64 [1 or batch, this rank's tokens]: where its tokens of the micro-batch stand in their sequences."""
+        """The positions of this rank's tokens in their sequences, int64 [1 or batch, tokens]."""
         return self.here[None]
 
     def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: in their documents; [this rank's tokens] with `mask`."""
+        """RoPE's positions: int64 [this rank's tokens] with `mask`; [batch, this rank's tokens] with `reset`."""
         if self.config.documents == "mask":
             return self.here
         return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
@@ -147,7 +140,7 @@ class Flags:
 COMPUTED = True
 BESIDE = TRIED = dict(end_token=32)
 NEEDS = [("end_token", "documents", "mask", "reset")]
-KINDS: dict[str, type[Documents]] = {}  # by --cp-mode: one that deals out tokens in its own way
+KINDS: dict[str, type[Documents]] = {}  # by --cp-mode: a class that deals out tokens in its own way
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 
 

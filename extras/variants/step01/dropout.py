@@ -12,9 +12,8 @@ multiplying and mixing turn each counter into four random words. A rank evaluate
 gets the same mask again. Validation drops nothing.
 
 Law: for backward a rank keeps a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP each tp rank keeps and
-draws all of it, with SP 1/tp, which is half the reason for SP (Korthikanti et al. 2022, section 4).
-
-In step 1, `DecoderLayer.forward` would call `drop` around each block.
+draws all of it, with SP 1/tp, which is half the reason for SP (Korthikanti et al. 2022, section 4). In step 1,
+`DecoderLayer.forward` would call `drop` around each block.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import Refusal
 
 WORD = 2**32 - 1
 
 
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four words, int64 that broadcast -> four random words. int64 wraps: all 64 bits of a product are there."""
+    """Four words, int64 that broadcast -> four random words. int64 wraps around, so a product keeps all 64 bits."""
     (a, b, c, d), (k0, k1) = counter, key
     for _ in range(10):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
@@ -41,60 +40,45 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tenso
     return a, b, c, d
 
 
+def mask(p: float, key: tuple[int, int], sequences: Tensor, positions: Tensor, place: int, dim: int) -> Tensor:
+    """int64 [batch], int64 [1 or batch, tokens] -> bool [batch, tokens, dim]: which numbers are kept."""
+    channels = torch.arange(-(-dim // 4), device=positions.device)
+    words = philox((channels, positions[..., None], sequences[:, None, None], place), key)
+    return torch.stack([word < round((1 - p) * 2**32) for word in words], -1).flatten(-2)[..., :dim]
+
+
 class Dropout:
-    """What is dropped of the micro-batch that is computed, number `now` of its rank and step."""
+    """Drops numbers in the outputs of a model's blocks."""
 
     def __init__(self, config: Any, parts: Parts):
-        trunk, self.p, self.size, self.seed = parts.model.model, config.dropout, config.micro_batch_size, config.seed
-        seq, self.device = parts.model.config.seq_len, next(parts.model.parameters()).device
-        here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)[None]
-        documents = parts.kept.get("documents")
+        self.config, self.mesh, self.progress, trunk = config, parts.mesh, parts.progress, parts.model.model
+        documents, ramp = (parts.kept.get(name) for name in ("documents", "batch_ramp"))
+        seq, device = parts.model.config.seq_len, next(parts.model.parameters()).device
+        here = (torch.arange(seq) if parts.positions is None else parts.positions).to(device)[None]
         self.here = (lambda: here) if documents is None else documents.places  # [1 or batch, tokens]
-        ramp = parts.kept.get("batch_ramp")
         self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
-        self.mesh, self.places = parts.mesh, {0: trunk.embed_tokens}
+        blocks = {0: trunk.embed_tokens}
         for n, layer in trunk.layers.items():
-            self.places |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
-        for place, block in self.places.items():
+            blocks |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
+        for place, block in blocks.items():
             if block is not None:  # after g, where the tokens are sharded; experts have no g
                 name = "leave" if hasattr(block, "leave") else "forward"
                 parts.around(block, name, partial(self.drop, place), by=__name__)
-        parts.around(parts.data, "batch", self.batch, by=__name__)
-        parts.model.register_forward_pre_hook(self.enter)
-        for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
-            parts.around(parts.pipeline, act, self.act, by=__name__)
-
-    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: a step begins, and so many sequences are shared out."""
-        self.key, self.now = (self.seed & WORD, step), -1
-        self.first = self.mesh["dp"].share(self.sequences(step), "batch").start
-        return read(step)
-
-    def enter(self, _model: Any, _inputs: tuple):
-        """Before the model is called: the next micro-batch. Its backward comes before the next call."""
-        self.now += torch.is_grad_enabled()
-
-    def act(self, right: Callable, i: int, *rest: Any) -> Any:
-        """Around a pipeline's action on micro-batch i: a backward may recompute."""
-        self.now = i
-        return right(i, *rest)
 
     def drop(self, place: int, block: Callable, *inputs: Any) -> Tensor:
-        """Around a block: its output [batch, this rank's tokens, dim], of which some is zero in training."""
+        """Around a block: in training, drop numbers of its output, [batch, this rank's tokens, dim]."""
         y = block(*inputs)
-        return (y * self.kept(place, y.shape)).mul_(1 / (1 - self.p)) if torch.is_grad_enabled() else y
+        return (y * self.kept(place, y.shape)).mul_(1 / (1 - self.config.dropout)) if torch.is_grad_enabled() else y
 
     @torch.compiler.disable  # it would be another graph in each step
     def kept(self, place: int, shape: torch.Size) -> Tensor:
-        """bool [batch, tokens, dim]: what stays. If tp ranks have shards of the tokens, it is of this rank's."""
-        (batch, tokens, dim), first = shape, self.first + self.now * self.size
-        sequences = torch.arange(first, first + batch, device=self.device)[:, None, None]
+        """The mask of this rank's tokens, bool [batch, tokens, dim]. With SP, tp ranks have shards of the tokens."""
+        (batch, tokens, dim), config, step = shape, self.config, self.progress.step
         shards = self.here().split(tokens, 1)
-        positions = shards[self.mesh.rank % len(shards)][..., None]  # tp is the mesh's last dimension
-        channels = torch.arange(-(-dim // 4), device=self.device)
-        words = philox((channels, positions, sequences, place), self.key)
-        bound = round((1 - self.p) * 2**32)
-        return torch.stack([word < bound for word in words], -1).flatten(-2)[..., :dim]
+        positions = shards[self.mesh.rank % len(shards)]  # tp is the mesh's last dimension
+        first = self.mesh["dp"].share(self.sequences(step), "batch").start + self.progress.now * config.micro_batch_size
+        sequences = torch.arange(first, first + batch, device=positions.device)
+        return mask(config.dropout, (config.seed & WORD, step), sequences, positions, place, dim)
 
 
 @dataclass
@@ -106,15 +90,11 @@ class Flags:
 
 TRIED = dict(dropout=0.2)
 COMPUTED = True
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not config.dropout < 1:
-        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
+NOTHING = "it is a share, which leaves nothing: choose it below 1, say 0.1"
+REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
 
 
 def attach(config: Any, parts: Parts):
-    """Let training steps drop."""
+    """Drop numbers in training."""
     if config.dropout:
         Dropout(config, parts)

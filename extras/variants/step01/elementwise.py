@@ -9,10 +9,8 @@ element, a token of a layer keeps for backward:
     full         e h
 
 PyTorch calls the tool "selective activation checkpointing"; the selective recomputation of papers is `--recompute
-selective` (attention_scores.py). Where a layer has a router (step 7), its choice is kept, also with `full`: computed
-again, a last bit may differ and send tokens elsewhere.
-
-In step 1 `recompute_layers` would have one more argument: a list of operators whose outputs `checkpoint` keeps.
+selective` (attention_scores.py). In step 1 `recompute_layers` would pass to `checkpoint` the operators whose outputs it
+keeps.
 """
 
 from collections.abc import Callable
@@ -35,19 +33,19 @@ ATTENTION = [
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 ]
-CHOICE = [aten.topk.default]
-RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # and then `attach`
+CHOICE = [aten.topk.default]  # of a router (step 7): computed again, a last bit may differ and send tokens elsewhere
+RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # `attach` does the rest
 
 
 def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
-    """Around a layer that step 1's `recompute_layers` runs again: the outputs of these operators are kept."""
+    """Around a layer that step 1's `recompute_layers` runs again: keep the outputs of these operators."""
     return recompute(*inputs, context_fn=partial(create_selective_checkpoint_contexts, operators))
 
 
 def attach(config: Any, parts: Parts):
-    """What is kept costs time at every operator: `full` keeps nothing where no layer has a router.
+    """Keep a router's choice also with `full`. Without a router `full` keeps nothing, because that costs time.
 
-    Attention that step 5 has replaced is done again, with its messages: it adds to what an operator has made, in place.
+    Attention of step 5 is computed again, with its messages: it adds to the output of an operator in place.
     """
     kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
     for layer in parts.model.model.layers.values():

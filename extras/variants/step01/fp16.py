@@ -17,49 +17,34 @@ from torch import Tensor
 
 from common.trainer import DTYPES
 from extras.variants import Parts
-from step07_moe_ep import MoE
 
 GROWTH = 1000  # good steps after which the scale is doubled
 DTYPES["fp16"] = torch.float16
 
 
-class ScaleGradient(torch.autograd.Function):
-    """The identity; in backward, times the scale."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, scaling: "LossScaling") -> Tensor:
-        """A scalar, in fp32 or wider."""
-        ctx.scaling = scaling
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The gradient, still in fp32 or wider."""
-        return grad * ctx.scaling.scale, None
-
-
 class LossScaling:
-    """Stands around an optimizer. `scale`, `good_steps`: what a resumed run must know."""
+    """Scales the loss and unscales the gradients. A resumed run needs `scale` and `good_steps`."""
 
     def __init__(self, parts: Parts):
-        layers = [module for module in parts.model.modules() if isinstance(module, MoE)]  # with losses of their own
-        names = [(moe, name) for moe in layers for name in ("coeff", "z_coeff") if hasattr(moe, name)]
-        self.coeffs = {(moe, name): getattr(moe, name) for moe, name in names}
-        self.good_steps, self.scaled, self.skipping = 0, True, False
-        self.set_scale(2.0**16)
+        self.parts, self.scale, self.scaled, self.skipping = parts, 1.0, True, False
+        self.restore(dict(scale=2.0**16, good_steps=0))
 
-    def set_scale(self, scale: float):
-        """From the next forward on."""
-        self.scale = scale
-        for (moe, name), coeff in self.coeffs.items():
-            setattr(moe, name, coeff * scale)
+    def state(self) -> dict:
+        """For a checkpoint: the scale, and the number of good steps in a row."""
+        return dict(scale=self.scale, good_steps=self.good_steps)
+
+    def restore(self, state: dict):
+        """Use both from the next forward on, also for the losses that layers with experts add."""
+        self.parts.scale_added_losses(state["scale"] / self.scale)
+        self.scale, self.good_steps = state["scale"], state["good_steps"]
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
-        """Around the model's loss."""
-        return ScaleGradient.apply(plain(*inputs), self)
+        """Around the model's loss, a scalar in fp32 or wider: keep its value, and scale its gradient."""
+        loss = plain(*inputs)
+        return loss + (self.scale - 1) * (loss - loss.detach())
 
     def gradients(self, plain: Callable) -> dict[str, Tensor]:
-        """Around `optimizer.gradients`: at the first call of a step, they are divided by the scale, in place."""
+        """Around `optimizer.gradients`: the first call of a step divides them by the scale, in place."""
         gradients = plain()
         if self.scaled:
             for gradient in gradients.values():
@@ -68,37 +53,26 @@ class LossScaling:
         return gradients
 
     def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
-        """Around `run.require_finite`: a norm that is not finite ends no run, it skips the update."""
+        """Around `run.require_finite`: a norm that is not finite skips the update, and does not end the run."""
         self.skipping = not math.isfinite(grad_norm)
         plain(step, loss=loss)
 
-    def step(self, plain: Callable, lr: float):
-        """Around `optimizer.step`."""
-        plain(lr)
-        self.good_steps = 0 if self.skipping else self.good_steps + 1
-        if self.skipping:
-            self.set_scale(self.scale / 2)
-        elif self.good_steps % GROWTH == 0:
-            self.set_scale(self.scale * 2)
-        self.scaled = True
-
     def update(self, plain: Callable):
-        """Around the rule's own step, which may be left out; gradients are freed all the same."""
+        """Around the update rule's step: leave it out after an overflow."""
         if not self.skipping:
             plain()
 
-    def state(self) -> dict:
-        """What a checkpoint keeps: the scale, and how long it has been good."""
-        return dict(scale=self.scale, good_steps=self.good_steps)
-
-    def restore(self, state: dict):
-        """Restore it from a checkpoint."""
-        self.good_steps = state["good_steps"]
-        self.set_scale(state["scale"])
+    def step(self, plain: Callable, lr: float):
+        """Around `optimizer.step`: afterwards, choose the scale of the next step."""
+        plain(lr)
+        good_steps = 0 if self.skipping else self.good_steps + 1
+        factor = 0.5 if self.skipping else 2.0 if good_steps % GROWTH == 0 else 1.0
+        self.restore(dict(scale=self.scale * factor, good_steps=good_steps))
+        self.scaled = True
 
 
 def attach(config: Any, parts: Parts) -> LossScaling | None:
-    """The model's loss enters backward scaled; the optimizer sees gradients without the scale."""
+    """Let the model's loss enter backward scaled, and the optimizer see gradients without the scale."""
     if config.dtype != "fp16":
         return None
     scaling = LossScaling(parts)

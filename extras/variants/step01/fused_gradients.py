@@ -1,20 +1,17 @@
-"""Gradients that matmuls add up (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
+"""Gradients that matmuls accumulate (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
 
 For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. For each number
 it moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can accumulate in fp32 instead: 4 + 4 bytes, without rounding dW
 to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and adds
-them. Here each matmul adds to the dx of the one before:
+them. Here each matmul adds to the same dx: dx = dv Wv, dx += dk Wk, dx += dq Wq.
 
-    forward     x -> q, x -> k, x -> v                   each hands x on to the next
-    backward    dx = dv Wv,   dx += dk Wk,   dx += dq Wq
-
-This covers matrices of layers and an untied head. The operator that adds 16 bits to fp32 exists on CUDA alone;
-elsewhere autograd's three operations remain. In step 1, `Optimizer` would put `SummingLinear` in the place of each
-`F.linear`.
+This covers the matrices of layers and an untied head. Only CUDA has the operator that adds 16 bits to fp32; elsewhere
+autograd's three operations remain. In step 1, `Optimizer` would replace each `F.linear` by `SummingLinears`.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,21 +21,21 @@ from torch import Tensor, nn
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # one input each
+TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", "lm_head"]  # each line has one input
 
 
 def adds_to_wide(weight: Tensor) -> bool:
-    """Whether a matmul of this dtype, on this device, adds to fp32."""
+    """Whether this device has a matmul that adds products of this dtype to fp32."""
     factor, total = weight.new_zeros(8, 8), weight.new_zeros(8, 8, dtype=torch.float32)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:  # also if there is no such operator
+    except RuntimeError:
         return False
     return True
 
 
 def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
-    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks run as usual."""
+    """Add dy^T x to `weight.grad`, dy [tokens, out], x [tokens, in], and call the weight's hooks."""
     total, wide = weight.grad, weight.grad_dtype
     if wide == x.dtype:
         weight.grad = dy.T @ x if total is None else total.addmm_(dy.T, x)
@@ -53,77 +50,63 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
         hook(weight)
 
 
-class SummingLinear(torch.autograd.Function):
-    """A linear layer that hands its input on: what comes back is the gradient that others have found for it."""
+class SummingLinears(torch.autograd.Function):
+    """Linear layers with one input. In backward each adds to the same dx, and adds its dW to the weight's gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, linear: nn.Linear, fused: bool) -> tuple[Tensor, Tensor]:
-        """x [..., in] -> [..., out], x. Autograd is not shown the weight: else its hooks would be called twice."""
-        ctx.set_materialize_grads(False)
+    def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:
+        """x [..., in] -> an output [..., out] of each. Autograd must not see the weights: it would call their hooks."""
         ctx.save_for_backward(x)
-        ctx.arguments = linear.weight, fused  # the parameter itself, wherever its values are by then
-        return F.linear(x, linear.weight), x.view_as(x)
+        ctx.arguments = [linear.weight for linear in linears], fused  # the parameters, wherever their values are later
+        return tuple(F.linear(x, linear.weight) for linear in linears)
 
     @staticmethod
-    def backward(ctx, dy: Tensor | None, dx: Tensor | None):
-        """The gradients of y, and of x as others use it -> that of x."""
-        (weight, fused), (x,) = ctx.arguments, ctx.saved_tensors
-        if dy is None:
-            return dx, None, None
-        rows = dy.flatten(0, -2)
-        if ctx.needs_input_grad[0] and dx is None:
-            dx = torch.matmul(dy, weight)
-        elif ctx.needs_input_grad[0]:
-            dx.view(-1, dx.shape[-1]).addmm_(rows, weight)  # made by the next one's backward: nobody else has it
-        if weight.requires_grad:
-            add_product(weight, rows, x.flatten(0, -2), fused)
-        return dx, None, None
+    def backward(ctx, *dys: Tensor):
+        """The gradients of the outputs -> the gradient of x."""
+        (weights, fused), (x,) = ctx.arguments, ctx.saved_tensors
+        rows, dx = x.flatten(0, -2), None
+        for weight, dy in reversed([*zip(weights, dys, strict=True)]):
+            dy = dy.flatten(0, -2)
+            if ctx.needs_input_grad[0]:
+                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            if weight.requires_grad:
+                add_product(weight, dy, rows, fused)
+        return None if dx is None else dx.view_as(x), None, None
 
 
-def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
-    """Replaces a linear layer's forward. `box`: (x, x handed on) of the layer before, if that has the same x."""
-    given = box.pop()[1] if box and box[-1][0] is x else x
-    box.clear()
+def multiply(linears: list[nn.Linear], ready: list[Tensor], fused: bool, i: int, x: Tensor) -> Tensor:
+    """Replaces the forward of linears[i]. The first call computes all outputs, which `ready` keeps for the others."""
     if not torch.is_grad_enabled():
-        return F.linear(x, linear.weight)
-    y, handed_on = SummingLinear.apply(given, linear, fused)
-    if not last:
-        box.append((x, handed_on))
-    return y
+        return F.linear(x, linears[i].weight)
+    if i == 0:
+        ready[:] = SummingLinears.apply(x, linears, fused)
+    return ready.pop(0)
 
 
 @dataclass
 class Flags:
     """Sums of gradients."""
 
-    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
+    fused_gradients: bool = False  # matmuls accumulate the gradients of matrices, and of inputs that several share
 
 
+AUTOGRAD = "DistributedDataParallel waits for autograd's own additions; use another --sync"
 REFUSES = [
-    Refusal(
-        dict(fused_gradients=SET, sync=("torch",)),
-        "DistributedDataParallel waits for autograd's own additions; use another --sync",
-    ),
+    Refusal(dict(fused_gradients=SET, sync=("torch",)), AUTOGRAD),
     Refusal(dict(fused_gradients=SET, tp_overlap=SET), "both replace the matmuls of a block; choose one of them"),
 ]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the matrices of layers, grouped by input, and an untied head."""
+    """Replace the forward of each matrix, together with those that have the same input."""
     if not config.fused_gradients:
         return
-    model, fused = parts.model, adds_to_wide(next(parts.model.parameters()))
-
-    def follow(linears: list[nn.Module]):
-        box: list = []
-        for linear in linears:
-            call = partial(multiply, linear, box, fused, linear is linears[-1])
+    fused = adds_to_wide(next(parts.model.parameters()))
+    for names, block in product(TOGETHER, parts.model.modules()):
+        linears = [getattr(block, name, None) for name in names.split()]
+        if not isinstance(linears[0], nn.Linear) or (names == "lm_head" and parts.model.config.tied):
+            continue
+        ready: list[Tensor] = []
+        for i, linear in enumerate(linears):
+            call = partial(multiply, linears, ready, fused, i)
             parts.instead(linear, "forward", torch.compiler.disable(call), by=__name__)
-
-    for layer in model.model.layers.values():
-        for block in layer.modules():
-            own = {name: child for name, child in block.named_children() if isinstance(child, nn.Linear)}
-            for names in TOGETHER:
-                follow([own[name] for name in names if name in own])
-    if model.lm_head is not None and not model.config.tied:
-        follow([model.lm_head])

@@ -1,7 +1,7 @@
-"""Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its momentum made orthogonal, so it must be whole.
+"""Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its orthogonalised momentum, so it must be whole.
 
-AdamW treats each number by itself, so any shard can be updated where it is. Muon needs whole matrices. With gradient G
-and momentum M of a matrix W [out, in], learning rate lr, weight decay d:
+AdamW treats each number by itself, so a rank can update any shard. Muon needs whole matrices. With gradient G and
+momentum M of a matrix W [out, in], learning rate lr and weight decay d:
 
     M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, on each shard (Nesterov)
     O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations
@@ -16,8 +16,8 @@ embedding, head and router. In step 1 it would be one more entry of OPTIMIZERS. 
     3  the shards of a matrix are all-gathered over tp             (tp-1)/tp S          where tensor parallelism shards
     4  each rank computes O of the matrices of which it has a shard, and keeps its own part
 
-S: the bytes that are gathered, 2 a number: U is rounded to bf16 before it is sent, because the iterations would round
-it anyway (in fp64, nothing is rounded). In fp32, layouts therefore differ by the rounding of bf16.
+S: the bytes that are gathered, 2 a number. U is rounded to bf16 before it is sent, because the iterations would round
+it anyway, so in fp32 layouts differ by this rounding. In fp64 nothing is rounded.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from common.comm import all_gather
-from common.layout import Shard, layout_of
+from common.layout import layout_of
 from extras.variants import Parts
 from step01_single_gpu import OPTIMIZERS, adamw
 from step03_zero import Unit
@@ -36,15 +36,17 @@ A, B, C = 3.4445, -4.7750, 2.0315  # x -> A x + B x^3 + C x^5 drives singular va
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a parameter is Muon's, going by its name."""
+    """Whether the parameter of this name is a hidden matrix, which Muon updates."""
     return name.endswith("_proj.weight")
 
 
-def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Matrices [n, rows, columns] -> each with all its singular values near 1.
+def rounded(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of U, and of the iterations: bf16, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
-    An odd polynomial of x changes singular values and nothing else.
-    """
+
+def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
+    """Matrices [n, rows, columns] -> with singular values near 1: an odd polynomial changes nothing else."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
@@ -55,7 +57,7 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon:
-    """An update rule as torch.optim's: for the hidden matrices its own, for the rest AdamW's."""
+    """An update rule like those of torch.optim: Muon's for the hidden matrices, AdamW's for the rest."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
         """`masters`: what this rank updates, by name: whole local parameters or, with ZeRO, flat parts of them."""
@@ -71,7 +73,7 @@ class Muon:
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates of this rank's shards of a unit -> of all elements of these parameters, flat."""
-        dtype = torch.float64 if unit.flat.dtype == torch.float64 else torch.bfloat16
+        dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}
         for name, update in ours.items():
@@ -79,19 +81,13 @@ class Muon:
         all_gather(whole, own, unit.group).wait()
         return {name: unit.view(whole, name).flatten() for name in ours}
 
-    def touched(self, name: str, first: int) -> tuple[range, list[Shard]]:
-        """Elements of the matrices (of experts) in which our shard, from `first` on, has a part; what cuts each."""
-        param, each = self.params[name], self.params[name].shape[-2:].numel()
-        low, high = first // each, -(-(first + self.hidden[name].numel()) // each)
-        return range(low * each, high * each), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
-
-    def orthogonal_part(self, name: str, update: Tensor, first: int) -> Tensor:
-        """The flat update of a parameter -> what its shard, which begins at element `first`, moves by."""
-        param, local = self.params[name], self.hidden[name]
-        matrices, shards = self.touched(name, first)
-        x = update[matrices.start : matrices.stop].view(-1, *param.shape[-2:])
-        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
-        sides = list(param.shape[-2:])
+    def orthogonal_part(self, name: str, update: Tensor) -> Tensor:
+        """The flat update of a parameter -> by how much this rank's shard of it moves."""
+        param, local, first = self.params[name], self.hidden[name], self.firsts.get(name, 0)
+        each, shards = param.shape[-2:].numel(), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
+        low, high = first // each, -(-(first + local.numel()) // each)  # the matrices of which the shard has elements
+        x = update[low * each : high * each].view(-1, *param.shape[-2:])
+        x, sides = x.to(rounded(x.dtype)), list(param.shape[-2:])
         for shard in shards:
             parts = x.new_empty(self.mesh[shard.over].size, *x.shape)
             all_gather(parts.view(-1), x.reshape(-1), self.mesh[shard.over]).wait()
@@ -100,7 +96,7 @@ class Muon:
         x = orthogonal(x)
         for shard in shards:
             x = x.narrow(shard.dim - param.dim(), shard.start, shard.stop - shard.start)
-        part = x.flatten()[first - matrices.start :][: local.numel()].view_as(local)
+        part = x.flatten()[first - low * each :][: local.numel()].view_as(local)
         return part.to(local.dtype) * (0.2 * max(sides) ** 0.5)
 
     def zero_grad(self):
@@ -119,15 +115,13 @@ class Muon:
             momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
             momentum.lerp_(shard.grad, 1 - MOMENTUM)
             updates[name] = shard.grad.lerp(momentum, MOMENTUM)
-        for unit in self.units:
-            if unit.grad_shard is None or not any(map(is_hidden, unit.trained)):
-                continue  # offload updates one unit after another
-            updates |= self.gather(unit, updates)  # also without a shard of ours
+        for unit in self.units:  # also those without a shard of ours; but offloading updates one unit after another
+            if unit.grad_shard is not None and any(map(is_hidden, unit.trained)):
+                updates |= self.gather(unit, updates)
         rate, decay = self.group["lr"], self.group["weight_decay"]
-        for name in updates:
-            shard = self.hidden[name]
-            part = self.orthogonal_part(name, updates[name].flatten(), self.firsts.get(name, 0))
-            shard.mul_(1 - rate * decay).sub_(part, alpha=rate)
+        for name, update in updates.items():
+            part = self.orthogonal_part(name, update.flatten())
+            self.hidden[name].mul_(1 - rate * decay).sub_(part, alpha=rate)
         self.adamw.step()
 
 

@@ -1,12 +1,13 @@
 """The next step's batch is read while this one is computed (`--prefetch`): useful where a GPU computes.
 
-A batch is a pure function of the step, so it does not matter when it is read. In step 1 the loop would ask for the
-batch of `step + 1` before it waits for the loss. (On a CPU the cores have other work.)
+A batch is a pure function of the step, so it does not matter when it is read. On a CPU, though, the cores are busy. In
+step 1 the loop would ask for the batch of `step + 1` before it waits for the loss.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,18 +15,11 @@ from torch import Tensor
 from extras.variants import Parts
 
 
-class Ahead:
-    """Reads the next batch in a thread."""
-
-    def __init__(self):
-        self.reader = ThreadPoolExecutor(1)
-        self.coming: dict[int, Future] = {}  # by step
-
-    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: the batch of a step, read ahead if it is the next one."""
-        here = self.coming.get(step)
-        self.coming = {step + 1: self.reader.submit(read, step + 1)}
-        return read(step) if here is None else here.result()
+def batch(reader: Executor, coming: dict[int, Future], read: Callable, step: int) -> tuple[Tensor, Tensor]:
+    """Around `Data.batch`: the batch of a step, from `coming` if it was read ahead. Start to read the next one."""
+    here = coming.pop(step, None)
+    coming[step + 1] = reader.submit(read, step + 1)
+    return read(step) if here is None else here.result()
 
 
 @dataclass
@@ -38,4 +32,4 @@ class Flags:
 def attach(config: Any, parts: Parts):
     """Start to read ahead."""
     if config.prefetch:
-        parts.around(parts.data, "batch", Ahead().batch, by=__name__)
+        parts.around(parts.data, "batch", partial(batch, ThreadPoolExecutor(1), {}), by=__name__)

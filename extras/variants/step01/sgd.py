@@ -12,7 +12,7 @@ from step01_single_gpu import OPTIMIZERS, decay_groups
 
 
 def sgd(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
-    """The update rule."""
+    """Return the update rule."""
     return torch.optim.SGD(decay_groups(masters, config), fused=True)
 
 

@@ -1,4 +1,4 @@
-"""Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees W keys, its own the last.
+"""Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees the last W keys.
 
     keys ->      0 1 2 3 4 5 6 7      W = 4, two ranks of cp, --cp-mode ring: the tokens are in order
     query 3      # # # +              A triangle (+) is causal attention. So is the triangle at the other end of the
@@ -9,10 +9,9 @@
 
 Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
 ranks before it, and sends them the gradients in backward. With b bytes of k and v a token, a rank in the middle sends
-in a layer and micro-batch (W-1) b forward and (W-1) b backward, and computes at most W s/n pairs for its s/n tokens:
-neither grows with s. With --cp-mode ulysses sequences are whole and need no halo.
-
-In common/model.py `attend`, and in step 5 `ring_attention`, would be `windowed_attention`.
+(W-1) b forward and (W-1) b backward in a layer and micro-batch, and computes at most W s/n pairs for its s/n tokens:
+neither grows with s. With --cp-mode ulysses sequences are whole and need no halo. In common/model.py `attend`, and in
+step 5 `ring_attention`, would be `windowed_attention`.
 """
 
 from collections.abc import Callable
@@ -23,40 +22,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
 from extras.variants.step05.allgather import FORMULAS, gathered_attention
 from extras.variants.step05.ulysses import swapped_attention
+from step04_tp_sp import Conjugate
 
 TURNED = "turned"
 
 
-def band(queries: range, keys: range, window: int) -> list[tuple[slice, slice, bool | str]]:
-    """The parts of two runs of positions with 0 <= query - key < window: (queries, keys, False, True or TURNED).
+def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
+    """The parts of the pairs with 0 <= query - key < window: (queries, keys, and False, True or TURNED).
 
-    Slices count from the starts of the runs. A query's first key is keys.start until the window moves past it; its last
-    one is itself until keys end.
+    The queries belong to the last of the keys' tokens. Slices count from the first query, and from the first key.
     """
-    first, last = max(queries.start, keys.start), min(queries.stop, keys.stop + window - 1)
-    cuts = {keys.start + window - 1, keys.stop} & {*range(first, last)}
-    blocks, q0 = [], first
-    while q0 < last:
-        moving, growing = q0 >= keys.start + window - 1, q0 < keys.stop  # the first key, and the last one
-        q1 = min([last, *(cut for cut in cuts if cut > q0)])
-        q1 = min(q1, q0 + window - 1) if moving and growing else q1  # the two triangles must not overlap
-        left, right = q1 - window + 1 if moving else keys.start, q0 if growing else keys.stop
-        parts = [(q0 - window + 1, left, TURNED)] * moving + [(left, right, False)] * (left < right)
-        for k0, k1, shape in parts + [(q0, q1, True)] * growing:
-            block = slice(q0 - queries.start, q1 - queries.start), slice(k0 - keys.start, k1 - keys.start)
-            blocks.append((*block, shape))
+    blocks, first = [], keys - queries
+    q0 = first
+    while q0 < keys:
+        moving = q0 >= window - 1  # else all earlier keys are in the window
+        q1 = min(keys, q0 + window - 1 if moving else window - 1)  # the two triangles must not overlap
+        left = q1 - window + 1 if moving else 0
+        parts = [(q0 - window + 1, left, TURNED)] * moving + [(left, q0, False)] * (left < q0) + [(q0, q1, True)]
+        blocks += [(slice(q0 - first, q1 - first), slice(k0, k1), shape) for k0, k1, shape in parts]
         q0 = q1
     return blocks
 
 
 def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
-    """A kernel of step 5 that knows TURNED beside True and False: causal, both read from the last to the first."""
+    """Extend a kernel (kernels.py) to TURNED parts: causal ones, with queries and keys in reverse order."""
 
     def turning(function: Callable, *given: Any) -> tuple[Tensor, ...]:
         *tensors, shape = given
@@ -67,50 +61,50 @@ def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
     return tuple(partial(turning, function) for function in kernel)
 
 
-class Halo(torch.autograd.Function):
-    """k and v of the tokens before this rank's own, in front of these."""
+def neighbours(group: Group, own: int, reach: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(tokens, rank) of the ranks whose last tokens are our halo, the nearest first, and of those that need ours."""
+    tokens = [min(own, reach - d) for d in range(0, reach, own)]
+    before = [(t, group.rank - d) for d, t in enumerate(tokens, 1) if d <= group.rank]
+    return before, [(t, group.rank + d) for d, t in enumerate(tokens, 1) if group.rank + d < group.size]
 
-    @staticmethod
-    def forward(ctx, kv: Tensor, group: Group, reach: int) -> Tensor:
-        """[2, batch, s/n, kv_heads, d] -> [2, batch, up to `reach` + s/n, kv_heads, d]."""
-        own, r = kv.shape[2], group.rank
-        tokens = [min(own, reach - d) for d in range(0, reach, own)]  # from the rank before, the one before that, ...
-        ctx.before = [(t, r - d) for d, t in enumerate(tokens, 1) if d <= r]
-        ctx.after = [(t, r + d) for d, t in enumerate(tokens, 1) if r + d < group.size]
-        ctx.group, ctx.own = group, own
-        received = [(torch.empty_like(kv[:, :, :t]), peer) for t, peer in ctx.before]
-        exchange([(kv[:, :, own - t :].contiguous(), peer) for t, peer in ctx.after], received, group).wait()
-        return torch.cat([*(part for part, _ in reversed(received)), kv], 2)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """Send the gradients of the halo to the ranks that own its keys."""
-        *parts, own = grad.split([*(t for t, _ in reversed(ctx.before)), ctx.own], 2)
-        own = own.clone()
-        sends = [(part.contiguous(), peer) for part, (_, peer) in zip(reversed(parts), ctx.before, strict=True)]
-        received = [(torch.empty_like(own[:, :, :t]), peer) for t, peer in ctx.after]
-        exchange(sends, received, ctx.group).wait()
-        for part, _ in received:
-            own[:, :, ctx.own - part.shape[2] :] += part
-        return own, None, None
+def add_halo(kv: Tensor, group: Group, own: int, reach: int) -> Tensor:
+    """k and v [2, batch, own, kv_heads, d] -> the same behind those of up to `reach` earlier tokens."""
+    before, after = neighbours(group, own, reach)
+    received = [(torch.empty_like(kv[:, :, :t]), peer) for t, peer in before]
+    exchange([(kv[:, :, own - t :].contiguous(), peer) for t, peer in after], received, group).wait()
+    return torch.cat([*(part for part, _ in reversed(received)), kv], 2)
+
+
+def return_halo(grad: Tensor, group: Group, own: int, reach: int) -> Tensor:
+    """The backward of `add_halo`: send the gradients of a halo to the ranks that own its keys, which add them."""
+    before, after = neighbours(group, own, reach)
+    *parts, ours = grad.split([*(t for t, _ in reversed(before)), own], 2)
+    ours = ours.clone()
+    received = [(torch.empty_like(ours[:, :, :t]), peer) for t, peer in after]
+    sends = [(part.contiguous(), peer) for part, (_, peer) in zip(reversed(parts), before, strict=True)]
+    exchange(sends, received, group).wait()
+    for part, _ in received:
+        ours[:, :, own - part.shape[2] :] += part
+    return ours
 
 
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, group: Group | None = None, kernel: tuple = FORMULAS
 ) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim], in order -> like q. No group: all s."""
-    own, alone = q.shape[1], Group("cp", 0, 1, None)
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim], in order -> like q. No group: n = 1."""
     if group is not None:
-        k, v = Halo.apply(torch.stack((k, v)), group, window - 1)
-    blocks = band(range(k.shape[1] - own, k.shape[1]), range(k.shape[1]), window)
-    return gathered_attention(q, k, v, alone, lambda *_: blocks, with_turned(kernel))
+        forwards, backwards = (partial(one, own=k.shape[1], reach=window - 1) for one in (add_halo, return_halo))
+        k, v = Conjugate.apply(torch.stack((k, v)), group, forwards, backwards)
+    blocks = band(q.shape[1], k.shape[1], window)
+    return gathered_attention(q, k, v, Group("cp", 0, 1, None), lambda *_: blocks, with_turned(kernel))
 
 
 @dataclass
 class Flags:
     """Sliding windows."""
 
-    window: int = 0  # a token sees so many tokens, itself the last of them; 0: all before it
+    window: int = 0  # each token attends to the last so many tokens, itself included; 0: to all before it
 
 
 TRIED = dict(window=5)
@@ -120,14 +114,9 @@ REFUSES = [
         dict(window=SET, cp=SET, cp_mode=but("ring", "ulysses")),
         "with windows all ranks have the same work, so tokens stay in order; use --cp-mode ring or ulysses",
     ),
+    Refusal(dict(window=(1,)), "a token sees itself and at least one before it; use 2 or more, or 0", None),
     Refusal(dict(window=SET, documents=SET), "each divides attention into parts of its own; choose one of them", None),
 ]
-
-
-def check(config: Any, world: int):
-    """Raises UserError for a window without other tokens."""
-    if config.window == 1:
-        raise UserError("--window 1: a token sees itself and at least one before it; use 2 or more, or 0")
 
 
 def attach(config: Any, parts: Parts):

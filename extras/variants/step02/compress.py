@@ -1,24 +1,22 @@
 """Gradients summed over ranks in fewer bits (`--compress`), with error feedback: what is lost is sent later.
 
-What a rank has not sent it keeps, and adds to the next gradient ("error feedback": Seide et al. 2014, "1-Bit Stochastic
-Gradient Descent"; Karimireddy et al. 2019). So it is late, not lost.
+A rank keeps what it has not sent, and adds it to the next gradient ("error feedback": Seide et al. 2014, "1-Bit
+Stochastic Gradient Descent"; Karimireddy et al. 2019). So it is late, not lost.
 
     bf16   16 bits                                                      1/2 of the bytes of fp32
     int8   8 bits, and an fp32 scale for 256 values                     (1 + 4/256) / 4
     topk   the largest --topk-fraction of the values, with their places 2 x fraction; 1 loses nothing, and sends more
 
 Adding in so few bits would round at every rank, or overflow. So rank r receives shard r of every gradient (all-to-all)
-and adds in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r compresses its
-shard of the sum again for all to gather, and keeps what that loses.
+and adds in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r then compresses
+its shard of the sum again for all to gather, and keeps what that loses. It does so when the next bucket is sent, or at
+the end, so that the first message overlaps with backward.
 
-A sum is a generator, which yields each message that it has sent and continues when that has arrived, so backward
-overlaps with messages: a bucket's first one is waited for when the next bucket is sent, or at the end.
-
-In step 2 `Compression.all_reduce` would stand in BucketSync.send, in step 3 `.reduce_scatter` in Zero1.reduce. What is
-owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too, and is part of checkpoints.
+In step 2 `Compression.send` would be BucketSync.send, in step 3 `.reduce` would be Zero1.reduce. What is owed takes a
+gradient's memory on each rank, also under ZeRO 2 and 3, and is part of checkpoints.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -27,9 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import step02_ddp as step02
-from common import UserError
-from common.comm import Group, Pending, all_gather, all_to_all
+from common.comm import Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
@@ -37,77 +33,56 @@ from extras.variants.step02.narrow import dequantise, pick, put_back, quantise
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
-SINCE = step02.Config
-
-
-class Chain:
-    """Messages that are sent one after another. `wait` ends them; `go_on` takes them to the next one."""
-
-    def __init__(self, messages: Iterator[Pending]):
-        self.messages, self.pending = messages, next(messages, None)
-
-    def go_on(self):
-        """Wait for the message under way, and send the next."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = next(self.messages, None)
-
-    def wait(self):
-        """Wait for all that is left."""
-        while self.pending is not None:
-            self.go_on()
-
 
 class Compression:
-    """Sums in fewer bits. `owed`: what is still to be sent, [n shards, length], of each bucket or unit."""
+    """Sums in fewer bits. `owed` keeps what has not been sent of each bucket or unit, [n shards, length]."""
 
     def __init__(self, config: Any, sync: Any):
-        self.sync = sync
+        self.sync, self.last = sync, Pending()  # the first message of the newest bucket
         self.narrow, self.widen = {
             "bf16": (Tensor.bfloat16, lambda message, length, dtype: message.to(dtype)),
             "int8": (quantise, dequantise),
             "topk": (partial(pick, fraction=config.topk_fraction), put_back),
         }[config.compress]
         self.owed: dict[Bucket | Unit, Tensor] = {}
-        self.last = Chain(iter(()))
 
-    def summed(self, key: Bucket | Unit, values: Tensor, group: Group) -> Generator[Pending, None, Tensor]:
-        """values [n, length], row r for rank r -> this rank's row of the sum."""
+    def scatter(self, key: Bucket | Unit, values: Tensor, then: Callable[[Tensor], None]) -> Pending:
+        """Start to send row r of values [n, length] to rank r. Its wait calls `then` with our row of the sum."""
         values = values.to(wide(values.dtype)) + self.owed.get(key, 0.0)
         length, dtype = values.shape[-1], values.dtype
         message = self.narrow(values)
         self.owed[key] = values - self.widen(message, length, dtype)
         received = torch.empty_like(message)
-        yield all_to_all(received, message, group)
-        return self.widen(received, length, dtype).sum(0)
+        pending = all_to_all(received, message, key.group)
+        pending.then = lambda: then(self.widen(received, length, dtype).sum(0))
+        return pending
 
-    def all_reduce(self, bucket: Bucket) -> Iterator[Pending]:
-        """Replace a bucket's gradients by their sum; yields each message that it has sent."""
-        flat, group = bucket.flat, bucket.group
-        rows = F.pad(flat, (0, -len(flat) % group.size)).view(group.size, -1)
-        total = yield from self.summed(bucket, rows, group)
+    def gather(self, bucket: Bucket, total: Tensor):
+        """Start to fill a bucket with all ranks' shards of the sum. `total` [length] is this rank's."""
+        flat, group, length, dtype = bucket.flat, bucket.group, len(total), total.dtype
         message = self.narrow(total[None])
-        self.owed[bucket][group.rank] += total - self.widen(message, len(total), total.dtype)[0]
+        self.owed[bucket][group.rank] += total - self.widen(message, length, dtype)[0]
         everyone = message.new_empty(group.size, *message.shape[1:])
-        yield all_gather(everyone.view(-1), message.view(-1), group)
-        flat.copy_(self.widen(everyone, len(total), total.dtype).flatten()[: len(flat)])
-
-    def reduce_scatter(self, unit: Unit) -> Iterator[Pending]:
-        """Fill in this rank's shard of the sum of a unit's gradient; yields the message that it has sent."""
-        rows = unit.gradient.view(unit.group.size, -1)
-        unit.reduced_shard = yield from self.summed(unit, rows, unit.group)
+        pending = all_gather(everyone.view(-1), message.view(-1), group)
+        pending.then = lambda: flat.copy_(self.widen(everyone, length, dtype).flatten()[: len(flat)])
+        self.sync.pending.append(pending)
 
     def send(self, plain: Callable, bucket: Bucket):
-        """Around a bucket's sum. The bucket before has had this one's time for its first message."""
-        if bucket.group.size == 1:
+        """Around `BucketSync.send`: wait for the previous bucket's first message, which backward has hidden."""
+        n = bucket.group.size
+        if n == 1:
             return plain(bucket)
-        self.last.go_on()
-        self.last = Chain(self.all_reduce(bucket))
+        self.last.wait()
+        rows = F.pad(bucket.flat, (0, -len(bucket.flat) % n)).view(n, -1)
+        self.last = self.scatter(bucket, rows, partial(self.gather, bucket))
         self.sync.pending.append(self.last)
 
-    def reduce(self, plain: Callable, unit: Unit) -> Chain | Pending:
-        """Around a unit's."""
-        return Chain(self.reduce_scatter(unit)) if unit.group.size > 1 else plain(unit)
+    def reduce(self, plain: Callable, unit: Unit) -> Pending:
+        """Around `Zero1.reduce`: compress the message."""
+        n = unit.group.size
+        if n == 1:
+            return plain(unit)
+        return self.scatter(unit, unit.gradient.view(n, -1), partial(setattr, unit, "reduced_shard"))
 
 
 @dataclass
@@ -122,18 +97,13 @@ TRIED = dict(topk_fraction=0.5)
 NEEDS = [("topk_fraction", "compress", "topk")]
 REFUSES = [
     Refusal(dict(compress=SET, sync=but("bucket", "overlap"), zero=(0,)), "it compresses buckets; use --sync bucket"),
+    Refusal(dict(topk_fraction=lambda x: not 0 < x <= 1), "it is a share: choose it above 0, and at most 1", None),
     Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow would be owed for ever; use --dtype bf16 or fp32", None),
 ]
 
 
-def check(config: Any, world: int):
-    """Raises UserError for a share that is none."""
-    if not 0 < config.topk_fraction <= 1:
-        raise UserError(f"--topk-fraction {config.topk_fraction:g} is a share: choose it above 0, and at most 1")
-
-
 def attach(config: Any, parts: Parts) -> Compression | None:
-    """A sum over one rank stays as it is."""
+    """Compress the sums of buckets, or of ZeRO's units."""
     if config.compress == "none":
         return None
     made = Compression(config, parts.sync)

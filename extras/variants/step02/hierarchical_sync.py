@@ -24,13 +24,11 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, Mesh, exchange
 from common.model import Decoder
-from step02_ddp import SYNCS, Config, NaiveSync
-
-SINCE = Config
+from step02_ddp import SYNCS, NaiveSync
 
 
 def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: range):
-    """Rounds 0 to n-2 of step 2's ring over `peers` (ranks in the group) reduce-scatter, n-1 to 2n-3 all-gather."""
+    """Rounds of step 2's ring over `peers`, n ranks in the group: 0 to n-2 reduce-scatter, n-1 to 2n-3 all-gather."""
     n, r = len(peers), peers.index(group.rank)
     for s in rounds:
         outgoing, target = shards[(r - s) % n], shards[(r - s - 1) % n]
@@ -43,7 +41,7 @@ def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: ran
 
 
 class HierarchicalSync(NaiveSync):
-    """Gradients are summed one by one, as by RingSync."""
+    """Sums gradients one by one, in two levels."""
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
         super().__init__(model, config, mesh)
@@ -58,7 +56,7 @@ class HierarchicalSync(NaiveSync):
         n, place = len(inside), inside.index(group.rank)
         across, shards = [peers[place] for peers in nodes.values()], gradient.view(-1).tensor_split(n)
         pass_round(shards, inside, group, range(n - 1))
-        ours = shards[(place + 1) % n]  # of this node the sum is complete
+        ours = shards[(place + 1) % n]  # its sum over this node is complete
         pass_round(ours.tensor_split(len(across)), across, group, range(2 * (len(across) - 1)))
         pass_round(shards, inside, group, range(n - 1, 2 * (n - 1)))
 
@@ -78,10 +76,8 @@ NEEDS = [("ranks_per_node", "sync", "hierarchical")]
 
 
 def check(config: Any, world: int):
-    """Every group has equally many ranks in each node it is in. Raises UserError."""
-    if config.sync != "hierarchical":
-        return
+    """Every group must have equally many ranks in each of its nodes. Raises UserError."""
     node, world = config.ranks_per_node, config.dry_run or world
     for size in (world // getattr(config, "pp", 1), getattr(config, "tp", 1), getattr(config, "ep", 1)):
-        if size % node and node % size:
-            raise UserError(f"--ranks-per-node {node}: of it and {size} ranks that lie side by side one must divide")
+        if config.sync == "hierarchical" and size % node and node % size:
+            raise UserError(f"--ranks-per-node {node} must divide, or be a multiple of, {size} neighbouring ranks")

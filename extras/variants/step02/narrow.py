@@ -1,7 +1,7 @@
-"""A library: numbers in fewer bytes, for what is sent. Each function here makes a message, or undoes it.
+"""A library: messages with fewer bytes a number. Each pair of functions makes a message, and reads it.
 
 quantise, dequantise    8 bits a number, and an fp32 scale for each 256 of them: 1 + 4/256 bytes a number
-pick, put_back          the largest numbers alone, with their places: 8 bytes each (12 in fp64)
+pick, put_back          only the largest numbers, with their places: 8 bytes each (12 in fp64)
 """
 
 import torch
@@ -17,7 +17,7 @@ def in_blocks(values: Tensor) -> Tensor:
 
 
 def quantise(values: Tensor) -> Tensor:
-    """[..., length] floats -> int8 [..., length + 4 blocks]: in units of scales, each block's max / 127; then these."""
+    """[..., length] floats -> int8 [..., length + 4 blocks]: multiples of a scale, then the scales, fp32."""
     blocks = in_blocks(values)
     scales = (blocks.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
     whole = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : values.shape[-1]]
@@ -32,13 +32,13 @@ def dequantise(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def pick(values: Tensor, fraction: float) -> Tensor:
-    """[n, length] floats -> int32 [n, k]: the bits of each row's largest values, and behind them their places."""
+    """[n, length] floats -> int32 [n, k]: the bits of each row's largest values, then their places in the row."""
     places = values.abs().topk(max(1, int(fraction * values.shape[-1]))).indices
     return torch.cat((values.gather(-1, places).view(torch.int32), places.int()), dim=-1)
 
 
 def put_back(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `pick`; what was not sent is zero."""
+    """The inverse of `pick`: numbers that were not sent become zero."""
     words = dtype.itemsize // 4
     bits, places = message.tensor_split([message.shape[-1] * words // (words + 1)], dim=-1)
     values = torch.zeros(len(message), length, dtype=dtype, device=message.device)

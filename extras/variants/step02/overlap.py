@@ -13,7 +13,7 @@ from step02_ddp import SYNCS, BucketSync
 
 
 class OverlapSync(BucketSync):
-    """A bucket for each parameter."""
+    """BucketSync with a bucket for each parameter."""
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
         super().__init__(model, replace(config, bucket_mb=0.0), mesh)

@@ -12,57 +12,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import step02_ddp as step02
 from common import UserError
 from common.comm import Group, Mesh, note
 from common.layout import layout_of
 from common.model import Decoder
-from common.trainer import choose_device
 from extras.variants import Parts
 from extras.variants.record import HAS, SET, Refusal
 from step02_ddp import SYNCS
 
-SINCE = step02.Config
+NARROW = "it adds gradients up in 16 bits; use --dtype fp32, or another --sync"
 
 
 class Inside(nn.Module):
-    """What DistributedDataParallel wraps: the model's parameters, and its forward as it was."""
+    """What DistributedDataParallel wraps: the model's parameters, and its forward before `attach` replaces it."""
 
     def __init__(self, model: Decoder):
         super().__init__()
-        self.model, self.original = model, model.forward
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """As the model's."""
-        return self.original(*inputs)
+        self.model, self.forward = model, model.forward
 
 
 class TorchSync:
     """DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
-        """In a group of one there is nothing to wrap."""
-        group, self.left, self.ddp = mesh[layout_of(next(model.parameters())).data_dim], 0, None
+        """Raises UserError if --dtype auto has chosen 16 bits. In a group of one there is nothing to wrap."""
+        param, self.left, self.ddp = next(model.parameters()), 0, None
+        if param.dtype.itemsize == 2:
+            raise UserError(f"--sync torch with --dtype {config.dtype}, which is bf16 here: {NARROW}")
+        group = mesh[layout_of(param).data_dim]
         if group.size == 1:
             return
-        self.ddp = DistributedDataParallel(
-            Inside(model),
-            process_group=group.handle,
-            bucket_cap_mb=config.bucket_mb,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
+        options = dict(bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True, init_sync=False)
+        self.ddp = DistributedDataParallel(Inside(model), process_group=group.handle, **options)
         self.ddp.register_comm_hook(group, self.add)
 
     @staticmethod
     def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Communication hook: the sum of one of DDP's buckets."""
+        """Communication hook: start to sum one of DDP's buckets."""
         note("all_reduce", group, bucket.buffer(), 2 * (group.size - 1) / group.size)
         work = dist.all_reduce(bucket.buffer(), group=group.handle, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
     def begin(self, n_micro_batches: int):
-        """So many forward passes will come; only the last one's backward communicates."""
+        """Expect so many forward passes; only the backward of the last one communicates."""
         self.left = n_micro_batches
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -72,24 +64,16 @@ class TorchSync:
         return self.ddp(*inputs)
 
     def finish(self):
-        """DDP has waited at the end of backward."""
+        """Do nothing: DDP has waited at the end of backward."""
 
 
 SYNCS["torch"] = TorchSync
-NARROW = "it adds gradients up in 16 bits; use --dtype fp32, or another --sync"
+PIPELINE = "it wraps a whole model, and a pipeline runs parts of it; use another --sync"
 REFUSES = [
     Refusal(dict(sync=("torch",), dry_run=SET), "it needs real ranks; use another --sync"),
     Refusal(dict(sync=("torch",), dtype=("bf16", "fp16")), NARROW, None),
-    Refusal(
-        dict(sync=("torch",), pp=HAS), "it wraps a whole model, and a pipeline runs parts of it; use another --sync"
-    ),
+    Refusal(dict(sync=("torch",), pp=HAS), PIPELINE),
 ]
-
-
-def check(config: Any, world: int):
-    """Raises UserError if `--dtype auto` is 16 bits."""
-    if config.sync == "torch" and config.dtype == "auto" and choose_device(config)[1].itemsize == 2:
-        raise UserError(f"--sync torch with --dtype auto, which is bf16 here: {NARROW}")
 
 
 def attach(config: Any, parts: Parts):

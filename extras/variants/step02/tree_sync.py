@@ -1,47 +1,61 @@
-"""Sums up a tree and down again (`--sync tree`): few rounds, for tensors so small that only latency counts.
+"""Sums up a tree and down again (`--sync tree`, `server`): each rank sends a partial sum up, and gets the whole back.
 
-    n = 6     rank    0     1     2     3     4     5
-    up        round 0       1->0        3->2        5->4        each sends its partial sum, and is done
-              round 1             2->0
-              round 2                         4->0              rank 0 has the sum
-    down      the same messages in the opposite direction, last one first
+    tree, n = 6    rank    0     1     2     3     4     5
+    up             round 0       1->0        3->2        5->4        each sends its partial sum, and is done
+                   round 1             2->0
+                   round 2                         4->0              rank 0 has the sum
+    down           the same messages in the opposite direction, last one first
 
-A ring takes 2 (n-1) rounds of S/n bytes, a tree 2 ceil(log2 n) rounds of S. With latency t a round and bandwidth w the
-tree is faster if t (n-1 - log2 n) > (log2 n - (n-1)/n) S/w, that is, if S is small. All ranks together send 2 (n-1) S,
-as in the ring, but unevenly: each rank but 0 sends S up, and each sends S down to every rank that sends to it. NCCL has
-two such trees, in which no rank is an inner node of both (Sanders et al. 2009), so that all links are busy.
+A ring takes 2 (n-1) rounds of S/n bytes, this tree 2 ceil(log2 n) rounds of S. With latency t a round and bandwidth w
+it is faster if t (n-1 - log2 n) > (log2 n - (n-1)/n) S/w, that is, for tensors so small that only latency counts. NCCL
+has two such trees, in which no rank is an inner node of both (Sanders et al. 2009), so that all links are busy.
 
-In step 2, this would be another `sum_up`.
+With `server`, rank 0 is the parent of all others: a parameter server, the first way to train on several machines (Li et
+al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; there the server also updates, and sends
+weights, which have as many bytes). All bytes pass through one link, so the sum takes n/2 times as long as a ring's.
+
+Every rank but 0 sends S up, and each sends S down to all its children: together 2 (n-1) S, as in the ring, but
+unevenly. With a server, rank 0 sends (n-1) S, any other S. In step 2, this would be another `sum_up`.
 """
 
 import torch
 from torch import Tensor
 
 from common.comm import Group, exchange
-from step02_ddp import SYNCS, Config, NaiveSync
-
-SINCE = Config
+from step02_ddp import SYNCS, NaiveSync
 
 
 class TreeSync(NaiveSync):
-    """Gradients are summed one by one."""
+    """Sums gradients one by one, by a binomial tree."""
+
+    def rounds(self, n: int) -> list[list[tuple[int, int]]]:
+        """The messages up the tree, (child, parent), by round."""
+        distances = [1 << i for i in range((n - 1).bit_length())]
+        return [[(child, child - d) for child in range(d, n, 2 * d)] for d in distances]
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place."""
-        n, r = group.size, group.rank
-        rounds = [(1 << i) for i in range((n - 1).bit_length())]  # how far apart sender and receiver are
-        for distance in rounds:
-            if r % (2 * distance) == distance:
-                exchange([(gradient, r - distance)], [], group).wait()
-            elif r % (2 * distance) == 0 and r + distance < n:
-                incoming = torch.empty_like(gradient)
-                exchange([], [(incoming, r + distance)], group).wait()
-                gradient += incoming
-        for distance in reversed(rounds):
-            if r % (2 * distance) == 0 and r + distance < n:
-                exchange([(gradient, r + distance)], [], group).wait()
-            elif r % (2 * distance) == distance:
-                exchange([], [(gradient, r - distance)], group).wait()
+        ours = []  # of each round: our children, and our parent if it has its turn
+        for pairs in self.rounds(group.size):
+            children = [child for child, parent in pairs if parent == group.rank]
+            ours.append((children, [parent for child, parent in pairs if child == group.rank]))
+        for children, parents in ours:
+            received = [(torch.empty_like(gradient), child) for child in children]
+            exchange([(gradient, parent) for parent in parents], received, group).wait()
+            for part, _ in received:
+                gradient += part
+        for children, parents in reversed(ours):
+            whole = [(gradient, parent) for parent in parents]
+            exchange([(gradient, child) for child in children], whole, group).wait()
+
+
+class ServerSync(TreeSync):
+    """Sums gradients one by one, on rank 0."""
+
+    def rounds(self, n: int) -> list[list[tuple[int, int]]]:
+        """One round, in which all others send to rank 0."""
+        return [[(child, 0) for child in range(1, n)]]
 
 
 SYNCS["tree"] = TreeSync
+SYNCS["server"] = ServerSync

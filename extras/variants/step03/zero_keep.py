@@ -1,16 +1,15 @@
-"""ZeRO 3 that keeps what it has gathered until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
+"""ZeRO 3 that keeps gathered weights until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
 
 In a step of m micro-batches, step 3 gathers each layer 2 m times, although its weights do not change. Kept, they are
-gathered once, by the first micro-batch that uses them, and dropped by `publish`:
+gathered once, by the first micro-batch that uses them, and `publish` frees them:
 
     elements a rank sends, x (n-1)/n    m (3 P - e)   becomes   (m+1) P, as in stage 2
     it holds, beside its shards         two units     becomes   all of its units
 
 Between steps a rank holds as little as in stage 3, within a step as much as in stage 2. No all-gather follows the
-update: the first forward hides it.
-
-`--zero-keep-mb M` keeps only units of at most M MiB, as the persistence threshold of DeepSpeed's stage 3 does: a small
-unit costs a message each time and little memory. In step 3, `ShardedUnit.free` would be called by `publish` alone.
+update: it is hidden behind the first forward. `--zero-keep-mb M` keeps only units of at most M MiB, as the persistence
+threshold of DeepSpeed's stage 3 does: a small unit takes little memory, and costs a message each time. In step 3,
+`ShardedUnit.free` would be called by `publish` alone.
 """
 
 from dataclasses import dataclass
@@ -19,17 +18,15 @@ from math import inf
 from typing import Any
 
 from extras.variants import Parts
-from step03_zero import Config, ShardedUnit
-
-SINCE = Config
+from step03_zero import ShardedUnit
 
 
 def keep():
-    """Replaces `ShardedUnit.free`: later micro-batches of this step use the weights."""
+    """Replaces `ShardedUnit.free` by nothing: later micro-batches of this step use the weights."""
 
 
 def publish(units: list[ShardedUnit]):
-    """Replaces `Zero3.publish`: round the masters to the shards, and free all that is gathered."""
+    """Replaces `Zero3.publish`: round the masters into the shards, and free all units."""
     for unit in units:
         unit.shard.copy_(unit.master)
         ShardedUnit.free(unit)
@@ -37,10 +34,10 @@ def publish(units: list[ShardedUnit]):
 
 @dataclass
 class Flags:
-    """What stage 3 keeps."""
+    """What ZeRO 3 keeps."""
 
     zero_keep: bool = False  # with --zero 3: gather a unit once a step, and drop it after the update
-    zero_keep_mb: float = 0.0  # with --zero-keep: keep units of at most so many MiB alone; 0: all
+    zero_keep_mb: float = 0.0  # with --zero-keep: keep only units of at most so many MiB; 0: all
 
 
 TRIED = dict(zero_keep_mb=0.06)
@@ -48,7 +45,7 @@ NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
 
 
 def attach(config: Any, parts: Parts):
-    """Keep the units that are small enough."""
+    """Keep all units, or those of at most --zero-keep-mb."""
     most = config.zero_keep_mb * 2**20 or inf
     if config.zero_keep:
         for unit in parts.units:

@@ -4,9 +4,9 @@
     step 3's stage 1                                     H 1 0 E      all reduce-scatters after it
     with --zero-overlap                      H   1   0   E            a unit's, while the next one is computed
 
-A unit is sent when it and all before it have the gradients of all micro-batches, so all ranks send in the same order.
-Only E's is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count additions as
-`BucketSync` of step 2 does.
+A unit's sum starts when that unit and all before it have the gradients of all micro-batches, so all ranks send in the
+same order. Only E's is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count additions
+as `BucketSync` of step 2 does.
 """
 
 from collections.abc import Callable
@@ -14,50 +14,41 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-
-from common.comm import Pending
 from extras.variants import Parts
-from step03_zero import Config, Unit, Zero1
+from step02_ddp import BucketSync
+from step03_zero import Unit, Zero1
 
-SINCE = Config
 
-
-class Early:
-    """Sums of `zero`'s units, which start early."""
+class Early(BucketSync):
+    """Starts the sums of `zero`'s units as step 2 starts those of buckets."""
 
     def __init__(self, zero: Zero1):
         self.zero = zero
-        self.unsent: list[Unit] = []
-        self.pending: list[Pending] = []
         for unit in zero.units:
             for param in unit.trained.values():
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit))
 
     def begin(self, plain: Callable, n_micro_batches: int):
-        """Around `Zero1.begin`: so many additions to each gradient are to come."""
+        """Around `Zero1.begin`: expect so many additions to each gradient."""
         plain(n_micro_batches)
         self.unsent, self.pending = self.zero.units[::-1], []
         for unit in self.zero.units:
             unit.missing = n_micro_batches * len(unit.trained)
 
-    def mark_ready(self, unit: Unit, _param: nn.Parameter):
-        """Hook: autograd has added to a gradient of `unit`."""
-        unit.missing -= 1
-        while self.unsent and self.unsent[0].missing == 0:
-            self.pending.append(self.zero.reduce(self.unsent.pop(0)))
+    def send(self, unit: Unit):
+        """Start a unit's sum."""
+        self.pending.append(self.zero.reduce(unit))
 
     def finish(self):
-        """Replaces `Zero1.finish`: send units with parameters that were not used, and wait for all."""
-        for pending in [*self.pending, *map(self.zero.reduce, self.unsent)]:
-            pending.wait()
+        """Replaces `Zero1.finish`: send what is left, and wait for all sums."""
+        super().finish()
         for unit in self.zero.units:
             unit.grad_shard = unit.reduced_shard
 
 
 @dataclass
 class Flags:
-    """Sums of stage 1."""
+    """Sums of ZeRO 1."""
 
     zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
 
@@ -66,7 +57,7 @@ NEEDS = [("zero_overlap", "zero", 1)]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the sums after backward by those that start in it."""
+    """Replace the sums after backward by sums that start in it."""
     if config.zero_overlap:
         early = Early(parts.optimizer)
         parts.around(parts.sync, "begin", early.begin, by=__name__)

@@ -23,6 +23,9 @@ EXPERTS: dict[str, dict[str, int]] = {
 }
 
 
+SINCE = object  # earlier steps refuse these models
+
+
 def settle(config: Any, world: int):
     """Set the flags of a preset with experts. Raises UserError in a step that has no experts."""
     wanted = EXPERTS.get(config.model, {})

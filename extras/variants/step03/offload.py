@@ -1,0 +1,158 @@
+"""ZeRO's tensors in host memory or in files (`--offload-optimizer`, `--offload-params`).
+
+    --offload-optimizer cpu     masters and moments are in host memory, and are updated there ("ZeRO-Offload", Ren et
+                                al. 2021)
+    --offload-optimizer disk    they are in memory-mapped files of the run directory, without names, which end with
+                                the process
+    --offload-params cpu        in stage 3, the shards of the weights are in host memory, too ("ZeRO-Infinity",
+                                Rajbhandari et al. 2021). The GPU holds one or two units of weights, the gradients'
+                                shards, and activations
+
+The update goes unit by unit, because rules skip what has no gradient; in step 3 it would be `Zero1.step`. On a GPU,
+copies use streams of their own: the next unit's gradient is copied while the host updates this one, and a unit's shard
+is copied before `ShardedUnit.gather` while the GPU computes. (Pinned host memory is rounded up to a power of two.)
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from common import UserError
+from common.comm import Mesh, Pending, all_gather
+from extras.variants import Parts
+from step03_zero import ShardedUnit, Unit, Zero1
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory, which is pinned if there is a GPU."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return host.copy_(tensor)
+
+
+def to_file(folder: Path, tensor: Tensor) -> Tensor:
+    """Copy a tensor to an unnamed file in `folder`. Takes the space now, and raises OSError if the disk is full."""
+    n = max(1, tensor.numel())
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(file.fileno(), 0, n * tensor.itemsize)
+        mapped = torch.from_file(file.name, shared=True, size=n, dtype=tensor.dtype)
+    return mapped[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def move(zero: Zero1, unit: Unit, master: Tensor):
+    """Replace the memory of a unit's master. The update rule keeps its tensors, which are parts of it."""
+    unit.master = master
+    for name in unit.trained:
+        if name in zero.masters:
+            zero.masters[name].data = unit.view_shard(master, name)
+
+
+class Update:
+    """Updates ZeRO's units one by one, where their masters are."""
+
+    def __init__(self, optimizer: Zero1, home: Callable[[Tensor], Tensor]):
+        """`home`: copies a tensor to where the state is kept."""
+        self.optimizer, self.home = optimizer, home
+        self.units = [unit for unit in optimizer.units if unit.trained]
+        self.moved: set[Tensor] = set()  # masters whose moments are at home
+        beside = any(unit.flat.is_cuda and not unit.master.is_cuda for unit in self.units)
+        self.stream = torch.cuda.Stream() if beside else None
+
+    def send(self, gradient: Tensor) -> tuple[Tensor, Callable]:
+        """Start to copy a unit's gradient to its master's device -> the copy, and a function that waits for it."""
+        if self.stream is None:
+            return gradient, lambda: None
+        with torch.cuda.stream(self.stream):
+            there, arrived = gradient.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
+            arrived.record()
+        return there, arrived.synchronize
+
+    def step(self, lr: float):
+        """Replaces `Zero1.step`."""
+        zero, rule = self.optimizer, self.optimizer.torch_optimizer
+        for group in rule.param_groups:
+            group["lr"] = lr
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())  # which sums the gradients
+        coming = map(self.send, [unit.grad_shard for unit in self.units])  # each copy starts when it is asked for
+        for unit in self.units:
+            unit.grad_shard = None  # a unit has one while it is updated: so rules know which that is
+        ahead = next(coming, None)
+        for unit in self.units:
+            (unit.grad_shard, wait), ahead = ahead, next(coming, None)
+            wait()
+            masters = {name: zero.masters[name] for name in unit.trained if name in zero.masters}
+            for name, master in masters.items():
+                master.grad = unit.view_shard(unit.grad_shard, name)
+            rule.step()
+            rule.zero_grad()
+            for master in {master for master in masters.values() if rule.state[master]} - self.moved:  # just made
+                rule.state[master] |= {key: self.home(t) for key, t in rule.state[master].items() if t.dim()}
+                self.moved.add(master)
+            unit.gradient = unit.reduced_shard = unit.grad_shard = None
+            for param in unit.trained.values():
+                param.grad = None
+        zero.publish()
+
+
+def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
+    """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather it, while the GPU computes.
+
+    The stream first waits for the kernels that may still read the memory, which the host has already freed. To wait for
+    the unit is also to wait for this stream: in a group of one there is no collective to wait for.
+    """
+    if unit.gathered:
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        unit.flat.untyped_storage().resize_(unit.nbytes)
+        pending = all_gather(unit.flat, unit.shard.to(unit.flat.device, non_blocking=True), unit.group)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    unit.gathering, unit.gathered = Pending(unit.group, *pending.works, arrived), True
+
+
+def on_disk(config: Any, zero: Zero1, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """`to_file` for the run directory. Raises UserError unless masters and two moments of this node's ranks fit."""
+    folder = Path(config.out or "runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    n_bytes = 3 * sum(unit.master.nbytes for unit in zero.units) * int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    if n_bytes > (free := shutil.disk_usage(folder).free):
+        raise UserError(f"--offload-optimizer disk: {n_bytes} bytes do not fit in {folder}, {free} are free: set --out")
+    return partial(to_file, folder)
+
+
+@dataclass
+class Flags:
+    """Offload of ZeRO's tensors."""
+
+    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments are kept and updated
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where shards of weights, and masters, are kept
+
+
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3), ("offload_params", "zero", 3)]  # there must be shards to move
+
+
+def attach(config: Any, parts: Parts):
+    """Move masters and shards now, and the moments when the first update has made them. Raises UserError."""
+    where, zero = config.offload_optimizer, parts.optimizer
+    if where == config.offload_params == "none":
+        return
+    home = {"none": lambda moment: moment, "cpu": to_host}.get(where) or on_disk(config, zero, parts.mesh)
+    beside = torch.cuda.Stream() if zero.units[0].flat.is_cuda else None
+    for unit in zero.units:
+        if config.offload_params != "none":
+            unit.shard = to_host(unit.shard)
+            if beside is not None:
+                parts.instead(unit, "gather", partial(gather_beside, unit, beside), by=__name__)
+        # Without --offload-optimizer the master is the shard itself, if that is wide enough.
+        move(zero, unit, unit.shard.to(unit.master.dtype) if where == "none" else home(unit.master))
+    parts.instead(zero, "step", Update(zero, home).step, by=__name__)
