@@ -1,7 +1,7 @@
-"""Chooses a run's devices and backend, initialises its process group, and prints what runs where.
+"""Chooses a run's devices and backend, initialises its process group, and prints which ranks run where.
 
-Where a machine has fewer GPUs than ranks, the ranks share them in turn. NCCL refuses that, so their messages go through
-the host, by gloo (`Staged`).
+If a machine has fewer GPUs than ranks, ranks share GPUs. NCCL refuses that, so gloo sends their messages from copies on
+the host (`Staged`).
 """
 
 import os
@@ -41,7 +41,7 @@ ENVIRONMENT = {  # what CUDA and NCCL read when they start; what the user has se
 
 @dataclass
 class Flags:
-    """How ranks talk."""
+    """Communication between ranks."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
     timeout: float = 600.0  # seconds that a step may take; then each rank prints where it is, and the job ends
@@ -148,30 +148,24 @@ def fresh_store(timeout: float) -> dist.Store:
     raise dist.DistStoreError("no answer of rank 0")
 
 
-def own_gpus(store: dist.Store, gpus: int) -> bool:
-    """Whether each rank has a GPU of its own. All show theirs to all: a rank may see one GPU alone, and call it 0."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).uuid if gpus else ""
-    store.set(f"the GPU of rank {rank}", str(gpu))
-    shown = {store.get(f"the GPU of rank {other}") for other in range(world)}
-    return gpus > 0 and len(shown) == world
+def find_ranks(gpus: int, timeout: float) -> tuple[dist.Store, bool]:
+    """The store of the job, and whether each rank has a GPU of its own. After 10 s, print that ranks are missing.
 
-
-def meet_others(gpus: int, timeout: float) -> tuple[dist.Store, bool]:
-    """The store of a job, and whether each rank has a GPU of its own. After a while, say that ranks are missing.
-
-    Raises UserError if some have not started after `timeout` seconds.
+    Each rank shows its GPU to all: a rank may see one GPU alone, and call it 0. Raises UserError after `timeout` s.
     """
-    rank, address = os.environ["RANK"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, after = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", min(10.0, timeout / 2)
     advice = "start all ranks, or unset RANK and WORLD_SIZE if no launcher has set them"
-    after = min(10.0, timeout / 2)
     text = f"rank {rank} has waited {after:g} s at {address} for other ranks, and still waits: {advice}"
     warning = threading.Timer(after, print, [text], dict(file=sys.stderr, flush=True))
     warning.daemon = True
     warning.start()
     try:
         store = fresh_store(timeout)
-        return store, own_gpus(store, gpus)
+        gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).uuid if gpus else ""
+        store.set(f"the GPU of rank {rank}", str(gpu))
+        shown = {store.get(f"the GPU of rank {other}") for other in range(world)}  # an error names the missing rank
+        return store, gpus > 0 and len(shown) == world
     except dist.DistError as error:
         missing = str(error).partition("\n")[0]
         raise UserError(f"rank {rank} has waited {timeout:g} s at {address} ({missing}): {advice}") from error
@@ -194,7 +188,7 @@ def meet(config: Any) -> int:
             torch.set_num_threads(max(1, cores // ranks_here()))
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if "RANK" in os.environ and hasattr(config, "sync") and not dist.is_initialized():
-        store, apart = meet_others(gpus, 2 * config.timeout)
+        store, apart = find_ranks(gpus, 2 * config.timeout)
         if config.backend == "nccl" and not apart:
             raise UserError("--backend nccl needs one GPU for each rank; use --backend gloo or auto")
         backend = "nccl" if apart and config.backend != "gloo" else "staged" if gpus else "gloo"
