@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common import UserError
 from common.trainer import choose_device
-from extras.services.launch import gather_objects
+from extras.services.ranks import gather_objects
 from extras.theory.gpus import GPUS
 from extras.variants.record import spelled
 from step02_ddp import join_ranks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common import comm
-from common.comm import Group, all_gather, all_reduce, exchange
+from common.comm import Group, all_reduce, exchange
 from common.data import END, Data
 from common.model import IGNORE
 from extras.variants import Parts
@@ -107,7 +107,8 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
     A text shorter than the sequence is padded at its end, where causal attention does not look. Afterwards the model
     cannot train: its head sees one token, and its loss is replaced.
     """
-    model, tp, here, seq_len = parts.model, group_of(parts, "tp"), positions_of(parts), parts.model.config.seq_len
+    model, tp, here = parts.model, group_of(parts, "tp"), positions_of(parts)
+    seq_len, vocab_size = model.config.seq_len, model.config.vocab_size
     device, tokens, seen = next(model.parameters()).device, list(prompt.encode()), []
     generator, row = torch.Generator().manual_seed(seed), 0
 
@@ -124,15 +125,13 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
         row = int(last.int().argmax())  # of this rank's tokens; any, if another rank of cp has the last one
         padded = torch.tensor([window + [0] * (seq_len - len(window))])
         look(parts, padded, padded)
-        logits = torch.zeros(model.config.vocab_size, device=device)
+        logits = torch.zeros(vocab_size + tp.size, device=device)  # tp's shards may be padded
         if seen:
             shard = seen.pop()
-            columns = shard.new_empty(tp.size * len(shard))
-            all_gather(columns, shard, tp).wait()
-            logits += columns[: len(logits)] * last.any().to(device)  # without the padding of an uneven shard
-        for dim in ("cp", "pp"):
+            logits[tp.rank * len(shard) :][: len(shard)] = shard * last.any().to(device)
+        for dim in ("tp", "cp", "pp"):
             all_reduce(logits, group_of(parts, dim)).wait()
-        probabilities = (logits.cpu() / 0.8).softmax(-1)
+        probabilities = (logits[:vocab_size].cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
 

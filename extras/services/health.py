@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.model import IGNORE
-from extras.services.launch import gather_objects
+from extras.services.ranks import gather_objects
 from extras.variants import Parts
 from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
 
