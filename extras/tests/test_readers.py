@@ -114,7 +114,7 @@ def test_a_folder_is_read_as_the_line_says(tmp_path, capsys):
     data = read(folders[0])
     text = evaluation.decode(data.tokens[0 : len(data.tokens)].tolist())
     assert text.split("\n\n")[:-1] == ["testament", "in sub", "in data"]
-    files = "6 files (c4-validation.00000-of-00008.json, dev/train.jsonl, empty.json, notes.md, test.jsonl, ...)"
+    files = "6 files (c4-validation.00000-of-00008.json, dev/train.jsonl, empty.json, notes.md, test.jsonl, wiki.txt)"
     line = f"data: 25 tokens of 3 documents; left out: {files}, column url, rows without text: 2\n"
     assert capsys.readouterr().out == line
     (folders[4] / "torn.jsonl").write_text('{"text": 5x}')
