@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from timeit import repeat
 from typing import Any, Literal
 
 import torch
@@ -242,10 +243,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
     if known := [peaks for part, peaks in GPU_PEAKS.items() if part in name]:
         half, single = known[0]
         return 1e12 * share * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
-    n, times, until = 512 if device.type == "cpu" else 8192, [], time.perf_counter() + 0.3
+    n = 512 if device.type == "cpu" else 8192
     a = torch.randn(n, n, dtype=dtype, device=device)
-    while len(times) < 5 or time.perf_counter() < until:
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for a GPU
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times)
+    return 2 * n**3 / min(repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=20))  # `item` waits for a GPU

@@ -20,7 +20,6 @@ from extras.services.run import ServedRun
 from extras.services.seam import compose
 from extras.tests.equal import SMALL, difference
 from extras.tests.pool import error_of
-from extras.tests.rows import EXPERTS
 from extras.tests.test_checkpoint import train_on_rank
 from extras.tests.test_variants import Largest
 
@@ -43,17 +42,6 @@ def their_loss(model: torch.nn.Module, run: str) -> torch.Tensor:
     tokens, targets = evaluation.held_out(data, 8, 1)
     with torch.no_grad():
         return torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
-
-
-def test_validation_of_four_ranks_is_what_transformers_computes(pools, tmp_path):
-    """The mean loss over the held-out sequences, of a model that four ranks have trained, exported as Mixtral."""
-    transformers = pytest.importorskip("transformers")
-    options = EXPERTS | dict(aux_loss_coeff=0.0, dtype="fp32", ep=2, tp=2, micro_batch_size=1, eval_sequences=8)
-    run, folder = str(tmp_path / "run"), str(tmp_path / "hf")
-    history = pools(4).run(train_on_rank, "step07_moe_ep", OPTIONS | options | dict(out=run))[0]
-    hub.convert("export", run, folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert difference(their_loss(model, run), history[-1]["validation_loss"]) < 1e-5
 
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, rope_theta=1e4) | hub.LLAMA3_ROPE

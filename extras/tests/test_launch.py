@@ -18,7 +18,6 @@ from extras.tests.test_checkpoint import require_same_bits, stored
 
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
-DOOR = "-m extras"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ PLAIN = [NO_NET, ("step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {})]
 )
 def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, served, step, ranks, flags, named, env):
     """It names the flag, or what else is to be mended; the exit status is not 0."""
-    words = f"{DOOR * served} {step}.py {tiny} --out {tmp_path} {flags}".split()
+    words = f"{'-m extras' * served} {step}.py {tiny} --out {tmp_path} {flags}".split()
     status, text = run(ranks, words, tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
     if not ranks:  # torchrun says more
@@ -73,7 +72,7 @@ def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, served, step, ra
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
     """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
-    words = f"--max-restarts=1 {DOOR} step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
+    words = f"--max-restarts=1 -m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
     words += " --peak-tflops 1 --resume auto --out"
     whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
     assert run(2, whole, tmp_path / "log")[0] == 0
@@ -118,7 +117,7 @@ def test_nobody_reads_what_a_run_says(tmp_path):
 def test_a_run_says_what_is_attached(tmp_path):
     """One rank says it, once: a line for each change of a method or of a menu, and of how many objects."""
     flags = "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1"
-    words = f"{DOOR} {STEPS[6]}.py {FEW} {flags} --out {tmp_path / 'out'}".split()
+    words = f"-m extras {STEPS[6]}.py {FEW} {flags} --out {tmp_path / 'out'}".split()
     status, text = run(2, words, tmp_path / "log")
     assert status == 0, text
     assert re.findall(r"^attached: (.*)$", text, re.M) == [
