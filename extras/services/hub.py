@@ -17,8 +17,9 @@ expert (its gate is p, not 1) has no place in Mixtral's format.
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from common.model import PRESETS, Decoder, ModelConfig
 from extras.services.checkpoint import Saver, find
 from extras.services.pieces import Piece
 from extras.services.shapes import check_shape, differing
+from extras.theory.shapes import Shape, shape_of
 
 SHARD_BYTES = 4 * 2**30  # of a file
 SIZES = {  # ours -> theirs
@@ -63,16 +65,8 @@ KINDS = {  # by model_type: what a config.json means where it does not say it
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-@dataclass(frozen=True)
-class Shape(ModelConfig):
-    """The shape of a decoder, and of step 7's experts, if it has any. With experts, ffn_dim is their width."""
-
-    experts: int = 0
-    experts_per_token: int = 0
-
-
 def shapes_of(m: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name; [experts, out, in] for those of experts."""
+    """Shapes of all parameters by name; [experts, out, in] for those of experts, whose width is ffn_dim."""
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
     for name in [name for name in shapes if m.experts and ".mlp." in name]:
@@ -116,10 +110,8 @@ def export(source: str, out: str) -> str:
     """Write the folder `out` from a run directory or checkpoint; returns what to print. Raises what `convert` names."""
     found, folder = find(source, Path(source)), Path(out)
     index, held = found.index, found.shapes("master")
-    m = Shape(**index["model"])
-    if routers := [shape for name, shape in held.items() if name.endswith("router.weight")]:
-        more = dict(experts=routers[0][0], experts_per_token=index["config"]["experts_per_token"])
-        m = replace(m, ffn_dim=index["config"].get("expert_dim") or m.ffn_dim, **more)
+    m = shape_of(ModelConfig(**index["model"]), SimpleNamespace(**index["config"]))
+    m = replace(m, ffn_dim=m.expert_width)
     if m.experts_per_token == 1:
         raise UserError("the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
     if odd := sorted(held.keys() ^ shapes_of(m).keys()) or sorted(found.shapes("buffer")):
@@ -197,7 +189,8 @@ def import_weights(source: str, out: str) -> str:
     flags = f"{preset} {differing(m, PRESETS[preset])}".strip()
     flags += f" --experts {m.experts} --experts-per-token {m.experts_per_token}" * bool(m.experts)
     dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)
-    about = dict(config=dict(model=flags, experts_per_token=m.experts_per_token), dtype=dtype, state={})
+    config = dict(model=flags, experts=m.experts, experts_per_token=m.experts_per_token)
+    about = dict(config=config, dtype=dtype, state={})
     about["model"] = {name: getattr(m, name) for name in ModelConfig.__dataclass_fields__}
     Saver(target).save(0, pieces, about)
     where = f"{folder} ({dtype}) -> {target}/; continue{' in step 7' * bool(m.experts)}"
