@@ -148,9 +148,9 @@ def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
     used = [text] if is_text else [name for name in LISTS if name in names]
     if used[0] not in names:
         raise ValueError(f"it has no `{text}` and no `input_ids` column, only {names}")
-    known, wanted = r".*list<.*: (u?int\d+|bool)>", "lists of integers"
-    if is_text:
-        known, wanted = r"(large_)?string", "strings"
+    known, wanted = r"(large_)?string", "strings"
+    if not is_text:
+        known, wanted = r"\w*list<\w+: (u?int\d+|bool)\b.*", "lists of integers"
     for name in used:
         if not re.fullmatch(known, kind := str(data.data.schema.field(name).type)):
             raise ValueError(f"`{name}` holds {kind}, not {wanted}")
