@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import UserError
-from extras.services.launch import gather_objects
 from extras.services.pieces import Piece, assemble, pieces_of
+from extras.services.ranks import gather_objects
 
 FORMAT = "course checkpoint 2"
 OWN = ("auto", "required")  # values of --resume that name --out

@@ -1,14 +1,14 @@
-"""The dry run: `train` itself, as one rank of so many, on tensors without numbers: its second step is counted.
+"""The dry run: a step's own `train` as one rank of N, on tensors without data; its second step is counted.
 
     python -m extras step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
-`FakeTensorMode` gives every tensor all but its numbers. The process group "fake" lets one process be any rank of any
-world, and sends nothing. A number that the program asks for is 1.0. Tokens go to all experts alike: how many rows that
-makes is said in one place (`levels_of`).
+Under `FakeTensorMode` a tensor has a shape, a dtype and a device, but no data, and `item()` returns 1.0. With the
+process group "fake", one process can be any rank of any world; it sends nothing. Tokens visit all experts equally
+often; `levels_of` computes how many rows that makes.
 
-Each operator adds its FLOPs and bytes. By the roofline it takes max(FLOPs / peak, bytes / bandwidth), if nothing else
-holds it up; messages take no time here. Causal attention counts the half of the scores that its kernels compute. Memory
-is that of a CPU's operators. So is the time, but for RMSNorm: a GPU has one kernel for it, where a CPU has ten.
+Each operator adds its FLOPs and bytes. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth), which is a
+lower bound; messages take no time here. Causal attention counts the half of the scores that its kernels compute. Memory
+and time are those of a CPU's operators, except for RMSNorm, for which a GPU has one kernel and a CPU ten.
 """
 
 import gc
@@ -54,7 +54,7 @@ TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}  # 
 class Flags:
     """The dry run."""
 
-    dry_run: int = 0  # count a step of one rank of so many, on tensors without numbers, instead of training
+    dry_run: int = 0  # count a step of one rank of N, on tensors without data, instead of training; 0: train
     rank: str = ""  # with --dry-run: this rank alone, or all; default: one rank of each pipeline stage
     gpu: str = "h100-80"  # with --dry-run: whose peak and bandwidth the operators' times are for
 
@@ -75,7 +75,7 @@ def check(config: Any, world: int):
 
 
 def flops_of(name: str, args: tuple, kwargs: dict) -> float:
-    """FLOPs of matmuls and attention; other operators are bound by their bytes."""
+    """FLOPs of a matmul or of attention; 0 for other operators, whose bytes bound them."""
     if name in MATMULS:
         a, b = args[MATMULS[name] :][:2]
         return 2.0 * a.numel() * b.shape[-1]
@@ -90,7 +90,7 @@ def flops_of(name: str, args: tuple, kwargs: dict) -> float:
 
 
 def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """What a kernel reads and writes; an expanded tensor's bytes are there once."""
+    """Bytes that a kernel reads and writes; those of an expanded tensor count once."""
 
     def total(values: Any) -> int:
         return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_iter(values) if isinstance(t, Tensor))
@@ -110,9 +110,9 @@ class Meter(MemoryTimeline):
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # by level, of those that are to come: rows that leave
-        self.rows = 0  # that visit experts
-        self.inside = False  # a kernel that is counted already
+        self.found: list[int] = []  # rows that leave in each level of the dispatch that is still to come
+        self.rows = 0  # rows that visit experts
+        self.inside = False  # inside a kernel that has been counted
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -131,7 +131,7 @@ class Meter(MemoryTimeline):
             self.seconds += seconds
 
     def norm(self, module: nn.RMSNorm, x: Tensor) -> Tensor:
-        """Its forward, counted as one kernel; so is backward, which goes from the node of y to those of the inputs."""
+        """RMSNorm's forward, counted as one kernel, and backward, from y's autograd node to those of the inputs."""
 
         def enter(name: str, times: int, n_bytes: int = x.nbytes):
             self.book(name, times * n_bytes)
@@ -148,12 +148,12 @@ class Meter(MemoryTimeline):
         return y
 
     def begin(self):
-        """The step begins here. Collect the garbage of the preparation first, so that it does not count as held."""
+        """Count from here on. Garbage of the preparation is collected first, so that it does not count as memory."""
         gc.collect()
         self.counting, self.start = True, len(self.events)
 
     def peak(self) -> dict[str, int]:
-        """Bytes by category when they are most, in the step."""
+        """Bytes by category at the moment of the step in which their sum is largest."""
         _, curves = self.curves()
         sums = [sum(column) for column in zip(*curves.values(), strict=True)]
         at = max(range(self.start, len(sums)), key=sums.__getitem__)
@@ -161,9 +161,9 @@ class Meter(MemoryTimeline):
 
 
 def levels_of(config: Any) -> list[float]:
-    """How many nodes, ranks and experts a token visits, in the mean over 4,096 tokens with random scores.
+    """How many nodes, ranks and experts a token visits on average, over 4,096 tokens with random scores.
 
-    It draws the scores: call it while tensors have numbers.
+    It draws the scores, so it must be called outside `FakeTensorMode`.
     """
     if not getattr(config, "experts", 0):
         return []
@@ -188,7 +188,7 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 
 
 class Counted(OpenRun):
-    """A run of two steps, which leaves nothing behind but the counts of the second.
+    """A run of two steps, which writes no files and keeps the counts of the second step.
 
     `taken`: traffic and calls. `held`: bytes by kind. `tokens`: of a step, all ranks together.
     """
@@ -209,7 +209,7 @@ class Counted(OpenRun):
         route(self.meter, parts.model, self.levels)
         watch.measure()
         comm.observer = self.ledger.book
-        yield 0  # after which there are moments
+        yield 0  # the first update creates the moments
         self.ledger.take()
         self.meter.begin()
         yield 1
@@ -221,7 +221,7 @@ class Counted(OpenRun):
 
 @contextmanager
 def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
-    """Inside, this process is a rank of so many, and tensors have no numbers."""
+    """Inside, this process is `rank` of `world`, and tensors have no data."""
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:

@@ -1,10 +1,9 @@
-"""Validation and generation: what a run does with a model besides training it, under every layout.
+"""Validation and text generation during or after a run, under every layout.
 
 Both call `look(parts, tokens, targets)`: a forward pass, whole or stage by stage. Validation computes the model's own
-`loss`, also in chunks. Generation passes one token to the head, and keeps its logits.
+`loss`, also in chunks. Generation passes one token to the head and samples from its logits.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common import comm
-from common.comm import Group, all_gather, all_reduce, exchange
+from common.comm import Group, all_reduce, exchange
 from common.data import END, Data
 from common.model import IGNORE
 from extras.variants import Parts
@@ -36,7 +35,7 @@ REFUSES = [Refusal(dict(eval_sequences=SET, eval_every=(0,)), "", needs="--eval-
 
 
 def group_of(parts: Parts, dim: str) -> Group:
-    """A group of the mesh; of one rank, in a step that does not know this dimension."""
+    """A group of the mesh; a group of one rank in a step without this dimension."""
     return parts.mesh.groups.get(dim, Group(dim, 0, 1, None))
 
 
@@ -105,10 +104,11 @@ def decode(tokens: list[int]) -> str:
 def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
     """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, a forward pass each. A collective.
 
-    A text shorter than the sequence is padded behind, where causal attention does not look. The model is then of no
-    further use: its head sees one token, and its loss is replaced.
+    A text shorter than the sequence is padded at its end, where causal attention does not look. Afterwards the model
+    cannot train: its head sees one token, and its loss is replaced.
     """
-    model, tp, here, seq_len = parts.model, group_of(parts, "tp"), positions_of(parts), parts.model.config.seq_len
+    model, tp, here = parts.model, group_of(parts, "tp"), positions_of(parts)
+    seq_len, vocab_size = model.config.seq_len, model.config.vocab_size
     device, tokens, seen = next(model.parameters()).device, list(prompt.encode()), []
     generator, row = torch.Generator().manual_seed(seed), 0
 
@@ -125,27 +125,25 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
         row = int(last.int().argmax())  # of this rank's tokens; any, if another rank of cp has the last one
         padded = torch.tensor([window + [0] * (seq_len - len(window))])
         look(parts, padded, padded)
-        logits = torch.zeros(model.config.vocab_size, device=device)
+        logits = torch.zeros(vocab_size + tp.size, device=device)  # tp's shards may be padded
         if seen:
             shard = seen.pop()
-            columns = shard.new_empty(tp.size * len(shard))
-            all_gather(columns, shard, tp).wait()
-            logits += columns[: len(logits)] * last.any().to(device)  # without the padding of an uneven shard
-        for dim in ("cp", "pp"):
+            logits[tp.rank * len(shard) :][: len(shard)] = shard * last.any().to(device)
+        for dim in ("tp", "cp", "pp"):
             all_reduce(logits, group_of(parts, dim)).wait()
-        probabilities = (logits.cpu() / 0.8).softmax(-1)
+        probabilities = (logits[:vocab_size].cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
 
 
 def metrics(config: Any, parts: Parts, step: int, end: int) -> dict[str, float]:
-    """The validation loss for metrics.jsonl, when it is time. `end`: the number of steps of the whole run."""
+    """The validation loss for metrics.jsonl, if it is due. `end`: the number of steps of the whole run."""
     due = config.eval_every and ((step + 1) % config.eval_every == 0 or step + 1 == end)
     return dict(validation_loss=validate(config, parts)) if due else {}
 
 
 def answer(config: Any, parts: Parts):
-    """What --generate prints, on rank 0."""
+    """Print the text of --generate on rank 0. A collective."""
     text = generate(parts, config.generate)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if parts.run.rank == 0:
         print(text, flush=True)

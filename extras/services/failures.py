@@ -1,9 +1,9 @@
-"""What a job says when it fails: one line, once, whatever the number of ranks; or, if it hangs, where each rank is.
+"""Reports why a job failed, once for all its ranks; or, if a step hangs, where each rank waits.
 
-All ranks end a step at about the same time, so if one hangs, all their times run out together, and each prints its own
-stack. The others are in a collective; the rank that is elsewhere is the one they wait for. Only steps are timed: nobody
-knows how long data, weights or a checkpoint take. A rank that waits for another one meanwhile is in a collective, and
-those of gloo and NCCL raise after twice `--timeout`.
+All ranks end a step at about the same time, so if one hangs, all of them reach `--timeout` together, and each prints
+its own stack. Most are in a collective; the one that is elsewhere is the one they wait for. Only steps are timed,
+because nobody knows how long data, weights or a checkpoint take. A rank that waits for another one meanwhile is in a
+collective, and those of gloo and NCCL raise after twice `--timeout`.
 """
 
 import faulthandler
@@ -26,21 +26,6 @@ from common import UserError
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
 
 
-def describe(error: BaseException) -> str:
-    """An error in a line, with the places in our own files that led to it, where it is no mistake of the user's."""
-    if isinstance(error, UserError):
-        return f"error: {error}"
-    rank, text = int(os.environ.get("RANK", 0)), textwrap.shorten(str(error), 600)
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"error: rank {rank}: {memory_is_full(error)}"
-    if LOST_PEER.search(text):
-        text = f"another rank died, was killed or hangs ({text})"
-    root = str(Path(__file__).parents[2])
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(root)]
-    where = "".join(f"\n  {Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in frames)
-    return f"error: rank {rank}: {type(error).__name__}: {text}{where}"
-
-
 def memory_is_full(error: BaseException) -> str:
     """What to do when a GPU's memory is full."""
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
@@ -50,12 +35,27 @@ def memory_is_full(error: BaseException) -> str:
     )
 
 
-def report(error: BaseException, early: bool = False):
-    """A run has failed: say it once per job, and end this process, if torchrun has started it with others.
+def describe(error: BaseException) -> str:
+    """An error in a line; if it is not the user's, with the lines of our files that led to it."""
+    if isinstance(error, UserError):
+        return f"error: {error}"
+    rank, text = f"error: rank {os.environ.get('RANK', 0)}", textwrap.shorten(str(error), 600)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{rank}: {memory_is_full(error)}"
+    if LOST_PEER.search(text):
+        text = f"another rank died, was killed or hangs ({text})"
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f.filename.startswith(str(Path(__file__).parents[2]))]
+    where = "".join(f"\n  {Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in ours)
+    return f"{rank}: {type(error).__name__}: {text}{where}"
 
-    The rank that comes first to the launcher's store speaks for all. Peers may be gone, so nobody is waited for, and
-    the interpreter's shutdown, which can block on them, is left out. In one process, a full memory becomes a UserError.
-    Files are the user's if it is `early`: before the first step.
+
+def report(error: BaseException, early: bool = False):
+    """Report the error of a run once per job, and end this process, if torchrun has started it with others.
+
+    The rank that reaches the launcher's store first reports for all. Peers may be gone, so this waits for nobody, and
+    skips the interpreter's shutdown, which can block on them. In one process, a full memory becomes a UserError. An
+    error of files is the user's if it is `early`: before the first step.
     """
     if isinstance(error.__cause__ or error, BrokenPipeError):
         os._exit(2)  # nobody reads our output any more, as after `| head`
@@ -84,7 +84,7 @@ class Watchdog:
         self.timer: threading.Timer | None = None
 
     def begin(self, step: int):
-        """A step begins. A main thread that never gives up Python's lock is left to `faulthandler`, 5 s later."""
+        """A step begins. `faulthandler` ends a main thread that never releases Python's lock, 5 s later."""
         self.timer = threading.Timer(self.seconds, self.end, [step + 1])
         self.timer.daemon = True
         self.timer.start()
@@ -97,7 +97,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def end(self, step: int):
-        """On the timer's thread: print the stack, and leave time for others to print theirs, before torchrun ends them.
+        """On the timer's thread: print the main thread's stack, and exit when other ranks have printed theirs.
 
         An exception could not reach a main thread that waits in C++.
         """

@@ -1,4 +1,4 @@
-"""What each rank sees before all numbers are summed (`--log-ranks`).
+"""Each rank's own loss, gradient norm, memory and seconds, before any sum over ranks (`--log-ranks`).
 
 metrics.jsonl gets `ranks`, a list with, for each rank, its `loss` (mean over its own target tokens; 0 without the last
 stage of a pipeline), the `grad_norm` of the gradients that it updates with, its seconds by phase (clocks.py), the
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.model import IGNORE
-from extras.services.launch import gather_objects
+from extras.services.ranks import gather_objects
 from extras.variants import Parts
 from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
 
@@ -41,13 +41,13 @@ class Health:
         return loss
 
     def summed(self, require_finite: Callable, step: int, **numbers: float):
-        """Around `require_finite`: at that moment gradients are summed over ranks, and not yet clipped."""
+        """Around `require_finite`, which is called when gradients are summed over ranks and not yet clipped."""
         parts = [part for part in self.optimizer.gradients().values() if part.numel()]
         self.norm = torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
         require_finite(step, **numbers)
 
     def of_step(self, numbers: dict[str, Any]) -> dict[str, list[dict]]:
-        """For the record: what each rank has seen. `numbers`: this rank's part of the record. A collective."""
+        """The list `ranks` for metrics.jsonl. `numbers`: this rank's part of the record. A collective."""
         ours = dict(loss=float(self.total) / max(1, int(self.count)), grad_norm=self.norm)
         ours |= {key: value for key, value in numbers.items() if key.endswith(("_seconds", "peak_memory_bytes"))}
         ours["waited_seconds"] = sum(numbers["waited_seconds"].values())
@@ -56,5 +56,5 @@ class Health:
 
 
 def attach(config: Any, parts: Parts) -> Health | None:
-    """Listen if --log-ranks is set."""
+    """Observe the run if --log-ranks is set."""
     return Health(parts) if config.log_ranks else None

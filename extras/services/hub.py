@@ -17,8 +17,9 @@ expert (its gate is p, not 1) has no place in Mixtral's format.
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from common.model import PRESETS, Decoder, ModelConfig
 from extras.services.checkpoint import Saver, find
 from extras.services.pieces import Piece
 from extras.services.shapes import check_shape, differing
+from extras.theory.shapes import Shape, shape_of
 
 SHARD_BYTES = 4 * 2**30  # of a file
 SIZES = {  # ours -> theirs
@@ -63,16 +65,8 @@ KINDS = {  # by model_type: what a config.json means where it does not say it
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-@dataclass(frozen=True)
-class Shape(ModelConfig):
-    """The shape of a decoder, and of step 7's experts, if it has any. With experts, ffn_dim is their width."""
-
-    experts: int = 0
-    experts_per_token: int = 0
-
-
 def shapes_of(m: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name; [experts, out, in] for those of experts."""
+    """Shapes of all parameters by name; [experts, out, in] for those of experts, whose width is ffn_dim."""
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
     for name in [name for name in shapes if m.experts and ".mlp." in name]:
@@ -113,56 +107,45 @@ def config_of(m: Shape, dtype: str) -> dict[str, Any]:
 
 
 def export(source: str, out: str) -> str:
-    """Write the folder `out` from a run directory or checkpoint; returns what to say. Raises UserError."""
-    saved, folder = find(source, Path(source)), Path(out)
-    index, held = saved.index, saved.shapes("master")
-    m = Shape(**index["model"])
-    if routers := [shape for name, shape in held.items() if name.endswith("router.weight")]:
-        more = dict(experts=routers[0][0], experts_per_token=index["config"]["experts_per_token"])
-        m = replace(m, ffn_dim=index["config"].get("expert_dim") or m.ffn_dim, **more)
+    """Write the folder `out` from a run directory or checkpoint; returns what to print. Raises what `convert` names."""
+    found, folder = find(source, Path(source)), Path(out)
+    index, held = found.index, found.shapes("master")
+    m = shape_of(ModelConfig(**index["model"]), SimpleNamespace(**index["config"]))
+    m = replace(m, ffn_dim=m.expert_width)
     if m.experts_per_token == 1:
-        raise UserError(f"export {source}: the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
-    if odd := sorted(held.keys() ^ shapes_of(m).keys()) or sorted(saved.shapes("buffer")):
-        raise UserError(f"export {source}: Llama's and Mixtral's formats have no place for {odd[0]}")
+        raise UserError("the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
+    if odd := sorted(held.keys() ^ shapes_of(m).keys()) or sorted(found.shapes("buffer")):
+        raise UserError(f"Llama's and Mixtral's formats have no place for {odd[0]}")
     if any(folder.glob("*.safetensors*")):  # files of two saves do not belong in one folder
-        raise UserError(f"export: {out} has *.safetensors files already; give a new folder")
-    said, tensors = index["dtype"].removeprefix("torch.").replace("auto", "float32"), {}
+        raise UserError(f"{folder} has *.safetensors files already; give a new folder")
+    dtype, tensors = index["dtype"].removeprefix("torch.").replace("auto", "float32"), {}
     for name in held:
-        whole = saved.whole("master", name).to(getattr(torch, said))
+        whole = found.whole("master", name).to(getattr(torch, dtype))
         parts = whole if whole.dim() == 3 else [whole]
         tensors |= {theirs: part.clone() for theirs, part in zip(names_of(name, m.experts), parts, strict=True)}
-    config = config_of(m, said)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"export: {out} cannot be written ({error})") from error
-    return f"{saved.path} (step {index['step']}, {said}) -> {folder}/, {config['architectures'][0]}"
+    config = config_of(m, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return f"{found.path} (step {index['step']}, {dtype}) -> {folder}/, {config['architectures'][0]}"
 
 
-def model_of(config: dict[str, Any], source: str) -> Shape:
+def model_of(config: dict[str, Any]) -> Shape:
     """config.json -> the shape of a decoder. Raises UserError for what this decoder does not have."""
 
     def need(name: str, value: Any, *allowed: Any):
         if value not in allowed:
             known = " or ".join(map(str, allowed))
-            raise UserError(f"import {source}: its {name} is {value!s:.80}, this decoder knows only {known}")
+            raise UserError(f"its {name} is {value!s:.80}, this decoder knows only {known}")
 
-    kind = config.get("model_type")
-    if kind not in KINDS:
-        known = f"{', '.join(KINDS)}, without biases and without norms of queries and keys"
-        raise UserError(f"import {source}: its model_type is {kind}, this decoder knows {known}")
-    theirs = KINDS[kind] | config
-    for key, value in FIXED.items():
-        need(key, theirs[key], value)
-    need("quantization_config", theirs.get("quantization_config"), None)
-    if missing := [key for key in SIZES.values() if key not in theirs]:
-        raise UserError(f"import {source}: config.json does not say {', '.join(missing)}")
+    need("model_type", config.get("model_type"), *KINDS)
+    theirs = KINDS[config["model_type"]] | config
+    for key, value in (FIXED | dict(quantization_config=None)).items():
+        need(key, theirs.get(key), value)
     values = {ours: theirs[key] for ours, key in SIZES.items()}
     values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
     if values["experts_per_token"] == 1:
-        raise UserError(f"import {source}: its one expert a token has the gate 1, this decoder's has p")
+        raise UserError("its one expert a token has the gate 1, this decoder's has p")
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default"))
     need("rope_type", scaled, "default", "llama3")
@@ -177,63 +160,60 @@ def model_of(config: dict[str, Any], source: str) -> Shape:
 
 
 def weights(folder: Path, m: Shape) -> list[Piece]:
-    """Our tensors, from a folder's safetensors files. Raises UserError if one of theirs is missing or odd."""
-    index, single, theirs = folder / "model.safetensors.index.json", folder / "model.safetensors", {}
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if index.exists():  # other files are those of another save
-        files = [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
-    for path in files:
-        more = load_file(path)
-        if twice := sorted(theirs.keys() & more.keys()):
-            raise UserError(f"import {folder}: {path.name} and a file before it both have {twice[0]}: keep one save")
-        theirs |= more
+    """Our tensors, from the folder's model.safetensors, or the files that its index names. Raises UserError."""
+    index, files, theirs = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
+    if index.exists():
+        files = {*json.loads(index.read_text())["weight_map"].values()}
+    for name in files:
+        theirs |= load_file(folder / name)
     pieces = []
     for name, shape in shapes_of(m).items():
-        names = names_of(name, m.experts)
-        if missing := [one for one in names if one not in theirs]:
-            raise UserError(f"import {folder}: no *.safetensors file there has {missing[0]} (.bin files are not read)")
-        parts = [theirs.pop(one) for one in names]
+        parts = [theirs.pop(one) for one in names_of(name, m.experts)]
         if any(part.shape != shape[-2:] for part in parts):
-            raise UserError(f"import {folder}: {names[0]} {list(parts[0].shape)} does not fit config.json")
+            raise UserError(f"{name} {list(parts[0].shape)} does not fit config.json")
         pieces.append(Piece("master", name, torch.stack(parts) if len(shape) == 3 else parts[0], shape))
     known = "lm_head.weight", "rotary_emb.inv_freq"  # a copy of the embedding, and a table
     if odd := [name for name in theirs if not name.endswith(known)]:
-        raise UserError(f"import {folder}: this decoder has no place for {odd[0]}")
+        raise UserError(f"this decoder has no place for {odd[0]}")
     return pieces
 
 
 def import_weights(source: str, out: str) -> str:
-    """Write a checkpoint of step 0 into run directory `out`; returns how to continue. Raises UserError."""
+    """Write a checkpoint of step 0 into run directory `out`; returns how to continue. Raises what `convert` names."""
     folder, target = Path(source), Path(out)
     if target.exists():
-        raise UserError(f"import: {out} exists already; give a new run directory")
-    try:
-        m = model_of(json.loads((folder / "config.json").read_text()), source)
-        pieces = weights(folder, m)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError, SafetensorError) as error:
-        raise UserError(f"import {source}: its config.json or *.safetensors cannot be read ({error})") from error
+        raise UserError(f"{out} exists already; give a new run directory")
+    m = model_of(json.loads((folder / "config.json").read_text()))
+    pieces = weights(folder, m)
     preset = min(PRESETS, key=lambda name: len(differing(m, PRESETS[name]).split()))
     flags = f"{preset} {differing(m, PRESETS[preset])}".strip()
     flags += f" --experts {m.experts} --experts-per-token {m.experts_per_token}" * bool(m.experts)
     dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)
-    about = dict(config=dict(model=flags, experts_per_token=m.experts_per_token), dtype=dtype, state={})
+    config = dict(model=flags, experts=m.experts, experts_per_token=m.experts_per_token)
+    about = dict(config=config, dtype=dtype, state={})
     about["model"] = {name: getattr(m, name) for name in ModelConfig.__dataclass_fields__}
     Saver(target).save(0, pieces, about)
-    where = f"{folder} ({dtype}) -> {target}/; go on{' in step 7' * bool(m.experts)}"
+    where = f"{folder} ({dtype}) -> {target}/; continue{' in step 7' * bool(m.experts)}"
     return f"{where} with --model {flags} --resume {target}"
 
 
-def main(argv: list[str]):
-    """The command line."""
-    verbs = {"export": export, "import": import_weights}
+def convert(verb: str, source: str, out: str) -> str:
+    """Export or import; returns what to print. Raises UserError, which names both, for whatever is wrong with files."""
     try:
-        if len(argv) != 3 or argv[0] not in verbs:
-            raise UserError("usage: python -m extras.services.hub export DIR OUT, or import FOLDER OUT")
-        print(verbs[argv[0]](*argv[1:]))
+        return dict(export=export, **{"import": import_weights})[verb](source, out)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        raise UserError(f"{verb} {source}: {error}") from error
+    except KeyError as error:
+        raise UserError(f"{verb} {source}: config.json or model.safetensors lacks {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, SafetensorError) as error:
+        raise UserError(f"{verb} {source}: a file cannot be read or written ({error})") from error
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        if len(sys.argv) != 4 or sys.argv[1] not in ("export", "import"):
+            raise UserError("usage: python -m extras.services.hub export DIR OUT, or import FOLDER OUT")
+        print(convert(*sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from common.layout import Shard, layout_of, shard_of
-from extras.services.launch import agree
+from extras.services.ranks import agree
 from extras.services.tables import full_shape
 from extras.variants import Parts
 

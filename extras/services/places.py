@@ -1,7 +1,7 @@
-"""The index of what a plain run has saved: `python -m extras.services.places CHECKPOINT`.
+"""Writes the index of a plain run's checkpoint: `python -m extras.services.places CHECKPOINT`.
 
-A dry run of each rank builds what the rank had, and notes where its tensors lie in the whole ones. It is a process of
-its own, as it plays all ranks in turn. Afterwards any layout reads the checkpoint.
+A dry run of each rank builds what the rank had, and records the place of each of its tensors in the whole tensor. It
+needs a process of its own, which becomes each rank in turn. Afterwards any layout can read the checkpoint.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from extras.services.seam import OpenRun, compose
 
 
 class Built(OpenRun):
-    """A run of no steps, which only builds."""
+    """A run without steps: it only builds the model and the optimizer."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Note where this rank's masters lie."""
+        """Record the places of this rank's masters."""
         self.first, parts = False, self.open(**parts)
         self.places = {piece.name: piece.place() for piece in masters(parts)}
         self.model = dataclasses.asdict(parts.model.config)

@@ -29,9 +29,9 @@ from typing import IO, Any
 from common import UserError
 from common.trainer import Run
 from extras.services.checkpoint import OWN, Checkpoint, Saver, find, newest, on_all_ranks
-from extras.services.launch import agree
 from extras.services.pieces import pieces, take
 from extras.services.plots import read_metrics
+from extras.services.ranks import agree
 from extras.variants import Parts
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]

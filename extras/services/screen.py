@@ -27,10 +27,10 @@ from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services import plots
 from extras.services.clocks import Clock
 from extras.services.devices import peak_flops
-from extras.services.launch import gather_objects
 from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, outside_memory, peak_memory
+from extras.services.ranks import gather_objects
 from extras.services.tables import full_shape, human, reduction_table
 from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants import Parts

@@ -1,4 +1,4 @@
-"""Shape flags: a preset with some sizes of your own becomes one more entry of PRESETS, under a name that says so."""
+"""Shape flags: a preset with other sizes becomes one more entry of PRESETS, whose name lists what differs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def differing(shape: ModelConfig, preset: ModelConfig) -> str:
 
 
 def settle(config: Any, world: int):
-    """Let `--model` stand for the preset with its overrides. Raises UserError."""
+    """Let `--model` name the preset with its overrides. Raises UserError."""
     preset = PRESETS[config.model]
     flags = {field.name: getattr(config, field.name) for field in dataclasses.fields(Flags)}
     shape = dataclasses.replace(preset, **{k: value for k, value in flags.items() if value != getattr(Flags, k)})

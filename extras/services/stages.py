@@ -1,7 +1,7 @@
-"""`--pp-split 3,3,2`: how many layers each stage has, first to last; `--pp-split cost`: so that all cost about alike.
+"""`--pp-split 3,3,2` sets the number of layers of each stage, first to last; `--pp-split cost` balances their cost.
 
-A pipeline is as fast as its dearest stage, and the last one also has the head. Without the flag, layers are dealt as
-equally as can be. With it, the schedule is asked for its places, and their layers are dealt anew.
+A pipeline is as fast as its slowest stage, and the last one also has the head. By default all stages have the same
+number of layers, or one more. With the flag, the places of the schedule get other layers.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NEEDS = [("pp_split", "pp")]
 
 
 def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
-    """The same places with the layers of `split`. Raises UserError."""
+    """The places with the numbers of layers that `split` lists. Raises UserError."""
     n = len(places) // sum(place.before is None for place in places)
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in split.split(",")]
     if len(lengths) != n or min(lengths) < 1 or sum(lengths) != n_layers:
@@ -44,13 +44,13 @@ def check(config: Any, world: int):
 
 
 def prepare(config: Any, parts: Parts):
-    """The flag is for the schedule that is asked for."""
+    """Change the schedule that the flags select."""
     if config.pp_split:
         parts.around(SCHEDULES, config.schedule, with_split, by=__name__)
 
 
 def with_split(plain: Callable[[Any], Schedule], config: Any) -> Schedule:
-    """Around an entry of the menu."""
+    """Around an entry of SCHEDULES: the same schedule with other places."""
     schedule, split = plain(config), config.pp_split
     if split != "cost":
         return schedule._replace(places=lambda n, p, v: given(schedule.places(n, p, v), split, n))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from common.comm import Mesh
 from common.layout import Shard, layout_of
 from common.model import Decoder
-from extras.services.launch import gather_objects
+from extras.services.ranks import gather_objects
 from extras.theory.tables import table
 
 

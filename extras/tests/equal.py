@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import data
 from common.model import PRESETS, ModelConfig
-from extras.services.launch import gather_objects
+from extras.services.ranks import gather_objects
 from extras.services.run import ServedRun
 from extras.services.seam import OpenRun, check, compose
 from tests import equal

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from extras.services.launch import start
 from tests import pool
+from tests.pool import ROOT as ROOT
 from tests.pool import RankError as RankError
 
 pool.PRELOADED.extend(["step07_moe_ep", "extras.services.run", "extras.tests.equal"])
+
+
+# What a torchrun around us has set for its own ranks begins so; OMP_: it also lets each rank have one thread.
+OUTER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_")
 
 
 def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
@@ -25,12 +31,18 @@ def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
     return ""
 
 
+def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
+    """Start `python words` with one thread; with ranks, by torchrun, whose own words come first. `options`: Popen's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    ours = {key: value for key, value in os.environ.items() if not key.startswith((*OUTER, "PYTHONPATH"))}
+    options["env"] = ours | dict(OMP_NUM_THREADS="1") | options.pop("env", {})
+    return subprocess.Popen([sys.executable, *torchrun, *words], cwd=ROOT, start_new_session=True, **options)
+
+
 def run(ranks: int, words: list[str], log: Path, **env: str) -> tuple[int, str]:
     """(exit status, everything printed) of a launch line; ranks 0: without torchrun. `env` adds variables."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with log.open("w") as file:
-        job = start(pool.ROOT, ranks, words, stdout=file, stderr=file, env=kept | dict(OMP_NUM_THREADS="1") | env)
-        return job.wait(400), log.read_text()
+        return start(ranks, words, stdout=file, stderr=file, env=env).wait(400), log.read_text()
 
 
 def alone(function: Callable, *args: Any) -> Any:

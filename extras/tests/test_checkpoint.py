@@ -141,7 +141,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
     options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
     pools(2).run(train_on_rank, "step05_cp_ring", options | dict(cp=2, out=f"{tmp_path}/second", resume=resumed))
-    hub.main(["export", out, f"{tmp_path}/hf"])
+    hub.convert("export", out, f"{tmp_path}/hf")
     require_same(stored(tmp_path / "second"), stored(tmp_path / "first"))
 
 

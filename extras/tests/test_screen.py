@@ -21,16 +21,16 @@ from common import UserError, comm, data
 from common.comm import Mesh
 from common.data import Data
 from common.model import ModelConfig
-from extras.services import devices, failures, launch
+from extras.services import devices, failures
 from extras.services.clocks import Clock
 from extras.services.run import ServedRun
 from extras.services.tables import human
 from extras.tests.equal import SMALL, config_of, difference, read_named
+from extras.tests.pool import ROOT, start
 from extras.tests.test_checkpoint import STEPS, train_on_rank
 from extras.tests.test_dry_run import dry, flat
 from extras.variants import Parts
 
-ROOT = Path(__file__).parents[2]
 WHOLE, PARTIAL = "Replicate", "Partial"
 
 
@@ -140,8 +140,8 @@ def test_a_hang_ends_the_job(tmp_path):
     (tmp_path / "hang.py").write_text(f"{code}from extras.__main__ import start\nimport sys\nstart(sys.argv[1:])\n")
     words = f"{tmp_path / 'hang.py'} step02_ddp.py --sync naive --model debug --device cpu --global-batch-size 4 "
     words += f"--micro-batch-size 2 --timeout 10 --peak-tflops 1 --eval-every 0 --out {tmp_path / 'out'}"
-    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    job = launch.start(ROOT, 2, words.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+    options = dict(stderr=subprocess.PIPE, text=True, env=dict(PYTHONPATH=str(ROOT)))
+    job = start(2, words.split(), stdout=subprocess.DEVNULL, **options)
     began = time.monotonic()
     try:
         _, text = job.communicate(timeout=120)

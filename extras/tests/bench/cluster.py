@@ -38,7 +38,7 @@ from torch import Tensor
 from common import UserError, comm
 from common.comm import Group
 from common.trainer import parse
-from extras.services.launch import gather_objects
+from extras.services.ranks import gather_objects
 from extras.services.tables import table
 from extras.tests.bench.harness import Bare, Entry
 from extras.tests.faults import Fault, injected

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from extras.services.launch import gather_objects
 from extras.services.memory import MemoryTimeline
+from extras.services.ranks import gather_objects
 from extras.services.seam import OpenRun, check, compose
 from extras.services.tables import human, table
 
