@@ -44,11 +44,8 @@ def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
 def compose(step: ModuleType) -> type:
     """The step's Config with the flags of everything that attaches to it."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
-    open_sizes = [dim for dim in legal.SIZES if hasattr(step.Config, dim)]  # 0 is allowed: legal.py settles it
-    fields = [(dim, int, dataclasses.field(default=1, metadata=dict(least=0))) for dim in open_sizes]
-    fields.append(("save_every", int, 100))  # which keeps the last two
-    about = (step.Config.__doc__ or "") + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
-    about = dict(__module__=step.__name__, __doc__=about)
+    fields = [("save_every", int, 100)]  # the last two are kept
+    about = dict(__module__=step.__name__, __doc__=step.Config.__doc__)
     return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
 
 

@@ -5,8 +5,7 @@ import torch
 
 import step07_moe_ep as step07
 from common import UserError
-from common.trainer import main, parse
-from extras.services import legal
+from common.trainer import main
 from extras.services.seam import check, compose
 from extras.tests import equal
 from extras.tests.pairs import complete, singles
@@ -61,37 +60,15 @@ WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with
 }
 
 
-@pytest.mark.parametrize(
-    "ranks, flags, chosen",
-    [
-        (8, {}, (1, 1, 1, 1)),
-        (8, dict(pp=0, cp=0, tp=0, ep=0), (2, 2, 2, 2)),
-        (6, dict(pp=0, cp=0, tp=0, ep=0), (2, 1, 1, 1)),
-        (8, dict(pp=0, cp=0, tp=4, ep=0), (2, 1, 4, 2)),
-        (8, dict(tp=0, ep=0), (1, 1, 2, 2)),
-        (8, dict(ep=0, experts=5), (1, 1, 1, 1)),
-    ],
-)
-def test_0_ranks_means_choose(ranks, flags, chosen):
-    """From the ranks that are left; a step alone does not choose."""
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    config = parse(compose(step07), ["--micro-batch-size=1", *words])
-    legal.settle(config, ranks)
-    assert (config.pp, config.cp, config.tp, config.ep) == chosen
-    if 0 in flags.values():
-        with pytest.raises(UserError, match=" is 0: it must be at least 1"):
-            parse(step07.Config, words)
-
-
 @pytest.mark.parametrize("dry", [False, True])
-@pytest.mark.parametrize("mesh", [dict(tp=3), dict(pp=2, tp=4), dict(pp=0, cp=3), dict(cp=5), dict(ep=8)], ids=str)
+@pytest.mark.parametrize("mesh", [dict(tp=3), dict(pp=2, tp=4), dict(pp=1, cp=3), dict(cp=5), dict(ep=8)], ids=str)
 def test_the_mesh_is_judged_first(mesh, dry):
     """By one rule, of four ranks: whatever flag is beside it could compute with it."""
     for name, value in singles("step07_moe_ep"):
         options = complete("step07_moe_ep", {name: value}) | mesh | dict(dry_run=4 * dry)
         with pytest.raises(UserError, match="--dry-run" if dry else "ranks") as caught:
             check(equal.config_of("step07_moe_ep", options), 1 if dry else 4)
-        assert all(f"--{dim} {size or 1}" in str(caught.value) for dim, size in mesh.items()), (name, value)
+        assert all(f"--{dim} {size}" in str(caught.value) for dim, size in mesh.items()), (name, value)
 
 
 @pytest.mark.parametrize("begun", [False, True])
