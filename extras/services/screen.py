@@ -10,6 +10,7 @@ screen.finish()                 tables and pictures
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -30,13 +31,11 @@ from extras.services.devices import peak_flops
 from extras.services.launch import gather_objects
 from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
-from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, outside_memory, peak_memory
+from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, peak_memory
 from extras.services.tables import full_shape, human, reduction_table
 from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants import Parts
 from step06_pipeline import plan
-
-OUTSIDE = "outside of tensors"  # a kind of memory: what CUDA and NCCL hold
 
 
 @dataclass
@@ -89,11 +88,6 @@ def parameters_in_all(parts: Parts) -> int:
     named = parts.model.named_parameters()
     sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
     return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
-
-
-def used_memory(row: dict[str, Any]) -> int:
-    """From a step's record: the most bytes in use so far; on a GPU also those outside of tensors."""
-    return row["peak_memory_bytes"] + row.get("outside_memory_bytes", 0)
 
 
 class ExpertLoad:
@@ -151,9 +145,8 @@ class Screen:
         self.flops = flops_per_token(shape_of(parts.model.config, self.config), self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
-        every = 1 if getattr(self.config, "log_ranks", False) else 10
-        self.clock, self.timeline = Clock(parts, every=every), MemoryTimeline()
-        self.held = MemoryWatch(parts, self.timeline)
+        self.clock, self.timeline = Clock(parts, waits=getattr(self.config, "log_ranks", False)), MemoryTimeline()
+        self.held, self.watching = MemoryWatch(parts, self.timeline), ExitStack()
         self.clock.listeners.append(self.timeline.phase)
         for text in self.introduction(some.dtype):
             self.say(text)
@@ -178,18 +171,16 @@ class Screen:
         return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
 
     def begin(self, step: int):
-        """A step begins."""
+        """A step begins. Every tensor is watched in the first --profile-memory steps, and on a CPU in one at least."""
         self.ledger.take()  # what was not part of a step
-        self.watch(step < (self.config.profile_memory or int(self.device.type == "cpu")))
+        if step == self.run.start:
+            self.watching.enter_context(self.timeline)
+        if step == self.run.start + (self.config.profile_memory or int(self.device.type == "cpu")):
+            self.watching.close()
         self.clock.begin()
-        if step == 0 and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
+        if step == self.run.start and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
             self.run.bar.clear()
             self.run.bar.disable = True
-
-    def watch(self, on: bool):
-        """Watch every tensor from now on, or no longer: in the first steps, and on a CPU in one of them at least."""
-        if self.timeline.watching != on:
-            self.timeline.__enter__() if on else self.timeline.__exit__(None, None, None)
 
     def more(self, tokens: int) -> dict[str, Any]:
         """Fields for the record of a step. A collective, if there are experts."""
@@ -197,9 +188,6 @@ class Screen:
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
         numbers = dict(mfu=model, hfu=executed) | self.clock.take()
         numbers |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
-        if beside := outside_memory(self.device):
-            self.held.most[OUTSIDE] = max(beside, self.held.most.get(OUTSIDE, 0))
-            numbers["outside_memory_bytes"] = beside
         if self.load is not None:
             numbers |= self.load.take()
         for text in [text for kept in self.parts.keeps("notes") for text in kept.notes()]:
@@ -214,13 +202,13 @@ class Screen:
         if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
             print(
                 f"step {row['step']}/{end}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "
-                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(used_memory(row))}",
+                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(row['peak_memory_bytes'])}",
                 flush=True,
             )
 
     def finish(self):
         """Tables and pictures, after the last step. A collective."""
-        self.watch(False)
+        self.watching.close()
         timelines = gather_objects(self.clock.timeline())
         if not self.run.first or not self.run.history:
             return
@@ -228,18 +216,15 @@ class Screen:
         self.say(memory_table(self.held.most))
         if last["traffic"]:
             self.say(traffic_table(last))
-        with self.run.expendable("a picture"):
-            if last["traffic"]:
-                plots.traffic(out, last["traffic"])
-            if self.config.profile_memory:
-                plots.memory(out, *self.timeline.curves())
-            if self.parts.pipeline is not None and self.config.pp > 1:
-                self.draw_timeline(timelines[:: self.world // self.config.pp])
+        if self.config.profile_memory:
+            plots.memory(out, *self.timeline.curves())
+        if self.parts.pipeline is not None and self.config.pp > 1:
+            self.draw_timeline(timelines[:: self.world // self.config.pp])
         mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
         self.say(
             f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "
             f"MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} of {self.peak / 1e12:.2f} TFLOP/s; "
-            f"peak memory {human(used_memory(last))}; see {out}/"
+            f"peak memory {human(last['peak_memory_bytes'])}; see {out}/"
         )
 
     def draw_timeline(self, rows: list[list]):

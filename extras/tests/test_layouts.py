@@ -12,7 +12,7 @@ from extras.tests import bounds, equal
 from extras.tests.equal import difference
 from extras.tests.pool import run
 from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, sized
-from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
+from extras.tests.test_checkpoint import STEPS, require_same, stored, train_on_rank
 from extras.variants.record import spelled
 
 FP32 = SGD | dict(dtype="fp32", lr=0.01)
@@ -70,7 +70,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
         assert len(rows) == 3, "every rank leaves after the same step"
     rows = pools(row.ranks).run(train_on_rank, row.step, cut | dict(resume="auto"))[0]
     assert [found["step"] for found in rows] == [*range(1, STEPS["steps"] + 1)]
-    require_same_bits(stored(folder / "cut"), stored(folder / "whole"))
+    require_same(stored(folder / "cut"), stored(folder / "whole"))
 
 
 def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[dict[str, Any]]:
