@@ -72,7 +72,7 @@ def flush(path: Path):
 
 
 def save_file(saved: dict[str, Any], path: Path) -> str:
-    """Write a rank's file to the disk; returns its SHA-256. Raises OSError."""
+    """Serialize a rank's tensors in host memory and write them to the disk; returns their SHA-256. Raises OSError."""
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     content = buffer.getbuffer()
@@ -155,7 +155,7 @@ class Saver:
             on_ranks(self.out, self.commit)
 
     def writing(self) -> bool:
-        """Whether this rank's file is still being written."""
+        """Whether this rank is still writing its file."""
         return self.pending is not None and not self.pending.done()
 
     def make_room(self):

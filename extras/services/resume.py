@@ -142,7 +142,7 @@ class Keeper:
         return last
 
     def save(self, step: int, background: bool):
-        """Write a checkpoint after so many steps. A collective."""
+        """Write a checkpoint after `step` steps. A collective. Raises UserError if a rank cannot write."""
         config, parts = self.config, self.parts
         state = {name: kept.state() for name, kept in parts.kept.items() if hasattr(kept, "state")}
         about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(parts.model.config), state=state)
@@ -151,7 +151,7 @@ class Keeper:
 
 
 def compare(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool) -> str:
-    """The flags that differ from those of a checkpoint, but for those of services, in a line for the screen.
+    """A line that names the flags that differ from those of a checkpoint; those of services are left out.
 
     Raises UserError for another model and, unless only weights are restored, for another precision or update rule.
     """

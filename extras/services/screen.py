@@ -58,19 +58,19 @@ def mesh_picture(mesh: Mesh) -> str:
 
 
 def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
-    """The part of all ranks' time, from the first start to the last end, outside these (rank, start, end)."""
+    """The fraction of the ranks' time, from first start to last end, that these spans (rank, start, end) leave idle."""
     length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
     return 1 - sum(end - start for _, start, end in spans) / (ranks * length)
 
 
 def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) -> float:
-    """The bubble of a schedule whose actions take so long, by kind."""
+    """The idle fraction (bubble) of a schedule; `costs`: the seconds of an action, by kind."""
     spans = simulate(lists, places, costs)
     return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
 
 
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
-    """Which layers each rank has, and the idle time if backward takes twice as long as forward."""
+    """Which layers each rank has, and the idle fraction if backward takes twice as long as forward."""
     idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
     rows: list[list[str]] = [[] for _ in lists]
     for stage, place in enumerate(places):
@@ -84,14 +84,14 @@ def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) 
 
 
 def parameters_in_all(parts: Parts) -> int:
-    """Numbers in all parameters of all ranks. A collective."""
+    """The number of elements of all parameters, each counted once. A collective."""
     named = parts.model.named_parameters()
     sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
     return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
 
 
 class ExpertLoad:
-    """What the routers have decided since the last `take`, by layer."""
+    """Counts what the routers of all layers have decided since the last `take`."""
 
     def __init__(self, config: Any, parts: Parts):
         self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
@@ -104,12 +104,12 @@ class ExpertLoad:
 
     @staticmethod
     def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
-        """Hook: a layer's experts, all or those of this rank, are given rows; how many are for each comes second."""
+        """Hook of a layer's experts on this rank: `given` is (rows, how many of them are for each expert)."""
         sums[-3] += given[1].sum()
 
     @staticmethod
     def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        """Around a layer's `aux_loss`, which is told p [tokens, experts] and the choices of each expert."""
+        """Around a layer's `aux_loss`: p [tokens, experts], and counts [experts], how often each expert was chosen."""
         sums[:-3] += counts
         sums[-2] += len(p)
         sums[-1] += torch.special.entr(p.detach()).sum()
@@ -197,7 +197,7 @@ class Screen:
         return numbers
 
     def line(self, row: dict[str, Any]):
-        """Print a line now and then, where there is no terminal for a bar."""
+        """Print a line every tenth of the run, if there is no terminal for a progress bar."""
         end = self.config.steps
         if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
             print(
@@ -228,7 +228,7 @@ class Screen:
         )
 
     def draw_timeline(self, rows: list[list]):
-        """What each stage of one pipeline did when in the last step."""
+        """Draw when each stage of one pipeline computed what in the last step."""
         places, lists = self.parts.pipeline.places, self.lists()
         kinds = {kind for row in rows for kind, *_ in row}
         spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
