@@ -85,8 +85,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
             group.add_argument("--" + name.replace("_", "-"), **options)
     config = cls(**vars(parser.parse_args(argv)))
     for name, value in vars(config).items():
-        positive = type(fields[name].default) is int and fields[name].default and "0:" not in helps[name]
-        least = fields[name].metadata.get("least", int(positive))
+        least = int(type(fields[name].default) is int and fields[name].default > 0 and "0:" not in helps[name])
         if type(value) in (int, float) and "menu" not in fields[name].metadata and not value >= least:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
     return config

@@ -14,8 +14,8 @@ and its checksums tell whether it still holds what was written. The last two are
 READING. A rank assembles one whole tensor after the other, in host memory, and keeps its own part.
 """
 
-import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -73,13 +73,13 @@ def flush(path: Path):
 
 
 def save_file(saved: dict[str, Any], path: Path) -> str:
-    """Write a rank's file to the disk; returns its SHA-256. Raises OSError."""
-    try:
-        torch.save(saved, path)
-    except RuntimeError as error:  # from torch's own writer
-        raise OSError(errno.ENOSPC, "cannot be written") from error
+    """Serialize a rank's tensors in host memory and write them to the disk; returns their SHA-256. Raises OSError."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    content = buffer.getbuffer()
+    path.write_bytes(content)
     flush(path)
-    return checksum(path)
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_index(folder: Path, index: dict[str, Any]):
@@ -100,14 +100,14 @@ def rank_here() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def on_all_ranks(out: Path, what: Callable[[], Any] | None) -> list[Any]:
-    """Call `what`, which works in `out`, on every rank that has it; returns the results of all. A collective.
+def on_ranks(out: Path, what: Callable[[], Any], everywhere: bool = False) -> list[Any]:
+    """Call `what`, which works in `out`, on rank 0, or on all ranks; returns the results of all. A collective.
 
     Raises UserError on every rank if it failed on any.
     """
     result, wrong = None, ""
     try:
-        result = what and what()
+        result = what() if everywhere or rank_here() == 0 else None
     except OSError as error:
         wrong = f"--out {out}: rank {rank_here()} cannot write ({error.strerror or error})"
     except UserError as error:
@@ -121,13 +121,13 @@ def on_all_ranks(out: Path, what: Callable[[], Any] | None) -> list[Any]:
 class Saver:
     """Writes the checkpoints of a run, together with those of the other ranks; at most one is under way at a time."""
 
-    def __init__(self, out: Path, keep: int = 2):
-        self.out, self.folder, self.keep = out, out / "checkpoints", keep
+    def __init__(self, out: Path):
+        self.out, self.folder = out, out / "checkpoints"
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None  # this rank's file of a checkpoint that has begun
 
     def save(self, step: int, pieces: Iterable[Piece], about: dict[str, Any], background: bool = False):
-        """Write a checkpoint of `step` and remove all but the last `keep`. A collective.
+        """Write a checkpoint of `step` and remove all but the last two. A collective.
 
         Checkpoints of later steps are removed, too: the run has gone back to an earlier one. Raises UserError on every
         rank if a disk is full or not writable; earlier checkpoints are then untouched. In the `background`, tensors are
@@ -139,7 +139,7 @@ class Saver:
         for piece in pieces:
             state[piece.name][piece.kind] = piece.tensor.detach().to("cpu", copy=True)
             places.setdefault(piece.name, piece.place())
-        on_all_ranks(self.out, None if rank_here() else self.make_room)
+        on_ranks(self.out, self.make_room)
         self.index = dict(format=FORMAT, step=step, **about, places=gather_objects(places))
         flags = about["config"] | dict(nproc_per_node=len(self.index["places"]))
         saved = dict(step=step, flags=flags, state=dict(state))
@@ -151,12 +151,12 @@ class Saver:
         """Complete the checkpoint under way, if any. A collective. Raises UserError if it failed on any rank."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            digests = on_all_ranks(self.out, pending.result)
+            digests = on_ranks(self.out, pending.result, everywhere=True)
             self.index["files"] = {file_name(rank): digest for rank, digest in enumerate(digests)}
-            on_all_ranks(self.out, None if rank_here() else self.commit)
+            on_ranks(self.out, self.commit)
 
     def writing(self) -> bool:
-        """Whether this rank's file is still being written."""
+        """Whether this rank is still writing its file."""
         return self.pending is not None and not self.pending.done()
 
     def make_room(self):
@@ -177,9 +177,8 @@ class Saver:
         if final.exists():
             final.rename(self.folder / f".{final.name}.old")
         self.hidden.rename(final)
-        folders = sorted(self.folder.glob("step-*"))
-        own = folders.index(final) + 1
-        for old in folders[: max(0, own - self.keep)] + folders[own:]:
+        before = sorted(path for path in self.folder.glob("step-*") if path < final)
+        for old in {*self.folder.glob("step-*")} - {final, *before[-1:]}:
             old.rename(self.folder / f".{old.name}.old")
         flush(self.folder)
         self.sweep()

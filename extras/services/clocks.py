@@ -5,7 +5,7 @@ forward    the model's own call, or a pipeline's F      optimizer  ... the call 
 waiting    between a pipeline's actions                 weights    a pipeline's W
 
 `waited_seconds` {mesh dimension: seconds}: in any phase, the host or a GPU's compute stream waits for messages. A wait
-takes a GPU two events, and a ring alone waits thousands of times a step: so one step in ten is timed (the third, ...).
+takes a GPU two events, and a ring alone waits thousands of times a step: so a GPU's waits are timed on request.
 """
 
 import time
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 class Clock:
     """Which phase this rank is in, and the seconds of each since `begin`. Listeners are told of every change."""
 
-    def __init__(self, parts: Parts, host: bool = False, every: int = 10):
-        """`host`: take the host's time, also with a GPU. A GPU's waits are timed in one step of `every`."""
+    def __init__(self, parts: Parts, host: bool = False, waits: bool = True):
+        """`host`: take the host's time, also with a GPU. `waits`: time a GPU's waits, too."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
-        self.every, self.begun, self.timing = every if self.cuda else 1, 0, True
+        self.timing = waits or not self.cuda
         self.listeners: list[Callable[[str], None]] = []
-        self.marks: list[tuple[str, Any]] = [("data", self.now())]
-        self.spans: list[tuple[str, int, int, Any, Any]] = []  # (kind, micro-batch, stage, start, end)
+        self.marks: list[tuple[str, tuple, Any]] = []  # (phase, an action's (kind, micro-batch, stage) or (), start)
         self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
+        self.mark("data")
         parts.around(parts.optimizer, "step", self.update, by=__name__)
         if parts.pipeline is None:
             parts.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
@@ -59,9 +60,9 @@ class Clock:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def mark(self, phase: str):
-        """This phase begins."""
-        self.marks.append((phase, self.now()))
+    def mark(self, phase: str, *action: Any):
+        """This phase begins, with an action of a pipeline or none."""
+        self.marks.append((phase, action, self.now()))
         for listener in self.listeners:
             listener(phase)
 
@@ -72,11 +73,9 @@ class Clock:
 
     def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
         """Around an action of a pipeline: note its start and its end."""
-        self.mark(PHASES[kind])
-        start = self.marks[-1][1]
+        self.mark(PHASES[kind], kind, i, stage)
         output = act(i, stage, x)
         self.mark("waiting")
-        self.spans.append((kind, i, stage, start, self.marks[-1][1]))
         return output
 
     @contextmanager
@@ -90,17 +89,15 @@ class Clock:
 
     def begin(self):
         """A step begins."""
-        for noted in (self.marks, self.spans, self.waits):
-            noted.clear()
-        self.timing = self.begun % self.every == min(2, self.every - 1)
-        self.begun += 1
+        self.marks.clear()
+        self.waits.clear()
         self.mark("data")
 
     def take(self) -> dict[str, Any]:
-        """Seconds of each phase of the step, and, if they were timed, those waited for messages."""
+        """Seconds of each phase of the step, and, if they are timed, those waited for messages."""
         self.mark("data")
         seconds: dict[str, float] = defaultdict(float)
-        for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+        for (phase, _, start), (*_, end) in pairwise(self.marks):
             seconds[f"{phase}_seconds"] += self.between(start, end)
         waited: dict[str, float] = defaultdict(float)
         for dim, start, end in self.waits:
@@ -109,5 +106,6 @@ class Clock:
 
     def timeline(self) -> list[list]:
         """[kind, micro-batch, stage, start, end] of the actions of this step, in seconds from its begin."""
-        first = self.marks[0][1]
-        return [[*what, self.between(first, start), self.between(first, end)] for *what, start, end in self.spans]
+        *_, first = self.marks[0]
+        acts = [(action, start, end) for (_, action, start), (*_, end) in pairwise(self.marks) if action]
+        return [[*action, self.between(first, start), self.between(first, end)] for action, start, end in acts]

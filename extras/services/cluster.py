@@ -13,7 +13,6 @@ print begin with the node's name. While the job runs, you can type
 
     cable 1 off     to pull node 1's cable: what is sent to and from it is lost                   (cable 1 on)
     kill 1          to cut node 1's power: its processes end without a word                       (start 1)
-    slow 1 10       to let node 1's processes sleep nine tenths of the time                       (slow 1 1)
 
 It needs Linux and iproute2, but not root: everything happens in namespaces of one process, and the kernel ends them
 with it. Unlike in a real cluster, a cable has no length, nodes share the cores of one machine, and GPUs are hidden.
@@ -22,41 +21,37 @@ with it. Unlike in a real cluster, a cable has no length, nodes share the cores 
 import argparse
 import ctypes
 import os
-import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from common import UserError
 
 USERS, PROCESSES, NETWORK, MOUNTS, NAME = 2**28, 2**29, 2**30, 2**17, 2**26  # unshare(2): CLONE_NEWUSER, ...
 LEAVE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SLICE, GRACE = 0.2, 300  # seconds, in each of which a slow node wakes once; slices that others may outlive node 0
+GRACE = 300  # times 0.2 seconds, by which other nodes may outlive node 0
 NO_RIGHTS = "a cluster needs Linux, iproute2, util-linux, and the right to create networks (try as root): "
 SWITCH = r"""
 mount --make-rprivate /
 mount -t proc proc /proc
-hosts=$(mktemp)
-printf '127.0.0.1 localhost\n{hosts}' > $hosts
-mount --bind $hosts /etc/hosts
-rm $hosts
+mount -t tmpfs run /run
+printf '127.0.0.1 localhost\n{hosts}' > /run/hosts
+mount --bind /run/hosts /etc/hosts
 ip link set lo up
 ip link add switch type bridge
 ip link set switch addrgenmode none up
 """
 CABLE = """
-ip link add port{n} type veth peer name eth0 netns {pid}
+ip link add port{n} type veth peer name eth0 netns {name}
 ip link set port{n} addrgenmode none master switch up
-{inside} ip link set lo up
-{inside} ip link set eth0 addrgenmode none up
-{inside} ip address add 10.0.0.{last}/24 dev eth0
+ip -n {name} link set eth0 addrgenmode none up
+ip -n {name} address add 10.0.0.{last}/24 dev eth0
 tc qdisc add dev port{n} root tbf {speed}
-{inside} tc qdisc add dev eth0 root tbf {speed}
+tc -n {name} qdisc add dev eth0 root tbf {speed}
 """
 
 
@@ -78,34 +73,19 @@ class Node:
 
     def __init__(self, number: int, line: list[str], gbit: float):
         """`line`: the command that it runs after `start`. `gbit`: the speed of its cable in Gbit/s, each way."""
-        self.number, self.name, self.line, self.slowness = number, f"node{number}", line, 1.0
+        self.number, self.name = number, f"node{number}"
+        named = f"echo {self.name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
+        self.line = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "sh", "-c", named]
         second = round(gbit * 1e9 / 8)  # bytes; a burst is a tenth of a millisecond's, but at least two packets
         self.speed = f"rate {round(gbit * 1e6)}kbit burst {max(2 * 1514, second // 10000)} limit {2**26}"
+        run(f"ip netns add {self.name}; ip -n {self.name} link set lo up")
 
     def start(self):
         """Switch it on. Raises UserError."""
-
-        def isolate():
-            call("unshare", NETWORK | NAME)
-            socket.sethostname(self.name)
-
+        run(CABLE.format(n=self.number, name=self.name, last=self.number + 1, speed=self.speed))
         prefix = ["sed", "-u", f"s/^/{self.name}: /"]
         prefixed = subprocess.Popen(prefix, stdin=subprocess.PIPE).stdin if self.number else None
-        waits = ["sh", "-c", f"read plugged; exec {shlex.join(self.line)} < /dev/null"]
-        streams = dict(stdin=subprocess.PIPE, stdout=prefixed, stderr=prefixed)
-        self.process = subprocess.Popen(waits, preexec_fn=isolate, **streams)
-        pid = self.process.pid
-        self.network, inside = os.stat(f"/proc/{pid}/ns/net").st_ino, f"nsenter --target {pid} --net"
-        run(CABLE.format(n=self.number, last=self.number + 1, pid=pid, inside=inside, speed=self.speed))
-        self.process.stdin.write(b"\n")
-        self.process.stdin.close()
-
-    def signal(self, number: int):
-        """Send a signal to each of its processes."""
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):  # it has just ended
-                if os.stat(f"/proc/{pid}/ns/net").st_ino == self.network:
-                    os.kill(int(pid), number)
+        self.process = subprocess.Popen(self.line, stdout=prefixed, stderr=prefixed)
 
     def cable(self, state: str):
         """Pull it ("off") or plug it in ("on"), at the switch. Raises UserError."""
@@ -115,12 +95,18 @@ class Node:
         """Cut its power: first no packet leaves it any more, then its processes end. Raises UserError."""
         run(f"ip link delete port{self.number}")
         while self.process.poll() is None:
-            self.signal(signal.SIGKILL)
+            run(f"ip netns pids {self.name} | xargs --no-run-if-empty kill -KILL || true")  # one may have just ended
 
-    def slow(self, factor: str):
-        """From now on let its processes run 1/factor of the time."""
-        self.signal(signal.SIGCONT)
-        self.slowness = max(1.0, float(factor))
+
+def obey(nodes: list[Node]):
+    """A thread: do what is typed."""
+    for said in sys.stdin:
+        try:
+            command, number, *more = said.split()
+            node = nodes[int(number)]
+            dict(cable=node.cable, kill=node.kill, start=node.start)[command](*more)
+        except (LookupError, TypeError, ValueError, UserError) as error:
+            print(f"cluster: {said.strip()}: {error}; type cable, kill or start, and a node's number", flush=True)
 
 
 def inside(args: argparse.Namespace) -> int:
@@ -138,30 +124,16 @@ def inside(args: argparse.Namespace) -> int:
         for number in LEAVE:
             signal.signal(number, lambda *_: os._exit(130))
         for node in nodes:
-            node.slow("1")
             node.process.terminate()
 
     for number in LEAVE:
         signal.signal(number, stop)
     for node in nodes:
         node.start()
-    grace, keyboard, typed = GRACE, [0], b""
+    threading.Thread(target=obey, args=(nodes,), daemon=True).start()
+    grace = GRACE
     while any(node.process.poll() is None for node in nodes) and grace > 0:
-        if select.select(keyboard, [], [], SLICE)[0]:
-            heard = os.read(0, 4096)
-            keyboard = [0] if heard else []
-            *lines, typed = (typed + heard).split(b"\n")
-            for said in map(bytes.decode, lines):
-                try:
-                    command, number, *more = said.split()
-                    node = nodes[int(number)]
-                    dict(cable=node.cable, kill=node.kill, start=node.start, slow=node.slow)[command](*more)
-                except (LookupError, TypeError, ValueError, UserError) as error:
-                    print(f"cluster: {said}: {error}; type cable, kill, start or slow, and a node's number", flush=True)
-        for node in (node for node in nodes if node.slowness > 1):
-            node.signal(signal.SIGCONT)
-            time.sleep(SLICE / node.slowness)
-            node.signal(signal.SIGSTOP)
+        time.sleep(0.2)
         grace -= nodes[0].process.poll() is not None
     for node in (node for node in nodes if node.process.poll() is None):
         print(f"cluster: {node.name} has not ended with node0 and is killed", flush=True)
@@ -187,7 +159,7 @@ def main(argv: list[str]) -> int:
         for file, text in ids.items():
             Path("/proc/self", file).write_text(text)
         if (first := os.fork()) == 0:
-            return inside(args)
+            os._exit(inside(args))  # the thread that reads the keyboard would block Python's shutdown
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

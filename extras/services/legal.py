@@ -23,31 +23,18 @@ NEEDS = [
     ("aux_loss_coeff", "balance", "loss"),
     ("ep_mode", "ep"),
 ]
-SIZES = ("pp", "cp", "tp", "ep")
 
 
 def check_mesh(config: Any, world: int):
-    """Refuse sizes that make no mesh, before anything uses them. Raises UserError. (0 counts as 1: see `settle`.)"""
+    """Refuse sizes that make no mesh, before anything uses them. Raises UserError."""
     world, said = (config.dry_run, "--dry-run") if config.dry_run else (world, "--nproc_per_node")
     if world > 1 and not hasattr(config, "sync"):
         raise UserError(f"{said} {world}: step 1 knows one device; use {said} 1, or a later step")
-    sizes = {dim: getattr(config, dim) or 1 for dim in SIZES[:3] if hasattr(config, dim)}
+    sizes = {dim: getattr(config, dim) for dim in ("pp", "cp", "tp") if hasattr(config, dim)}
     require_product(sizes | dict(dp=world // prod(sizes.values())), world, said)
     ep, ranks = getattr(config, "ep", 1), world // sizes.get("pp", 1)
-    if ep and ranks % ep:
+    if ranks % ep:
         raise UserError(f"--ep {ep} must divide the {ranks} ranks of dp x cp x tp ({said})")
-
-
-def settle(config: Any, world: int):
-    """Let 0 select 2 ranks if that divides the ranks that are left (for ep, the experts, too), else 1."""
-    sizes = {dim: getattr(config, dim, 1) for dim in SIZES[:3]}
-    left = (config.dry_run or world) // prod(size or 1 for size in sizes.values())
-    for dim in [dim for dim, size in sizes.items() if size == 0]:
-        sizes[dim] = 1 + (left % 2 == 0)
-        setattr(config, dim, sizes[dim])
-        left //= sizes[dim]
-    if getattr(config, "ep", 1) == 0:
-        config.ep = 1 + (left * sizes["cp"] * sizes["tp"] % 2 == config.experts % 2 == 0)
 
 
 def layout_of_flags(config: Any, world: int) -> Layout:

@@ -9,12 +9,13 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from extras.services.tables import human, table
 from extras.variants import Parts
@@ -28,16 +29,6 @@ class Event(NamedTuple):
     seconds: float
     storage: int
     bytes: int
-
-
-def with_memory(values: Any) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, but for shapes alone, on the meta device."""
-    if isinstance(values, Tensor):
-        if values.device.type != "meta":
-            yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from with_memory(value)
 
 
 class MemoryTimeline(TorchDispatchMode):
@@ -56,12 +47,16 @@ class MemoryTimeline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the operator, and note the storages of its inputs, which were there before, and of its outputs."""
-        for tensor in with_memory((args, *(kwargs or {}).values())):
-            self.note(tensor, "other")
+        self.note_all((args, kwargs), "other")
         out = func(*args, **(kwargs or {}))
-        for tensor in with_memory(out):
-            self.note(tensor, self.born)
+        self.note_all(out, self.born)
         return out
+
+    def note_all(self, values: Any, kind: str):
+        """Note the tensors among an operator's arguments or results; on the meta device they have no memory."""
+        for value in tree_iter(values):
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                self.note(value, kind)
 
     def note(self, tensor: Tensor, kind: str) -> int:
         """Look at a tensor's storage: it may be new, or have been emptied or filled. Returns its running number."""
@@ -185,14 +180,6 @@ def memory_table(most: dict[str, int]) -> str:
     """The most bytes that were held of each kind."""
     rows = [[kind, human(n)] for kind, n in (most | dict(sum=sum(most.values()))).items()]
     return table([["memory", "held at most"], *rows])
-
-
-def outside_memory(device: torch.device) -> int:
-    """Bytes in use on a GPU that PyTorch's allocator does not know, of CUDA, NCCL and other processes; on a CPU 0."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
 def peak_memory(device: torch.device) -> int:

@@ -14,9 +14,9 @@ Whole tensors have step 1's names and shapes under every layout. A rank holds a 
 tensor, as `materialize` does with initial values. So any layout can read what any other has written.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from common.layout import Shard, layout_of, shard_of
-from extras.services.ranks import agree
 from extras.services.tables import full_shape
 from extras.variants import Parts
 
@@ -69,24 +68,21 @@ class Piece:
 
 
 def assemble(pieces: Iterable[Piece]) -> Tensor:
-    """The whole tensor of all ranks' pieces, on the CPU; copies count once. Raises ValueError if some is missing."""
-    parts: dict[tuple, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        parts[piece.shape, piece.shards].append(piece)
-    whole = torch.empty(piece.whole_shape, dtype=piece.tensor.dtype)
-    found = torch.zeros(whole.shape, dtype=torch.bool)
-    for (shape, shards), slices in parts.items():
-        part, held = torch.empty(prod(shape), dtype=whole.dtype), torch.zeros(prod(shape), dtype=torch.bool)
-        for one in slices:
-            there = slice(one.first, one.first + one.tensor.numel())
-            part[there], held[there] = one.tensor.flatten(), True
-        for target, values in (whole, part), (found, held):
-            for shard in shards:
-                target = target.movedim(shard.dim, 0)[shard.start : shard.stop].movedim(0, shard.dim)
-            target.copy_(values.view(shape)[tuple(map(slice, target.shape))])  # without the padding
-    if not found.all():
+    """The whole tensor of all ranks' pieces, on the CPU; copies count once. Raises ValueError if some is missing.
+
+    It cuts a tensor of the elements' numbers as the pieces were cut, which tells where each of their elements belongs.
+    """
+    different = {(piece.shards, piece.first, piece.tensor.numel()): piece for piece in pieces}.values()
+    shape, dtype = next((piece.whole_shape, piece.tensor.dtype) for piece in different)
+    numbers = torch.arange(1, prod(shape) + 1).view(shape)  # 0 is padding
+    whole, found = torch.empty(prod(shape) + 1, dtype=dtype), torch.zeros(prod(shape) + 1, dtype=torch.bool)
+    for piece in different:
+        places = piece.cut(numbers).flatten()
+        whole[places] = piece.tensor.flatten()
+        found[places] = True
+    if not found[1:].all():
         raise ValueError(f"some of {piece.kind} {piece.name} is on no rank")
-    return whole
+    return whole[1:].view(shape)
 
 
 def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> Iterator[Piece]:
@@ -122,41 +118,40 @@ def pieces(parts: Parts) -> Iterator[Piece]:
         for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
             yield master.like(kind, value)
     yield from buffers(parts)
-    for name, owed, key in debts(parts):
+    for name, (owed, key) in debts(parts).items():
         if key in owed:
             yield Piece("owed", name, owed[key], tuple(owed[key].shape))
 
 
-def debts(parts: Parts) -> Iterator[tuple[str, dict, Any]]:
-    """(name, what is owed, key in it) of each sum of gradients that this rank may owe something of (--compress)."""
+def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
+    """By name: (what is owed, key in it) of each sum of gradients of which this rank may owe something (--compress).
+
+    The name says all that a debt depends on, so another layout does not find it.
+    """
     names = {param: name for name, param in parts.model.named_parameters()}
-    sums = [(bucket, bucket.params) for bucket in getattr(parts.sync, "buckets", ())]
-    sums += [(unit, unit.named.values()) for unit in parts.units]
-    for kept in parts.keeps("owed"):
-        for key, params in sums:
-            yield f"rank {parts.mesh.rank}: {' '.join(names[param] for param in params)}", kept.owed, key
+    sums = {bucket: bucket.params for bucket in getattr(parts.sync, "buckets", ())}
+    sums |= {unit: unit.named.values() for unit in parts.units}
+    found = {}
+    for kept, (key, params) in product(parts.keeps("owed"), sums.items()):
+        sizes = f"rank {parts.mesh.rank} of {parts.mesh.sizes}, {key.flat.numel()} over {key.group.size}"
+        found[" ".join([sizes, *(names[param] for param in params)])] = kept.owed, key
+    return found
 
 
 def take(parts: Parts, saved: Any, moments: bool):
-    """Restore what this rank holds from a checkpoint (services/checkpoint.py). A collective. Raises UserError.
+    """Restore what this rank holds from a checkpoint (services/checkpoint.py). Raises UserError.
 
     Without `moments` the update rule begins anew. Debts are restored under the layout that has left them.
     """
-    optimizer, rank, places = parts.optimizer, parts.mesh.rank, saved.index["places"]
-    same = len(places) == parts.mesh.world
+    optimizer, device = parts.optimizer, next(parts.model.parameters()).device
     for master in masters(parts):
         saved.fill(master)
-        same = same and places[rank].get(master.name) == master.place()
         for kind in saved.stored[master.name].keys() - {"master"} if moments else ():
             value = master.cut(saved.whole(kind, master.name)).to(master.tensor.device)
             optimizer.torch_optimizer.state[master.tensor][kind] = value
     for buffer in buffers(parts):
         saved.fill(buffer)
     optimizer.publish()
-    owing = saved.shapes("owed") if moments else {}
-    (lost,) = agree(bool(owing) and not same)
-    for name, owed, key in debts(parts):
-        if name in owing and not lost:
-            owed[key] = saved.whole("owed", name).to(next(parts.model.parameters()).device)
-    if lost and rank == 0:
-        print("what sums of gradients still owed belongs to another layout, and is left out", flush=True)
+    for name, (owed, key) in debts(parts).items() if moments else ():
+        if name in saved.stored:
+            owed[key] = saved.whole("owed", name).to(device)

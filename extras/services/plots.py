@@ -38,18 +38,6 @@ def memory(folder: Path, seconds: list[float], held: dict[str, list[int]]):
         axes.set_ylim(top=axes.get_ylim()[1] * 1.12)
 
 
-def traffic(folder: Path, sent: dict[str, dict[str, int]]):
-    """traffic.png: what rank 0 sent in a step, by mesh dimension and operation."""
-    each = ((n, f"{dim}: {operation}", f"C{at}") for at, dim in enumerate(sent) for operation, n in sent[dim].items())
-    bars = sorted(bar for bar in each if bar[0])
-    with picture(folder / "traffic.png", 8, 1 + 0.26 * len(bars)) as axes:
-        mib, colours = [n / 2**20 for n, *_ in bars], [colour for *_, colour in bars]
-        axes.barh([label for _, label, _ in bars], mib, color=colours)
-        axes.set(xscale="log", xlabel="MiB sent by rank 0 in the last step", title="traffic by dimension and operation")
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-
-
 def draw_timeline(axes: Any, ranks: list[list], width: float):
     """What each stage did when, on axes `width` inches wide: by rank, [[kind, micro-batch, stage, start, end], ...].
 

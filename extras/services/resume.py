@@ -4,31 +4,30 @@ A checkpoint holds what the next step depends on: masters, the update rule's sta
 from which batch and learning rate follow. A variant that keeps more has two methods: `state()` returns what JSON can
 hold, the same on all ranks, and `restore(state)` takes it back.
 
-A full disk does not abort training: a checkpoint that cannot be written is left out, with a warning, unless it is the
-last. Two are kept, and a third is on the disk while it is written.
+A checkpoint that cannot be written, because the disk is full, ends the run in one line; those before it are untouched.
+Two are kept, and a third is on the disk while it is written.
 
 After Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 (from a batch system), or the death of torchrun, a run finishes its step,
 saves and ends. Under torchrun --max-restarts N a job is started again when a rank dies; with --resume auto it continues
 from its last checkpoint, also with fewer ranks. Rank 0 locks the run directory, as two runs would overwrite each other.
 """
 
+import ctypes
 import dataclasses
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from common import UserError
 from common.trainer import Run
-from extras.services.checkpoint import OWN, Checkpoint, Saver, find, newest, on_all_ranks
+from extras.services.checkpoint import OWN, Checkpoint, Saver, find, on_ranks
 from extras.services.pieces import pieces, take
 from extras.services.plots import read_metrics
 from extras.services.ranks import agree
@@ -39,7 +38,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "S
 
 @dataclass
 class Flags:
-    """Checkpoints. --resume auto: the newest in --out, if any; required: or fail."""
+    """Checkpoints. --resume auto: the newest in --out, if there is one; required: fail if there is none."""
 
     save_async: bool = False  # write checkpoints in the background, while training goes on
     stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would; 0: at the end
@@ -73,17 +72,8 @@ class Keeper:
         heard = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self.handlers = {number: signal.signal(number, self.stop) for number in heard}
         self.lock: Any = ExitStack()  # of the run directory, once it is held
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            threading.Thread(target=self.follow, args=(os.getppid(),), daemon=True).start()
-
-    def follow(self, launcher: int):
-        """A thread: when torchrun is gone, leave as after SIGTERM; if that takes longer than --timeout, at once."""
-        while os.getppid() == launcher:
-            time.sleep(1)
-        self.signalled = self.signalled or time.monotonic()
-        print(f"rank {os.environ['RANK']}: torchrun is gone: leaving after this step", file=sys.stderr, flush=True)
-        time.sleep(self.config.timeout)
-        os._exit(1)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: Linux sends it when torchrun has died
 
     def stop(self, number: int, _frame: Any):
         """Signal handler: leave after this step; a second Ctrl-C leaves at once."""
@@ -97,21 +87,21 @@ class Keeper:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def on_rank_0(self, what: Callable[[], Any]):
-        """Let rank 0 work in the run directory. A collective. Raises UserError on all ranks if it fails."""
-        on_all_ranks(self.run.out, what if self.run.first else None)
-
-    def start(self, parts: Parts, weights_only: bool = False) -> int:
+    def start(self, parts: Parts) -> int:
         """Lock the run directory, and restore what --resume names; returns the number of steps done.
 
-        A collective. Raises UserError if another run has the directory, or the checkpoint does not fit.
+        --generate needs weights alone, and writes nothing. A collective. Raises UserError if another run has the
+        directory, or the checkpoint does not fit.
         """
-        self.parts, where = parts, self.config.resume
-        self.on_rank_0(self.own)  # from here on no other run changes the directory
-        saved = find("required" if weights_only and where == "auto" else where, self.run.out) if where else None
+        self.parts, where, weights_only = parts, self.config.resume, bool(self.config.generate)
+        if not weights_only:
+            on_ranks(self.run.out, self.own)  # from here on no other run changes the directory
+        if weights_only and where == "auto":
+            where = "required"  # without weights there is nothing to generate
+        saved = find(where, self.run.out) if where else None
         said = "nothing to resume: starting at step 1"
         if saved is not None:
-            said = f"going on from {saved.path}" + compare(saved, parts, self.config, weights_only)
+            said = f"resuming from {saved.path}" + compare(saved, parts, self.config, weights_only)
             take(parts, saved, moments=not weights_only)
             for name, state in saved.index["state"].items():
                 if state is not None and hasattr(parts.kept.get(name), "restore"):
@@ -144,29 +134,15 @@ class Keeper:
         last, every = stopping or step + 1 >= self.end, self.config.save_every
         saving = stopping or (every and (last or (step + 1) % every == 0))
         if saving or not writing:
-            self.attempt(self.saver.settle)
+            self.saver.settle()
         if saving:
-            self.attempt(partial(self.save, step + 1, self.config.save_async and not last), last)
+            self.save(step + 1, self.config.save_async and not last)
         if stopping and self.run.first:
-            print(f"interrupted after step {step + 1}; go on with --resume {self.run.out}", flush=True)
+            print(f"interrupted after step {step + 1}; continue with --resume {self.run.out}", flush=True)
         return last
 
-    def attempt(self, what: Callable[[], Any], last: bool = False):
-        """Call `what`, which saves. If it fails, on all ranks, that is a warning, but an error in the last step."""
-        try:
-            what()
-        except UserError as error:
-            kept = newest(self.run.out)
-            text = f"{error}: " + (f"the last checkpoint is {kept}" if kept else "there is no checkpoint")
-            if self.run.first:
-                self.saver.sweep()  # what it has written takes room
-            if last:
-                raise UserError(text) from None
-            if self.run.first:
-                print(f"warning: {text}. Training goes on", file=sys.stderr, flush=True)
-
     def save(self, step: int, background: bool):
-        """Write a checkpoint after so many steps. A collective."""
+        """Write a checkpoint after `step` steps. A collective. Raises UserError if a rank cannot write."""
         config, parts = self.config, self.parts
         state = {name: kept.state() for name, kept in parts.kept.items() if hasattr(kept, "state")}
         about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(parts.model.config), state=state)
@@ -175,7 +151,7 @@ class Keeper:
 
 
 def compare(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool) -> str:
-    """The flags that differ from those of a checkpoint, but for those of services, in a line for the screen.
+    """A line that names the flags that differ from those of a checkpoint; those of services are left out.
 
     Raises UserError for another model and, unless only weights are restored, for another precision or update rule.
     """

@@ -1,11 +1,9 @@
 """A run with all services: the `Run` that extras/__main__.py passes to a step."""
 
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from common import comm
 from common.comm import Group
 from extras.services import devices, evaluation, failures, resume
+from extras.services.checkpoint import on_ranks
 from extras.services.ledger import Ledger
 from extras.services.screen import Screen
 from extras.services.seam import OpenRun, check
@@ -25,7 +24,7 @@ class ServedRun(OpenRun):
     def __init__(self, config: Any):
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
         super().__init__(config)
-        self.ledger, self.torn = Ledger(), False
+        self.ledger = Ledger()
 
     def __enter__(self) -> "ServedRun":
         """Open the run; an error is printed once per job."""
@@ -49,41 +48,21 @@ class ServedRun(OpenRun):
         if not self.config.dry_run:
             comm.waiting = nullcontext
             self.watchdog.pause()
-            with self.expendable("loss.png"):
-                super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, trace)
             self.keeper.close()
         if error is not None:
             failures.report(error, early=not self.began)
 
     def begin(self):
         """As the plain run's, after an earlier run's files have been moved aside. A collective."""
-        self.keeper.on_rank_0(partial(self.keeper.make_way, super().begin))
+        on_ranks(self.out, partial(self.keeper.make_way, super().begin))
 
     def introduce(self, **parts: Any):
         """Nothing: the screen prints more."""
 
-    @contextmanager
-    def expendable(self, name: str) -> Iterator[None]:
-        """Inside, a full disk does not abort training: it is a warning, once until there is room."""
-        try:
-            yield
-            if self.torn:
-                self.rewrite()
-        except OSError as error:
-            if not self.torn:
-                print(f"warning: --out {self.out}: {name} is incomplete ({error.strerror})", file=sys.stderr)
-            self.torn = True
-
-    def rewrite(self):
-        """Rank 0 rewrites metrics.jsonl in place, with rows that did not fit before. Raises OSError."""
-        with open(self.out / "metrics.jsonl", "r+") as file:
-            file.writelines(json.dumps(row) + "\n" for row in self.history)
-            file.truncate()
-        self.torn = False
-
     def steps(self, **parts: Any) -> Iterator[int]:
         """As the plain run's, after everything has been attached, from the step at which --resume continues."""
-        self.start = self.keeper.start(self.open(**parts), weights_only=bool(self.config.generate))
+        self.start = self.keeper.start(self.open(**parts))
         if self.config.generate:
             evaluation.answer(self.config, self.parts)
             return
@@ -115,6 +94,5 @@ class ServedRun(OpenRun):
         before = time.perf_counter()
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
         self.began += time.perf_counter() - before  # not a part of the step's seconds
-        with self.expendable("metrics.jsonl"):
-            super().record(step, tokens, **numbers)
+        super().record(step, tokens, **numbers)
         self.screen.line(self.history[-1])

@@ -10,6 +10,7 @@ screen.finish()                 tables and pictures
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,14 +30,12 @@ from extras.services.clocks import Clock
 from extras.services.devices import peak_flops
 from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
-from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, outside_memory, peak_memory
+from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, peak_memory
 from extras.services.ranks import gather_objects
 from extras.services.tables import full_shape, human, reduction_table
 from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants import Parts
 from step06_pipeline import plan
-
-OUTSIDE = "outside of tensors"  # a kind of memory: what CUDA and NCCL hold
 
 
 @dataclass
@@ -59,19 +58,19 @@ def mesh_picture(mesh: Mesh) -> str:
 
 
 def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
-    """The part of all ranks' time, from the first start to the last end, outside these (rank, start, end)."""
+    """The fraction of the ranks' time, from first start to last end, that these spans (rank, start, end) leave idle."""
     length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
     return 1 - sum(end - start for _, start, end in spans) / (ranks * length)
 
 
 def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) -> float:
-    """The bubble of a schedule whose actions take so long, by kind."""
+    """The idle fraction (bubble) of a schedule; `costs`: the seconds of an action, by kind."""
     spans = simulate(lists, places, costs)
     return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
 
 
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
-    """Which layers each rank has, and the idle time if backward takes twice as long as forward."""
+    """Which layers each rank has, and the idle fraction if backward takes twice as long as forward."""
     idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
     rows: list[list[str]] = [[] for _ in lists]
     for stage, place in enumerate(places):
@@ -85,19 +84,14 @@ def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) 
 
 
 def parameters_in_all(parts: Parts) -> int:
-    """Numbers in all parameters of all ranks. A collective."""
+    """The number of elements of all parameters, each counted once. A collective."""
     named = parts.model.named_parameters()
     sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
     return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
 
 
-def used_memory(row: dict[str, Any]) -> int:
-    """From a step's record: the most bytes in use so far; on a GPU also those outside of tensors."""
-    return row["peak_memory_bytes"] + row.get("outside_memory_bytes", 0)
-
-
 class ExpertLoad:
-    """What the routers have decided since the last `take`, by layer."""
+    """Counts what the routers of all layers have decided since the last `take`."""
 
     def __init__(self, config: Any, parts: Parts):
         self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
@@ -110,12 +104,12 @@ class ExpertLoad:
 
     @staticmethod
     def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
-        """Hook: a layer's experts, all or those of this rank, are given rows; how many are for each comes second."""
+        """Hook of a layer's experts on this rank: `given` is (rows, how many of them are for each expert)."""
         sums[-3] += given[1].sum()
 
     @staticmethod
     def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        """Around a layer's `aux_loss`, which is told p [tokens, experts] and the choices of each expert."""
+        """Around a layer's `aux_loss`: p [tokens, experts], and counts [experts], how often each expert was chosen."""
         sums[:-3] += counts
         sums[-2] += len(p)
         sums[-1] += torch.special.entr(p.detach()).sum()
@@ -151,9 +145,8 @@ class Screen:
         self.flops = flops_per_token(shape_of(parts.model.config, self.config), self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
-        every = 1 if getattr(self.config, "log_ranks", False) else 10
-        self.clock, self.timeline = Clock(parts, every=every), MemoryTimeline()
-        self.held = MemoryWatch(parts, self.timeline)
+        self.clock, self.timeline = Clock(parts, waits=getattr(self.config, "log_ranks", False)), MemoryTimeline()
+        self.held, self.watching = MemoryWatch(parts, self.timeline), ExitStack()
         self.clock.listeners.append(self.timeline.phase)
         for text in self.introduction(some.dtype):
             self.say(text)
@@ -178,18 +171,16 @@ class Screen:
         return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
 
     def begin(self, step: int):
-        """A step begins."""
+        """A step begins. Every tensor is watched in the first --profile-memory steps, and on a CPU in one at least."""
         self.ledger.take()  # what was not part of a step
-        self.watch(step < (self.config.profile_memory or int(self.device.type == "cpu")))
+        if step == self.run.start:
+            self.watching.enter_context(self.timeline)
+        if step == self.run.start + (self.config.profile_memory or int(self.device.type == "cpu")):
+            self.watching.close()
         self.clock.begin()
-        if step == 0 and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
+        if step == self.run.start and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
             self.run.bar.clear()
             self.run.bar.disable = True
-
-    def watch(self, on: bool):
-        """Watch every tensor from now on, or no longer: in the first steps, and on a CPU in one of them at least."""
-        if self.timeline.watching != on:
-            self.timeline.__enter__() if on else self.timeline.__exit__(None, None, None)
 
     def more(self, tokens: int) -> dict[str, Any]:
         """Fields for the record of a step. A collective, if there are experts."""
@@ -197,9 +188,6 @@ class Screen:
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
         numbers = dict(mfu=model, hfu=executed) | self.clock.take()
         numbers |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
-        if beside := outside_memory(self.device):
-            self.held.most[OUTSIDE] = max(beside, self.held.most.get(OUTSIDE, 0))
-            numbers["outside_memory_bytes"] = beside
         if self.load is not None:
             numbers |= self.load.take()
         for kept in self.parts.keeps("figures"):
@@ -207,18 +195,18 @@ class Screen:
         return numbers
 
     def line(self, row: dict[str, Any]):
-        """Print a line now and then, where there is no terminal for a bar."""
+        """Print a line every tenth of the run, if there is no terminal for a progress bar."""
         end = self.config.steps
         if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
             print(
                 f"step {row['step']}/{end}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "
-                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(used_memory(row))}",
+                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(row['peak_memory_bytes'])}",
                 flush=True,
             )
 
     def finish(self):
         """Tables and pictures, after the last step. A collective."""
-        self.watch(False)
+        self.watching.close()
         timelines = gather_objects(self.clock.timeline())
         if not self.run.first or not self.run.history:
             return
@@ -226,22 +214,19 @@ class Screen:
         self.say(memory_table(self.held.most))
         if last["traffic"]:
             self.say(traffic_table(last))
-        with self.run.expendable("a picture"):
-            if last["traffic"]:
-                plots.traffic(out, last["traffic"])
-            if self.config.profile_memory:
-                plots.memory(out, *self.timeline.curves())
-            if self.parts.pipeline is not None and self.config.pp > 1:
-                self.draw_timeline(timelines[:: self.world // self.config.pp])
+        if self.config.profile_memory:
+            plots.memory(out, *self.timeline.curves())
+        if self.parts.pipeline is not None and self.config.pp > 1:
+            self.draw_timeline(timelines[:: self.world // self.config.pp])
         mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
         self.say(
             f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "
             f"MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} of {self.peak / 1e12:.2f} TFLOP/s; "
-            f"peak memory {human(used_memory(last))}; see {out}/"
+            f"peak memory {human(last['peak_memory_bytes'])}; see {out}/"
         )
 
     def draw_timeline(self, rows: list[list]):
-        """What each stage of one pipeline did when in the last step."""
+        """Draw when each stage of one pipeline computed what in the last step."""
         places, lists = self.parts.pipeline.places, self.lists()
         kinds = {kind for row in rows for kind, *_ in row}
         spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}

@@ -38,7 +38,7 @@ def serves(plugin: ModuleType, cls: type) -> bool:
     if hasattr(plugin, "SINCE"):
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
-    return not folder.startswith("step0") or folder <= cls.__module__
+    return not folder.startswith("step0") or any(folder <= base.__module__ < "step08" for base in cls.__mro__)
 
 
 @lru_cache
@@ -51,12 +51,11 @@ def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
 def compose(step: ModuleType) -> type:
     """The step's Config with the flags of everything that attaches to it."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
-    open_sizes = [dim for dim in legal.SIZES if hasattr(step.Config, dim)]  # 0 is allowed: legal.py settles it
-    fields = [(dim, int, dataclasses.field(default=1, metadata=dict(least=0))) for dim in open_sizes]
-    fields.append(("save_every", int, 100))  # which keeps the last two
-    about = (step.Config.__doc__ or "") + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
-    about = dict(__module__=step.__name__, __doc__=about)
-    return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
+    fields = [("save_every", int, 100)]  # the last two are kept
+    about = dict(__doc__=step.Config.__doc__)
+    made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
+    made.__module__ = step.__name__  # by which a run names its directory
+    return made
 
 
 @lru_cache

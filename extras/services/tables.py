@@ -28,34 +28,25 @@ def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
     return shape
 
 
-def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
-    """By name of a parameter: its full shape, and by dimension Shard(its own dimension), Partial or Replicate.
+def reduction_table(model: Decoder, mesh: Mesh) -> str:
+    """By parameter its full shape and, along each dimension, Shard(its own dimension), Partial or Replicate.
 
-    Partial: its gradient is a sum over these ranks.
+    Partial: its gradient is a sum over these ranks. Along pp: how many of the stages have it. There is a column for
+    each dimension of the mesh, and for each other group that shards or sums some parameter, such as ep. Layers share
+    a row, with a star for their number. A collective.
     """
-    rows = {}
+    rows, dims = {}, [*mesh.groups]
     for name, param in model.named_parameters():
         record = layout_of(param)
         summed = {*record.partial_over, *(("dp", "cp") if record.data_dim == "data" else (record.data_dim,))}
         cuts = {shard.over: f"Shard({shard.dim})" for shard in record.shards}
         cells = [cuts.get(dim, "Partial" if dim in summed else "Replicate") for dim in dims]
         rows[name] = [str(full_shape(param.shape, record.shards)), *cells]
-    return rows
-
-
-def reduction_table(model: Decoder, mesh: Mesh) -> str:
-    """The table of all ranks' parameters: along the mesh's dimensions, and other groups that records name, such as ep.
-
-    Layers share a row, with a star for their number. Along pp it says how many of the ranks have a parameter. A
-    collective.
-    """
-    dims = [*mesh.groups]
-    stages = dict(gather_objects((mesh["pp"].rank if "pp" in dims else 0, reduction_rows(model, dims))))
-    holders = Counter(name for rows in stages.values() for name in rows)
-    merged: dict[str, list[str]] = {}
-    for name, row in (entry for rank in sorted(stages) for entry in stages[rank].items()):
-        if "pp" in dims:
-            row[1 + dims.index("pp")] = f"on {holders[name]} of {len(stages)}"
+    everyone, merged, stages = gather_objects(rows), {}, mesh.sizes.get("pp", 0)
+    holders = Counter(name for rows in everyone for name in rows)
+    for name, row in (entry for rows in everyone for entry in rows.items()):
+        if stages:
+            row[1 + dims.index("pp")] = f"on {holders[name] * stages // mesh.world} of {stages}"
         merged.setdefault(re.sub(r"\.\d+\.", ".*.", name), row)
     lines = [["parameter", "full shape", *dims], *([name, *row] for name, row in merged.items())]
     shown = [cells for cells in zip(*lines, strict=True) if cells[0] in mesh.sizes or {*cells[1:]} != {"Replicate"}]

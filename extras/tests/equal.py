@@ -55,12 +55,25 @@ class Seeing(equal.Watch):
         return together([piece for theirs in gather_objects(super().pieces(local)) for piece in theirs])
 
 
+def calls(parts: dict[str, Any]) -> dict[tuple[int, str], Any]:
+    """By object and name: what a call of the parts of a run is; None if it is the method of the object's class."""
+    owners = [*parts["model"].modules(), *(part for part in parts.values() if hasattr(part, "__dict__"))]
+    names = [(one, name) for one in owners for name in {*vars(one), *dir(type(one))}]
+    callables = [(one, name) for one, name in names if callable(vars(one).get(name, getattr(type(one), name, None)))]
+    return {(id(one), name): vars(one).get(name) for one, name in callables}
+
+
 class Watch(Seeing, OpenRun):
     """A run that draws and writes nothing, and keeps what it sees."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """With what attaches to its parts, and nothing else."""
+        """With what attaches to its parts, and nothing else. Calls are changed by `around` and `instead` alone."""
+        before = calls(parts)
         self.open(**parts)
+        known = {(id(change.owner), change.name) for change in self.parts.attached}
+        after = calls(parts)
+        changed = {key for key, call in before.items() if after.get(key) is not call}
+        assert changed <= known, f"calls changed without `parts.around` or `instead`: {changed - known}"
         yield from super().steps(**parts)
 
 

@@ -13,7 +13,7 @@ from extras.tests.bench.harness import Result, report, spread
 from extras.variants.record import spelled
 
 ROWS = [(c.step, c.ranks, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
-ROWS += [(entry.step, 2 * ranks, entry.flags) for ranks, entry in rows().values()]
+ROWS += [(entry.step, 2, entry.flags) for entry in rows().values()]
 
 
 @pytest.mark.parametrize("step, ranks, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, _, flags in ROWS])

@@ -1,14 +1,11 @@
 """Checkpoints: resumed equals uninterrupted, under any two layouts; a death while saving, or damage, costs little."""
 
 import importlib
-import io
 import os
-import re
 import shutil
 import signal
 import socket
 import sys
-from contextlib import redirect_stderr
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
@@ -23,13 +20,13 @@ from common import UserError
 from common.layout import Shard
 from common.model import PRESETS
 from common.trainer import Run
-from extras.services import checkpoint, hub, resume
+from extras.services import hub, resume
 from extras.services.checkpoint import Checkpoint, Saver, find, newest
 from extras.services.pieces import Piece, assemble
 from extras.services.plots import read_metrics
 from extras.services.run import ServedRun
 from extras.tests.equal import config_of, difference
-from extras.tests.faults import with_fault
+from extras.tests.faults import Fault, with_fault
 from extras.tests.pool import error_of
 from extras.tests.rows import EXPERTS, TIED
 
@@ -62,11 +59,12 @@ def train_on_rank(step_name: str, options: dict, killed_at: int = 0, number: int
     return run.history
 
 
-def train(pools, base: dict, layout: tuple[int, dict], **options) -> list[dict]:
-    """The same, on a pool of ranks."""
+def train(pools, base: dict, layout: tuple[int, dict], fault: str | Fault = "", **options) -> list[dict]:
+    """The same, on a pool of ranks, with a mistake in the program, or none."""
     ranks, flags = layout
     step = "step07_moe_ep" if "experts" in base else "step06_pipeline"
-    return pools(ranks).run(train_on_rank, step, base | flags | {k: str(v) for k, v in options.items()})[0]
+    given = base | flags | {name: str(value) for name, value in options.items()}
+    return pools(ranks).run(with_fault, fault, train_on_rank, step, given)[0]
 
 
 def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Tensor]:
@@ -76,16 +74,36 @@ def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Te
     return {(kind, name): found.whole(kind, name) for name, kinds in found.stored.items() for kind in kinds}
 
 
-def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], bound: float = 1e-10):
-    """The same tensors."""
+def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], bound: float = 0.0):
+    """The same tensors: by default bit for bit."""
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert difference(tensor, expected[key]) <= bound, key
 
 
-def require_same_bits(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor]):
-    """The same tensors, bit for bit."""
-    require_same(found, expected, 0.0)
+@pytest.fixture(scope="session")
+def continues(pools, tmp_path_factory):
+    """`continues(base, saved, resumed)` compares a run of two layouts with an uninterrupted run of one process.
+
+    Losses, the validation loss, masters and moments are the same; else AssertionError. The second part of the run can
+    have a mistake in the program.
+    """
+    made: dict[str, tuple] = {}
+
+    def compare(base: dict, saved: tuple[int, dict], resumed: tuple[int, dict], fault: str | Fault = ""):
+        folder, options = tmp_path_factory.mktemp("continues"), base | dict(eval_every=4, eval_sequences=6)
+        if str(base) not in made:
+            history = train(pools, options, ALONE, out=folder / "whole")
+            made[str(base)] = stored(folder / "whole"), history[2:]
+        expected, history = made[str(base)]
+        train(pools, options | dict(stop_after=2), saved, out=folder / "first")
+        rows = train(pools, options, resumed, fault, out=folder / "second", resume=folder / "first")
+        for key in "step", "loss", "validation_loss":
+            found, right = ([row[key] for row in each if key in row] for each in (rows[-2:], history))
+            assert difference(found, right) < 1e-10, f"{key}: {found}, not {right}"
+        require_same(stored(folder / "second"), expected, 1e-10)
+
+    return compare
 
 
 def cases() -> list:
@@ -94,35 +112,14 @@ def cases() -> list:
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
             marks = [pytest.mark.exhaustive] * (j != i + 1 or i % 2)
-            name = re.sub(r"\W+", "-", f"{saved} to {resumed}").strip("-")
-            found.append(pytest.param(base, saved, resumed, marks=marks, id=name))
+            found.append(pytest.param(base, saved, resumed, marks=marks, id=f"{saved} to {resumed}"))
     return found
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(pools, tmp_path_factory):
-    """`uninterrupted(base)`: tensors and metrics of one process that trains to the end."""
-    made: dict[str, tuple] = {}
-
-    def make(base: dict) -> tuple:
-        if str(base) not in made:
-            out = tmp_path_factory.mktemp("uninterrupted") / "run"
-            history = train(pools, base, ALONE, out=out)
-            made[str(base)] = stored(out), history
-        return made[str(base)]
-
-    return make
-
-
 @pytest.mark.parametrize("base, saved, resumed", cases())
-def test_saved_under_one_layout_resumed_under_another(pools, uninterrupted, tmp_path, base, saved, resumed):
-    """Masters and moments after training, and every loss, as if one process had never stopped."""
-    expected, history = uninterrupted(base)
-    train(pools, base | dict(stop_after=2), saved, out=tmp_path / "first")
-    rows = train(pools, base, resumed, out=tmp_path / "second", resume=tmp_path / "first")
-    assert [row["step"] for row in rows] == [3, 4]
-    assert difference([row["loss"] for row in rows], [row["loss"] for row in history[2:]]) < 1e-10
-    require_same(stored(tmp_path / "second"), expected)
+def test_saved_under_one_layout_resumed_under_another(continues, base, saved, resumed):
+    """As if one process had never stopped."""
+    continues(base, saved, resumed)
 
 
 def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[dict]:
@@ -142,7 +139,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
     pools(2).run(train_on_rank, "step05_cp_ring", options | dict(cp=2, out=f"{tmp_path}/second", resume=resumed))
     hub.convert("export", out, f"{tmp_path}/hf")
-    require_same(stored(tmp_path / "second"), stored(tmp_path / "first"))
+    require_same(stored(tmp_path / "second"), stored(tmp_path / "first"), 1e-10)
 
 
 def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
@@ -152,25 +149,6 @@ def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
     more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")
     rows = pools(4).run(plain_on_rank, "step04_tp_sp", options | more)[0]
     assert [row["loss"] for row in rows] == [row["loss"] for row in history] and len(rows) == 4
-
-
-@pytest.fixture(scope="session")
-def goes_on_elsewhere(pools, tmp_path_factory):
-    """What is wrong with a run of one process that goes on in a layout, with a mistake in it; "" if nothing is."""
-    folder, options = tmp_path_factory.mktemp("elsewhere"), dict(eval_every=4, eval_sequences=6)
-    whole: list[dict] = []
-
-    def answer(fault: str, ranks: int, layout: dict) -> str:
-        if not whole:
-            whole.extend(train(pools, options, ALONE, out=folder / "whole"))
-            train(pools, options | dict(stop_after=2), ALONE, out=folder / "cut")
-        where = dict(out=str(folder / "on"), resume=str(folder / "cut"))
-        call = with_fault, fault, train_on_rank, "step06_pipeline", options | layout | where
-        rows = pools(ranks).run(*call)[0]
-        found, right = ([*(row["loss"] for row in rows[-2:]), rows[-1]["validation_loss"]] for rows in (rows, whole))
-        return "" if difference(found, right) < 1e-10 else f"losses, and validation loss, are {found}, not {right}"
-
-    return answer
 
 
 def test_debts_of_another_layout_are_left_out(pools, tmp_path):
@@ -193,6 +171,7 @@ def test_what_does_not_fit_is_one_line(tmp_path):
         (dict(optimizer="sgd"), "written with optimizer adamw, not sgd: set --optimizer"),
         (dict(resume=str(tmp_path)), f"no checkpoint in {tmp_path}: give a run, "),
         (dict(resume="required"), f"no checkpoint in {tmp_path}/other: give .*, or auto"),
+        (dict(resume="auto", generate="x"), f"no checkpoint in {tmp_path}/other: give .*, or auto"),
         (dict(resume="", generate="x"), "--generate x matters only with --resume set"),
     ]:
         with pytest.raises(UserError, match=says):
@@ -234,12 +213,12 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """The scale of fp16 and how long it has been good; the numbers that a spike is compared with."""
-    options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path), resume="auto")
-    for stop_after in 2, 4:
-        train_on_rank("step01_single_gpu", options | dict(stop_after=stop_after))
-    state = Checkpoint(newest(tmp_path)).index["state"]
-    assert state["fp16"] == dict(scale=2.0**16, good_steps=4) and len(state["skip_spikes"]) == 4
+    """The scale of fp16 and how long it has been good; the numbers that a spike is compared with: as without a break."""
+    options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path / "cut"), resume="auto")
+    for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
+        train_on_rank("step01_single_gpu", options | changed)
+    cut, whole = (Checkpoint(newest(tmp_path / name)).index["state"] for name in ("cut", "whole"))
+    assert cut == whole and whole["fp16"]["scale"] <= 2.0**16 and len(whole["skip_spikes"]) == 4
 
 
 # --- files
@@ -313,42 +292,26 @@ def test_any_flipped_byte_is_noticed(tmp_path, capsys):
         find(str(tmp_path), tmp_path)
 
 
-def go_on_with_a_full_disk(options: dict, full_at: int) -> tuple[list[int], str, list[str]]:
-    """Runs on every rank: train while the disks of first and last are full in one step: the steps, what was said."""
-    save_file, record, said, heard, patch = checkpoint.save_file, Run.record, io.StringIO(), "", mock.patch.object
+def save_on_a_full_disk(options: dict) -> str:
+    """Runs on two ranks: train, while the disk of rank 1 is full in step 4; the error."""
+    write = Path.write_bytes
 
-    def torn(run: Run, step: int, *args, **numbers: float):
-        record(run, step, *args, **numbers)
-        if run.first and step + 1 == full_at:
-            os.truncate(run.out / "metrics.jsonl", 30)
+    def full(path: Path, content: bytes) -> int:
+        if path.match("*00000004*/rank-00001.pt"):
             raise OSError(28, "No space left on device")
+        return write(path, content)
 
-    def full(tensors, path):
-        if torch.distributed.get_rank() == 1 and f"{full_at:08d}" in path.parent.name:
-            raise OSError(28, "No space left on device")
-        return save_file(tensors, path)
-
-    with patch(checkpoint, "save_file", full), patch(Run, "record", torn), redirect_stderr(said):
-        try:
-            rows = train_on_rank("step02_ddp", options)
-        except UserError as error:
-            rows, heard = [], str(error)
-    lines = [line for line in said.getvalue().splitlines() if "warning: " in line]  # behind what moves a bar away
-    return [row["step"] for row in rows], heard, lines
+    with mock.patch.object(Path, "write_bytes", full):
+        return error_of(UserError, train_on_rank, "step02_ddp", options)
 
 
 @pytest.mark.parametrize("how", [dict(save_async=False), dict(save_async=True)])
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(pools, tmp_path, how):
-    """Warnings on rank 0, all four steps and their metrics, the next checkpoint. Only the last has to be written."""
-    options = how | dict(out=str(tmp_path / "run"))
-    (*first, warnings), (*second, none) = pools(2).run(go_on_with_a_full_disk, options, 2)
-    assert first == second == [[1, 2, 3, 4], ""] and none == []
-    assert len(warnings) == 2 and "metrics.jsonl is incomplete (No space left on device)" in warnings[0]
-    assert "rank 1 cannot write (No space left on device): there is no checkpoint. Training goes on" in warnings[1]
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    assert find("auto", tmp_path / "run").index["step"] == 4
-    for rows, error, _ in pools(2).run(go_on_with_a_full_disk, options | dict(resume="auto", steps=6), 6):
-        assert not rows and "rank 1 cannot write" in error and error.endswith("step-00000004")
+def test_a_full_disk_ends_the_run_in_one_line(pools, tmp_path, how):
+    """Which says on all ranks whose disk it is. The checkpoint before stays as it is."""
+    options = how | dict(out=str(tmp_path / "run"), steps=6)
+    said = pools(2).run(save_on_a_full_disk, options)
+    assert said == [f"--out {tmp_path / 'run'}: rank 1 cannot write (No space left on device)"] * 2
+    assert find("auto", tmp_path / "run").index["step"] == 2
 
 
 def test_a_whole_tensor_is_cut_and_assembled():

@@ -9,7 +9,8 @@ import pytest
 from extras.tests.faults import FAULTS, Fault, functions_of, injected, with_fault
 from extras.tests.pool import Pool, RankError
 from extras.tests.rows import Row, sized
-from extras.tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere  # a fixture
+from extras.tests.test_checkpoint import ALONE
+from extras.tests.test_checkpoint import continues as continues  # a fixture
 from extras.tests.test_layouts import equals, label
 
 NAMES = [f"{fault.module.rpartition('.')[2]}: {fault.new[:40]}" for _, fault in FAULTS]
@@ -38,7 +39,7 @@ class Mistaken:
 
 
 @pytest.fixture
-def ask(pools, reference, goes_on_elsewhere, tmp_path):
+def ask(pools, reference, continues, tmp_path):
     """`ask(judge, fault)` raises AssertionError if the judge notices the fault; "" is the right program."""
 
     def wrong(judge: Row | tuple, fault: str | Fault = ""):
@@ -46,8 +47,7 @@ def ask(pools, reference, goes_on_elsewhere, tmp_path):
         if isinstance(judge, Row):
             equals(mistaken, reference, sized(judge), tmp_path)
         elif judge[0] == "resumed":
-            said = goes_on_elsewhere(fault, *judge[1:])
-            assert not said, said
+            continues({}, ALONE, judge[1:], fault)
         else:
             file, name, *given = judge
             test = getattr(importlib.import_module(f"extras.tests.{file}"), name)

@@ -1,15 +1,9 @@
 """Flags whose sizes do not fit: the same line on every rank, before anything is sent. (Pairs: test_pairs.py.)"""
 
 import pytest
-import torch
 
-import step07_moe_ep as step07
 from common import UserError
-from common.trainer import main, parse
-from extras.services import legal
-from extras.services.seam import check, compose
 from extras.tests import equal
-from extras.tests.pairs import complete, singles
 from extras.tests.pool import error_of
 from extras.tests.rows import EXPERTS, GROUPS
 
@@ -33,6 +27,7 @@ WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with
     "--groups-per-token 2 bars": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=2, groups_per_token=2)),
     "--end-token 259": (1, "step01_single_gpu", dict(documents="mask", end_token=259)),
     "--tp 3": (2, "step04_tp_sp", dict(tp=3)),
+    "--tp 3 must divide the number of ranks, which is 4 (--dry-run)": (1, "step04_tp_sp", dict(tp=3, dry_run=4)),
     "--tp 2 must divide the 15 tokens": (2, "step04_tp_sp", dict(tp=2, seq_len=15)),
     "--tp 3 must divide the 4 heads, and": (3, "step04_tp_sp", dict(tp=3, sp=False)),
     "--cp 2": (2, "step05_cp_ring", dict(cp=2, seq_len=18)),
@@ -59,53 +54,6 @@ WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with
     "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),
     "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),
 }
-
-
-@pytest.mark.parametrize(
-    "ranks, flags, chosen",
-    [
-        (8, {}, (1, 1, 1, 1)),
-        (8, dict(pp=0, cp=0, tp=0, ep=0), (2, 2, 2, 2)),
-        (6, dict(pp=0, cp=0, tp=0, ep=0), (2, 1, 1, 1)),
-        (8, dict(pp=0, cp=0, tp=4, ep=0), (2, 1, 4, 2)),
-        (8, dict(tp=0, ep=0), (1, 1, 2, 2)),
-        (8, dict(ep=0, experts=5), (1, 1, 1, 1)),
-    ],
-)
-def test_0_ranks_means_choose(ranks, flags, chosen):
-    """From the ranks that are left; a step alone does not choose."""
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    config = parse(compose(step07), ["--micro-batch-size=1", *words])
-    legal.settle(config, ranks)
-    assert (config.pp, config.cp, config.tp, config.ep) == chosen
-    if 0 in flags.values():
-        with pytest.raises(UserError, match=" is 0: it must be at least 1"):
-            parse(step07.Config, words)
-
-
-@pytest.mark.parametrize("dry", [False, True])
-@pytest.mark.parametrize("mesh", [dict(tp=3), dict(pp=2, tp=4), dict(pp=0, cp=3), dict(cp=5), dict(ep=8)], ids=str)
-def test_the_mesh_is_judged_first(mesh, dry):
-    """By one rule, of four ranks: whatever flag is beside it could compute with it."""
-    for name, value in singles("step07_moe_ep"):
-        options = complete("step07_moe_ep", {name: value}) | mesh | dict(dry_run=4 * dry)
-        with pytest.raises(UserError, match="--dry-run" if dry else "ranks") as caught:
-            check(equal.config_of("step07_moe_ep", options), 1 if dry else 4)
-        assert all(f"--{dim} {size or 1}" in str(caught.value) for dim, size in mesh.items()), (name, value)
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_what_fails_before_training_is_one_line(monkeypatch, tmp_path, begun):
-    """What fails in training is a mistake of the program, and shows where it is."""
-
-    def train(config, run):
-        for _ in run.steps(model=torch.nn.Linear(1, 1), optimizer=None) if begun else "?":
-            raise OSError(28, "No space", "x")
-
-    monkeypatch.setattr("sys.argv", ["step", "--out", str(tmp_path)])
-    monkeypatch.setattr(step07, "__doc__", None), monkeypatch.setattr(step07.Config, "__doc__", None)  # python -OO
-    with pytest.raises(OSError if begun else SystemExit):
-        main(train, compose.__wrapped__(step07))
 
 
 @pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))

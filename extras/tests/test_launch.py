@@ -14,7 +14,7 @@ from extras.services.checkpoint import folder_name, newest
 from extras.services.plots import read_metrics as metrics
 from extras.services.resume import hold
 from extras.tests.pool import ROOT, error_of, run, start
-from extras.tests.test_checkpoint import require_same_bits, stored
+from extras.tests.test_checkpoint import require_same, stored
 
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
@@ -82,10 +82,10 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
         time.sleep(0.02)
     os.kill(int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[-1]), signal.SIGKILL)
     status, text = job.wait(), (tmp_path / "log").read_text()
-    assert status == 0 and "going on from" in text, text
+    assert status == 0 and "resuming from" in text, text
     rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
     assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
-    require_same_bits(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
+    require_same(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
 
 
 FEW = TINY.replace("--steps 3", "--steps 2") + " --eval-every 0 --save-every 0 --peak-tflops 1"

@@ -10,7 +10,7 @@ from extras.services.resume import SIGNALS
 from extras.tests import bounds, equal
 from extras.tests.equal import difference
 from extras.tests.rows import NEAR, ROWS, SGD, Row, sized
-from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
+from extras.tests.test_checkpoint import STEPS, require_same, stored, train_on_rank
 
 FP32 = SGD | dict(dtype="fp32", lr=0.01)
 LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
@@ -67,7 +67,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
         assert len(rows) == 3, "every rank leaves after the same step"
     rows = pools(row.ranks).run(train_on_rank, row.step, cut | dict(resume="auto"))[0]
     assert [found["step"] for found in rows] == [*range(1, STEPS["steps"] + 1)]
-    require_same_bits(stored(folder / "cut"), stored(folder / "whole"))
+    require_same(stored(folder / "cut"), stored(folder / "whole"))
 
 
 BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on)}

@@ -18,28 +18,24 @@ import torch
 import torch.distributed as dist
 
 from common import UserError, comm, data
-from common.comm import Mesh
 from common.data import Data
 from common.model import ModelConfig
 from extras.services import devices, failures
-from extras.services.clocks import Clock
 from extras.services.run import ServedRun
 from extras.services.tables import human
 from extras.tests.equal import SMALL, config_of, difference, read_named
 from extras.tests.pool import ROOT, start
 from extras.tests.test_checkpoint import STEPS, train_on_rank
 from extras.tests.test_dry_run import dry, flat
-from extras.variants import Parts
 
 WHOLE, PARTIAL = "Replicate", "Partial"
 
 
-def serve_on_rank(name: str, options: dict, out: str, beside: int = 0) -> SimpleNamespace:
-    """Runs on every rank: train with everything around, `beside` bytes in use outside of tensors; what it has shown."""
+def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
+    """Runs on every rank: train with everything around; what it has shown."""
     step, screen = importlib.import_module(name), io.StringIO()
     config = config_of(name, dict(steps=2) | options | dict(out=out))
-    outside = mock.patch("extras.services.screen.outside_memory", lambda _: beside)
-    with outside, contextlib.redirect_stdout(screen), ServedRun(config) as run:
+    with contextlib.redirect_stdout(screen), ServedRun(config) as run:
         run.parts.around(data.READERS, "hub", read_named, by=__name__)
         step.train(config, run)
     return SimpleNamespace(text=screen.getvalue(), rows=run.history, held=run.screen.held.most)
@@ -96,10 +92,11 @@ def test_a_served_run(pools, tmp_path, name):
         assert {kind: one.held[kind] for kind in state} == {kind: held[kind] for kind in state}
         assert one.held["activations"] == pytest.approx(held["activations"], rel=0.12 if experts else 0.02)
         assert {"mfu", "hfu", "peak_memory_bytes", "forward_seconds", "optimizer_seconds"} <= last.keys()
+        assert last["waited_seconds"].keys() <= {*last["traffic"], *one.rows[0]["traffic"]}
     ours, theirs = (one.held["activations"] for one in found), (held["activations"] for _, held in counted)
     assert sum(ours) == pytest.approx(sum(theirs), rel=0.04)  # wherever rows go, all ranks together have them once
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == found[0].rows
-    pictures = {"loss.png", "traffic.png"} | ({"timeline.png"} if step == "step06_pipeline" else set())
+    pictures = {"loss.png"} | ({"timeline.png"} if step == "step06_pipeline" else set())
     assert {path.name for path in out.glob("*.png")} == pictures
 
 
@@ -117,19 +114,13 @@ def test_what_routers_decide(pools, tmp_path, mode):
 
 
 def test_memory(pools, tmp_path):
-    """--profile-memory draws what the first steps hold. What a GPU holds beside tensors is in record, table and peak.
-
-    One process has no traffic.
-    """
+    """--profile-memory draws what the first steps hold. One process has no traffic."""
     out = tmp_path / "run"
-    options = dict(profile_memory=2)
-    found = pools(1).run(serve_on_rank, "step01_single_gpu", options, str(out), 3 * 2**30)[0]
+    found = pools(1).run(serve_on_rank, "step01_single_gpu", dict(profile_memory=2), str(out))[0]
     last, held = found.rows[-1], json.loads((out / "memory.json").read_text())["bytes"]
     assert (out / "memory.png").exists() and max(held["activations"]) >= found.held["activations"] > 0
     assert last["traffic"] == {} and "traffic of a step" not in found.text
-    assert last["outside_memory_bytes"] == 3 * 2**30
-    assert re.search(r"^outside of tensors +3.00 GiB$", found.text, re.MULTILINE)
-    assert f"peak memory {human(last['peak_memory_bytes'] + 3 * 2**30)}; see" in found.text
+    assert f"peak memory {human(last['peak_memory_bytes'])}; see" in found.text
 
 
 def test_a_hang_ends_the_job(tmp_path):
@@ -177,23 +168,6 @@ def test_messages_through_the_host(pools):
     assert pools(2).run(staged_on_rank) == [0.0, 0.0]
 
 
-def waits_on_rank() -> list[str]:
-    """Runs on two ranks: one only sends over b, the other only receives, both sum over a; the groups of the waits."""
-    mesh, sent, got, total = Mesh(a=2), torch.ones(2), torch.zeros(2), torch.ones(2)
-    mesh.enter("b", mesh.ranks[None])
-    clock = Clock(Parts(None, torch.nn.Linear(1, 1), torch.optim.SGD([sent]), None, mesh=mesh))
-    with mock.patch.object(comm, "waiting", clock.waiting):
-        message = comm.exchange(*([(sent, 1)], []) if mesh.rank == 0 else ([], [(got, 0)]), mesh["b"])
-        summing = comm.all_reduce(total, mesh["a"])
-        message.wait(), summing.wait(), summing.wait(), comm.Pending().wait()
-    return [dim for dim, *_ in clock.waits]
-
-
-def test_a_wait_is_of_the_group_whose_message_it_is(pools):
-    """Also where a rank only receives, and another group's operation has been started since; a second wait is none."""
-    assert pools(2).run(waits_on_rank) == [["b", "a"], ["b", "a"]]
-
-
 def test_one_line_for_a_mistake(monkeypatch):
     """Flags that differ; a full memory; a GPU that this torch cannot use, unless it is hidden on purpose."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
@@ -234,7 +208,7 @@ def test_each_rank_is_in_the_metrics(pools, tmp_path):
     options = dict(log_ranks=True, save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
     rows = pools(2).run(slow_on_rank, "step03_zero", options | dict(documents="mask", end_token=32))[0]
     waited = [sum(row["ranks"][rank]["waited_seconds"] for row in rows) for rank in range(2)]
-    assert waited[0] > 0.25 * len(rows) and waited[0] > waited[1]
+    assert waited[0] > 0.15 * len(rows) and waited[0] > waited[1]  # half of what rank 1 sleeps
     data = Data("", ModelConfig(**SMALL), STEPS["global_batch_size"], 0)
     for row in rows:
         ends = (data.batch(row["step"] - 1)[0][:3] == 32).long()
