@@ -27,14 +27,12 @@ from extras.tests.bench import plan as bench
 from extras.theory import pictures, plan, report, seconds
 from extras.theory.activations import MicroBatch, kept_along, layer_bytes
 from extras.theory.gpus import GPUS
-from extras.theory.layouts import RECOMPUTE, Layout, Network, all_have_pairs, balanced, illegal, meshes, tries, variants
+from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, variants
 from extras.theory.memory import held, rank_bytes, rank_numbers
-from extras.theory.pipelines import depth, lists_of, paired, places_of, rank_places, splits
+from extras.theory.pipelines import depth, lists_of, places_of, rank_places, splits
 from extras.theory.search import evaluate, fits, floor_seconds, search
 from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
-from extras.variants.step07.ep_overlap import PAIRED
-from extras.variants.step07.paired_actions import program_of
 
 H100, EFA, MODELS = GPUS["h100-80"], GPUS["h100-80-efa"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
@@ -86,24 +84,19 @@ def test_what_the_rules_refuse_the_steps_refuse():
 
 
 def test_no_legal_layout_is_left_out():
-    """Of 24 ranks, all products of sizes that the rules allow are listed; and all schedules, stages, recomputations."""
+    """Of 24 ranks, all products of sizes that the rules allow are listed; and all schedules, stages, ways of ZeRO."""
     m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
     for pp, cp, tp, ep in (each for each in product(sizes, repeat=4) if 24 % (each[0] * each[1] * each[2]) == 0):
         x = Layout(pp, cp, tp, ep, global_batch_size=24, dp=24 // (pp * cp * tp))
         for size in divisors(24 // x.dp):
             assert ((pp, cp, tp, ep, size) in listed) == (not illegal(m, replace(x, micro_batch_size=size))), x
-    mesh, dense = Layout(2, dp=2, global_batch_size=32), replace(LLAMA, n_layers=8)
     chunked = ("interleaved", "rounds", "ahead")
     ways = [(name, 1) for name in ORDERS if name not in chunked] + [(name, v) for name in chunked for v in (2, 4)]
     zeros = [(zero, zero == 1 and more, zero == 3 and more) for zero in range(4) for more in (False, True)]
-    expected = {(*way, *zero, kind) for way in ways for zero in zeros for kind in RECOMPUTE}
-    found = {
-        (x.schedule, x.chunks, x.zero, x.zero_overlap, x.zero_keep, x.recompute)
-        for one in tries(mesh)
-        for x in variants(dense, one)
-    }
-    assert found == expected
+    found = variants(replace(LLAMA, n_layers=8), Layout(2, dp=2, global_batch_size=32))
+    seen = {(x.schedule, x.chunks, x.zero, x.zero_overlap, x.zero_keep) for x in found}
+    assert seen == {(*way, *zero) for way in ways for zero in zeros}
 
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
@@ -204,21 +197,6 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
         assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * depth(schedule, p, v) / p + 1e-9
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
-def test_messages_of_experts_are_hidden_where_a_list_has_pairs(schedule):
-    """Its part of forwards is that of the program that runs, on the rank with fewest pairs; in 1F1B that is none."""
-    for p, n in ((2, 8), (4, 8), (4, 12), (4, 32)):
-        programs = program_of(lists_of(schedule, p, 2, n), places_of(schedule, p, 2))
-        pairs = [sum(len(line.actions) == 2 for line in program) for program in programs]
-        forwards = sum(action.kind == "F" for action in lists_of(schedule, p, 2, n)[0])
-        assert paired(schedule, p, 2, n) == pytest.approx(min(pairs) / forwards, abs=1 / forwards), (p, n)
-    actions, _, v, _ = SCHEDULES[schedule](Layout(4))
-    assert all_have_pairs(actions, v, 4) == (schedule in PAIRED)
-    x = Layout(4, 1, 1, 8, global_batch_size=64, schedule=schedule, dp=8)
-    plain, hidden = (step_seconds(MIXTRAL, replace(x, ep_overlap=flag), H100).exposed["ep"] for flag in (False, True))
-    assert 0 < hidden <= plain and (hidden < plain) == (schedule in (*PAIRED, "afab"))
-
-
 @pytest.mark.parametrize("sp", [True, False])
 def test_messages_over_tp_are_sent_again(sp):
     """Of a forward's four collectives three (of two all-reduces, one): the dry run counts as many bytes."""
@@ -233,45 +211,37 @@ def test_messages_over_tp_are_sent_again(sp):
     assert [t - took[0] for t in took] == pytest.approx([0, again, again])
 
 
-@pytest.mark.parametrize("in_node, nodes", [*product((1, 2, 8), (1, 2, 5, 64))])
-def test_hops_and_contention(in_node, nodes):
-    """Walked: from rank to rank; or up from the last node to the first, halving its number each time, and the chain."""
-    net = Network(nodes * in_node, in_node)
-    ring_hops = [
-        H100.hop if here // in_node == (here - 1) // in_node else H100.hop_between for here in range(1, net.ranks)
-    ]
-    ups = next(n for n in range(nodes) if (nodes - 1) >> n == 0)
-    assert seconds.hops_seconds(H100, net, tree=False) == pytest.approx(sum(ring_hops))
-    assert seconds.hops_seconds(H100, net, tree=True) == pytest.approx(
-        (in_node - 1) * H100.hop + ups * H100.hop_between
-    )
-    slower = seconds.card(H100, net) / seconds.card(EFA, net)
-    assert slower == pytest.approx({1: 1, 2: 1, 64: 1 + 5 * EFA.contention}.get(nodes, slower))
-
-
-def test_messages_take_the_network_that_they_are_in():
-    """tp of 8 leaves nodes of 4, whose cards share its messages. Rows for experts of the other node take one card."""
-    m, whole = LLAMA, LLAMA.seq_len * LLAMA.dim * 2
-    for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
+def test_the_time_of_a_message():
+    """Its hops and its bytes, in the network that it is in."""
+    five = Network(
+        40, 8
+    )  # nodes of eight ranks: around them in a ring, or up a tree of nodes, and along a chain in each
+    assert seconds.hops_seconds(H100, five, tree=False) == pytest.approx(35 * H100.hop + 4 * H100.hop_between)
+    assert seconds.hops_seconds(H100, five, tree=True) == pytest.approx(7 * H100.hop + 3 * H100.hop_between)
+    for nodes, slower in (1, 1), (2, 1), (64, 1 + 5 * EFA.contention):
+        net = Network(8 * nodes, 8)
+        assert seconds.card(H100, net) / seconds.card(EFA, net) == pytest.approx(slower)
+    whole = LLAMA.seq_len * LLAMA.dim * 2
+    for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):  # tp of 8 leaves nodes of 4
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
-        took = step_seconds(m, Layout(tp=8, global_batch_size=1), gpu).exposed["tp"]
-        assert took == pytest.approx((8 * m.n_layers + 2) * (7 / 8 * whole / speed + 100.0 + hops))
-    for within, between in (H100.within, H100.between), (1e9, 1e12):
+        took = step_seconds(LLAMA, Layout(tp=8, global_batch_size=1), gpu).exposed["tp"]
+        assert took == pytest.approx((8 * LLAMA.n_layers + 2) * (7 / 8 * whole / speed + 100.0 + hops))
+    for within, between in (H100.within, H100.between), (1e9, 1e12):  # a rank's rows for another node take its card
         gpu = H100._replace(start=0.0, hop=0.0, hop_between=0.0, within=within, between=between)
         took = seconds.all_to_all_seconds(gpu, Network(8, 4), 8e9)
         assert took == pytest.approx(max(3e9 / within, 4e9 / between))
+    x = Layout(4, 1, 4, global_batch_size=64, zero=0, schedule="dualpipe", dp=8)
+    both = sum(max(rank_numbers(LLAMA, "dualpipe", 4, 2, 4, 1), key=sum)) * 4  # bytes of what a pair of ranks holds
+    assert seconds.pair_seconds(LLAMA, x, H100, COURSE) == pytest.approx(both / H100.between, rel=0.01)
 
 
-def test_parts_of_a_step():
-    """Small matmuls are slow. A rank reads the matrices of its own experts only."""
+def test_the_time_of_a_matmul():
+    """Small ones are slow. A rank reads the matrices of its own experts only."""
     part = [2 * n**3 / seconds.matmul_seconds(H100, n, n, n) / H100.flops for n in (256, 1024, 4096, 65536)]
     assert part == sorted(part) and part[0] < 0.02 and part[-1] == pytest.approx(H100.matmul, rel=0.03)
     m, layouts = MIXTRAL, (Layout(ep=ep, global_batch_size=8, dp=8) for ep in (1, 4))
     one, four = (seconds.layer_work(m, x, H100, COURSE, True)[0, 0] for x in layouts)
     assert one - four == pytest.approx(2 * 3 * m.dim * m.expert_width * (m.experts - m.experts // 4) / H100.hbm)
-    x = Layout(4, 1, 4, global_batch_size=64, zero=0, schedule="dualpipe", dp=8)
-    both = sum(max(rank_numbers(LLAMA, "dualpipe", 4, 2, 4, 1), key=sum)) * 4  # bytes of what a pair of ranks holds
-    assert seconds.pair_seconds(LLAMA, x, H100, COURSE) == pytest.approx(both / H100.between, rel=0.01)
 
 
 @pytest.mark.exhaustive
@@ -280,11 +250,12 @@ def test_search_finds_what_trying_everything_finds(more):
     """The five best meshes of a small model on 8 GPUs, among all layouts one by one."""
     m, best = replace(MODELS["smollm-360m"], n_layers=4, **more), {}
     for mesh in meshes(m, 8, 16):
-        for way, x in ((one, x) for one in tries(mesh) for x in variants(m, one)):
-            found = evaluate(m, x, H100)
-            assert floor_seconds(m, way, H100) <= found.seconds.step * (1 + 1e-9)
-            if fits(found.held, H100):
-                best[mesh] = min(best.get(mesh, float("inf")), found.seconds.step)
+        for way in (replace(mesh, recompute=kind) for kind in RECOMPUTE):
+            for x in variants(m, way):
+                found = evaluate(m, x, H100)
+                assert floor_seconds(m, way, H100) <= found.seconds.step * (1 + 1e-9)
+                if fits(found.held, H100):
+                    best[mesh] = min(best.get(mesh, float("inf")), found.seconds.step)
     found = [entry.seconds.step for entry in search(m, 8, 16, H100, count=5)[0]]
     assert found == pytest.approx(sorted(best.values())[:5], rel=1e-9)
 
@@ -375,9 +346,9 @@ MISTAKES = {
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --layout '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --layout '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
-    "--gpus 16 --model mixtral-8x7b --layout '--pp 2 --ep 2 --ep-overlap'": "in --schedule 1f1b a rank has no",
+    "--gpus 16 --model mixtral-8x7b --layout '--pp 2 --ep 2 --ep-overlap'": "unrecognized arguments: --ep-overlap",
     "--gpus 8 --layout '--pp 2 --schedule zb-auto'": "--schedule zb-auto: the planner has no times",
-    "--gpus 8 --layout '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
+    "--gpus 8 --layout '--pp 2 --tp 2 --pp-scatter'": "--pp-scatter matters only with --no-sp",
     "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--json nowhere/all.json": "no folder nowhere",
@@ -395,9 +366,9 @@ def test_a_mistake_is_one_line(capsys, arguments):
 
 def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     """Bubbles are those of the simulated lists; ZeRO cuts 18 N. Each picture is drawn."""
-    for series in pictures.bubbles():
-        p, v = map(int, re.findall(r"\d+", series.name))
-        for m, idle in zip(series.x, series.y, strict=True):
+    for name, *points in pictures.bubbles():
+        p, v = map(int, re.findall(r"\d+", name))
+        for m, idle in zip(*points, strict=True):
             if m % p == 0 or v == 1:
                 lists = lists_of("interleaved", p, v, m)
                 took = schedules.simulate(lists, places_of("interleaved", p, v), dict(F=1, B=2))[-1][0]
@@ -405,6 +376,6 @@ def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     for zero, cut in enumerate((0, 12, 16, 18)):
         state = sum(pictures.holds(zero=zero, dp=8)[:3])
         assert state == pytest.approx((18 - cut + cut / 8) * total_weights(LLAMA), 2e-3)
-    for name in pictures.SERIES:
+    for name in pictures.PICTURES:
         pictures.draw(name, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

@@ -68,7 +68,7 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
 
 def numbers_of(m: Shape, x: Layout, rank: int) -> tuple[float, float]:
     """Of a pipeline rank's weights: all, and those in its slices of ZeRO."""
-    shared, own = rank_numbers(m, x.schedule, x.pp, x.chunks, x.tp, x.ep)[rank]
+    shared, own = rank_numbers(m, *x.way, x.tp, x.ep)[rank]
     return shared + own, shared / network(x, "shard").ranks + own / network(x, "expert shard").ranks
 
 
@@ -118,7 +118,7 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     if x.zero == 3 and not x.zero_keep:
         along += NARROW * 2 * (rest + experts)
     layer = max(work, unit + cast) if split else unit + max(work, cast)
-    one_matrix = m.tied and first and last and ways_of(x.schedule, x.pp, x.chunks) == 1
+    one_matrix = m.tied and first and last and ways_of(*x.way) == 1
     copied = WIDE * (one_matrix or (split and x.zero >= 2))
     head = (made + summed) * matrix - end_bytes(p)
     return along, max(layer, last * loss_bytes(p), last * head), first * (made + copied) * matrix
@@ -126,16 +126,15 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
 
 def rank_bytes(m: Shape, x: Layout, rank: int, on_cpu: bool = False) -> Held:
     """The most that a pipeline rank holds in a step, by kind."""
-    way, p = (x.schedule, x.pp, x.chunks), MicroBatch(m, x, on_cpu)
-    places, split = rank_places(m, *way)[rank], splits(*way)
+    p, places, split = MicroBatch(m, x, on_cpu), rank_places(m, *x.way)[rank], splits(*x.way)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
-    row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
+    row = lists_of(*x.way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     waiting = max(kept_along(row, {stage: stage_bytes(p, place, split) for stage, place in places.items()}))
     along, beside, alone = moment_bytes(p, places, split)
 
     whole, slices = numbers_of(m, x, rank)
     copied = slices if x.zero == 1 else 0.0
-    if ways_of(*way) > 1:  # a pair of ranks sums all that it holds
+    if ways_of(*x.way) > 1:  # a pair of ranks sums all that it holds
         copied += slices if x.zero else whole
     most = max(along + max(waiting + beside, alone), WIDE * copied)
     return Held(*state_bytes(m, x, rank), waiting, most - waiting)

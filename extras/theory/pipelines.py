@@ -1,10 +1,9 @@
 """Pipelines on paper: which stages a rank has, and what it does in which order."""
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from common.schedules import Action, Place
-from extras.theory.layouts import balance, pairs_in, schedule_of, stages
+from extras.theory.layouts import balance, schedule_of
 from extras.theory.shapes import Shape
 
 
@@ -12,7 +11,7 @@ from extras.theory.shapes import Shape
 def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
     """By pipeline rank its stages: number and place."""
     entry = schedule_of(schedule, chunks)
-    places = balance(m, entry.places(m.n_layers, pp, stages(entry, pp)))
+    places = balance(m, entry.places(m.n_layers, pp, entry.v if pp > 1 else 1))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
 
 
@@ -25,7 +24,7 @@ def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
 def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
     """Where the stages are, of a model with some layers."""
     entry = schedule_of(schedule, chunks)
-    return entry.places(pp * max(2, chunks), pp, stages(entry, pp))
+    return entry.places(pp * max(2, chunks), pp, entry.v if pp > 1 else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -45,27 +44,8 @@ def splits(schedule: str, pp: int, chunks: int) -> bool:
     return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
 
 
-def continued(value: Callable[[int], float], pp: int, n: int) -> float:
-    """`value` of n micro-batches, if after 2 pp of them every further pp add the same."""
-    few = 2 * pp + n % pp
-    if n <= few + pp:
-        return value(n)
-    return value(few) + (n - few) / pp * (value(few + pp) - value(few))
-
-
-@lru_cache(maxsize=4096)
-def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
-    """The part of its forwards that a rank does beside the backward of another micro-batch (step07/ep_overlap.py).
-
-    Those that come right before one in its list, on the rank that has fewest: all others wait for it. In 1F1B that is
-    the last rank, whose backward is always of the same micro-batch: 0.
-    """
-    forwards = sum(action.kind == "F" for action in lists_of(schedule, pp, chunks, pp)[0]) * n / pp
-    return continued(lambda n: min(map(pairs_in, lists_of(schedule, pp, chunks, n))), pp, n) / forwards
-
-
 @lru_cache(maxsize=4096)
 def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
     """The lists of all ranks for n micro-batches."""
     entry = schedule_of(schedule, chunks)
-    return [entry.actions(pp, n, stages(entry, pp), rank) for rank in range(pp)]
+    return [entry.actions(pp, n, entry.v if pp > 1 else 1, rank) for rank in range(pp)]

@@ -79,14 +79,13 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
         "nothing computed again": dict(recompute="none"),
         "everything computed again": dict(recompute="full"),
         "larger micro-batches": dict(micro_batch_size=2 * x.micro_batch_size),
-        "experts not sharded": dict(ep=1, ep_overlap=False),
-        "messages of experts not hidden": dict(ep_overlap=False),
+        "experts not sharded": dict(ep=1),
     }
     for name, changed in tries.items():
         other = replace(x, **changed)
         other = replace(other, dp=x.world // (other.pp * other.cp * other.tp))
         if other.pp == 1:
-            other = replace(other, schedule="1f1b", ep_overlap=False)
+            other = replace(other, schedule="1f1b")
         if other == x or other.world != x.world:
             continue
         if reason := illegal(m, other):

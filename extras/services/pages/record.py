@@ -47,6 +47,7 @@ FLAGS = dict(model="picture", micro_batch_size=1, steps=1, warmup_steps=0, devic
 FLAGS |= dict(dataset=str(Path(step01.__file__).with_name("requirements-lock.txt")))  # some text
 UNITS = {"E": "embedding", "0": "layer 0", "1": "layer 1", "H": "head with norm"}
 WAYS = ("forward", "backward")
+RINGS = ("zigzag", "ring", "allgather", "balanced")  # modes that say which pairs are visible
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 
 
@@ -222,11 +223,20 @@ def zero(stage: int) -> dict:
     return dict(text=text, states=film.states, curve=film.curve)
 
 
-BLOCKS = {"attention": ("input_layernorm", "self_attn"), "MLP": ("post_attention_layernorm", "mlp")}
-GIVEN = {"input_layernorm": "x", "self_attn": "f(norm(x))", "o_proj": "heads"}
-GIVEN |= {"post_attention_layernorm": "x", "mlp": "f(norm(x))", "down_proj": "silu(gate) up"}
-RETURNED = {"input_layernorm": "norm(x)", "post_attention_layernorm": "norm(x)", "self_attn": "g", "mlp": "g"}
-RETURNED |= {f"{name}_proj": name for name in ("q", "k", "v", "gate", "up")}
+TENSORS = {  # by block: modules, and what the page calls their input and output
+    "attention": {
+        "input_layernorm": ("x", "norm(x)"),
+        "self_attn": ("f(norm(x))", "g"),
+        **{f"self_attn.{name}_proj": ("", name) for name in "qkv"},
+        "self_attn.o_proj": ("heads", "o_proj"),
+    },
+    "MLP": {
+        "post_attention_layernorm": ("x", "norm(x)"),
+        "mlp": ("f(norm(x))", "g"),
+        **{f"mlp.{name}_proj": ("", name) for name in ("gate", "up")},
+        "mlp.down_proj": ("silu(gate) up", "down_proj"),
+    },
+}
 
 
 def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
@@ -248,12 +258,11 @@ def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
         seen[name] = tensor.detach()[0]
         tensor.register_hook(lambda gradient: seen.update({"d " + name: gradient[0]}))
 
-    for path, module in model.model.layers["0"].named_modules():
-        if path.split(".")[0] in BLOCKS[of]:  # our hooks come after those of f and g: they see what these return
-            own = path.split(".")[-1]
-            if own in GIVEN:
-                module.register_forward_pre_hook(lambda _, inputs, own=own: keep(GIVEN[own], inputs[0]))
-            module.register_forward_hook(lambda _, _inputs, out, own=own: keep(RETURNED.get(own, own), out))
+    for path, (given, made) in TENSORS[of].items():  # our hooks come after those of f and g, and see what these return
+        module = model.model.layers["0"].get_submodule(path)
+        module.register_forward_hook(lambda _, _inputs, out, name=made: keep(name, out))
+        if given:
+            module.register_forward_pre_hook(lambda _, inputs, name=given: keep(name, inputs[0]))
     tokens = torch.arange(BLOCK.seq_len)[None]
     model(tokens, tokens + 1).backward()
     return seen
@@ -294,22 +303,14 @@ def block(mesh: Mesh, of: str, sp: bool) -> dict:
     return dict(text=text, states=states)
 
 
-def ring_modes() -> list[str]:
-    """The modes in which keys go round one ring: called as chapter 5's is, they say which pairs are visible."""
-    known = {mode: inspect.signature(made.attention).parameters for mode, made in step05.CONTEXT.items()}
-    needed = {mode: [name for name, it in of.items() if it.default is it.empty] for mode, of in known.items()}
-    return [mode for mode, of in known.items() if "visible" in of and needed[mode] == ["q", "k", "v", "group"]]
-
-
 def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]:
     """Chapter 5: by hop, whose keys are here, and the pairs of a query and a key that the mode's attention computes."""
     positions, attention = step05.CONTEXT[mode]
     known, part, hops = inspect.signature(attention).parameters, step05.part_attention, []
-    plain = known["visible"].default
 
     def visible(rank: int, source: int, length: int) -> list:
         hops.append((source, []))
-        return plain(rank, source, length)
+        return known["visible"].default(rank, source, length)
 
     def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         queries, keys = (enumerate(x.flatten().int().tolist()) for x in (q, v))  # the numbers are the positions
@@ -334,23 +335,23 @@ ROUTES = {
 def routing(mesh: Mesh, ep: int) -> dict:
     """Chapter 7: a layer with 4 experts, which change nothing; 2 tokens a rank, 2 choices a token.
 
-    A token is known by its numbers: rows that travel are looked up among the tokens of all ranks.
+    A row that travels is known by its first number: it is the token's.
     """
     config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
     mesh.join("sequence", "dp")
     mesh.enter("ep", mesh.ranks.reshape(-1, ep))
     layer, generator = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh), torch.Generator().manual_seed(2)
-    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)
+    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)[:, 0] = 0
     tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
+    tokens[:, 0] = torch.arange(len(tokens))
     rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # which experts
 
     def show(name: str, of: Tensor, counts: Tensor, experts: range, block: int):
         """A chip for each row, with its expert and its token; a bar after `block` experts."""
-        places, made = iter([int((tokens - row).abs().sum(-1).argmin()) for row in of]), []
-        for expert, count in zip(experts, counts.tolist(), strict=True):
-            made += ["|"] * (expert % block == 0)
-            made += [[f"e{expert}:t{token}", token // 2, ""] for _, token in zip(range(count), places, strict=False)]
-        rows[name] = made[1:]
+        rows[name] = []
+        for expert, part in zip(experts, of[:, 0].int().split(counts.tolist()), strict=True):
+            rows[name] += ["|"] * (expert % block == 0 and expert > experts[0])
+            rows[name] += [[f"e{expert}:t{token}", token // 2, ""] for token in part.tolist()]
 
     def there(of: Tensor, counts: Tensor) -> Tensor:
         show("there", of, counts, here, 1)
@@ -362,14 +363,12 @@ def routing(mesh: Mesh, ep: int) -> dict:
         show("home", out, counts, range(4), 4 // ep)
         return out
 
-    def weigh(plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        words = [f"t{2 * mesh.rank + n}: " + " ".join(f"{x:.2f}" for x in row) for n, row in enumerate(p.tolist())]
-        rows["router"] = [part for word in words for part in ([word, mesh.rank, ""], "\n")]
-        return plain(p, counts)
-
-    layer.experts.forward, layer.aux_loss = visit, partial(weigh, layer.aux_loss)
+    layer.experts.forward, own = visit, tokens[2 * mesh.rank :][:2]
     with torch.no_grad():
-        layer(tokens[2 * mesh.rank :][None, :2])
+        weights = layer.route(own)[0].tolist()
+        layer(own[None])
+    words = [f"t{2 * mesh.rank + n}: " + " ".join(f"{x:.2f}" for x in row) for n, row in enumerate(weights)]
+    rows["router"] = [part for word in words for part in ([word, mesh.rank, ""], "\n")]
     known = {"experts here": [[", ".join(f"e{expert}" for expert in here)]]}
     shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(ROUTES)} for k in range(len(ROUTES))]
     text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
@@ -389,8 +388,8 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
             collective={name: collective(mesh, name) for name in OPERATIONS},
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in step03.STAGES},
-            block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in BLOCKS for sp in ("yes", "no")},
-            ring={mode: ring_pairs(mesh, mode) for mode in ring_modes()},
+            block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in TENSORS for sp in ("yes", "no")},
+            ring={mode: ring_pairs(mesh, mode) for mode in RINGS},
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
