@@ -32,7 +32,7 @@ class Result(NamedTuple):
     test: str
     task: str
     points: int
-    wrong: str  # why it has no points, or ""
+    wrong: str  # why it earns no points, or ""
 
 
 def chapter(lab: int) -> str:

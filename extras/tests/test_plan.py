@@ -7,7 +7,7 @@ import random
 import re
 import shlex
 from dataclasses import fields, replace
-from itertools import accumulate, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -29,7 +29,7 @@ from extras.theory.activations import MicroBatch, kept_along, layer_bytes
 from extras.theory.gpus import GPUS
 from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, variants
 from extras.theory.memory import held, rank_bytes, rank_numbers
-from extras.theory.pipelines import depth, lists_of, places_of, rank_places, splits
+from extras.theory.pipelines import depth, lists_of, places_of, splits
 from extras.theory.search import evaluate, fits, floor_seconds, search
 from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
@@ -105,14 +105,12 @@ def test_the_dearest_stage_costs_least(vocab):
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab
-
-    def cost(lengths: tuple[int, ...]) -> tuple[int, int]:
-        stages = [sum(costs[stop - n : stop]) for n, stop in zip(lengths, accumulate(lengths), strict=True)]
-        return max(stages), sum(stage**2 for stage in stages)
-
     for n in range(1, 8):
-        least = min(cost(lengths) for lengths in product(range(1, 8), repeat=n) if sum(lengths) == 7)
-        dearest, squares = cost(balanced(m, n))
+        ways = {}  # by layers of each stage: the dearest stage, and the sum of squares
+        for borders in combinations(range(1, 7), n - 1):
+            stages = [sum(costs[a:b]) for a, b in pairwise((0, *borders, 7))]
+            ways[tuple(b - a for a, b in pairwise((0, *borders, 7)))] = max(stages), sum(stage**2 for stage in stages)
+        least, (dearest, squares) = min(ways.values()), ways[balanced(m, n)]
         assert dearest == least[0] and squares <= 1.05 * least[1], n
 
 
@@ -189,9 +187,8 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
         few, all_ = (max(kept_along(lists_of(schedule, 4, v, n)[rank], kept)) for n in (16, 40))
         assert (few == all_) == (schedule != "afab")
     for p, n, b, w, message in (4, 64, 1.0, 1.0, 0.0), (4, 60, 1.6, 0.7, 0.05), (6, 90, 2.0, 1.0, 0.2), (4, 4, 1, 1, 0):
-        places = {s: place for row in rank_places(LLAMA, schedule, p, v) for s, place in row.items()}
         costs = dict(F=1.0, B=b if splits(schedule, p, v) else b + w, W=w)
-        whole = schedules.simulate(lists_of(schedule, p, v, n), places, costs, message)[-1][0]
+        whole = schedules.simulate(lists_of(schedule, p, v, n), places_of(schedule, p, v), costs, message)[-1][0]
         assert seconds.pipeline_ratio(schedule, p, v, n, b, w, message) == pytest.approx(whole, rel=0.01)
         x = Layout(p, global_batch_size=n, schedule=schedule, chunks=v)
         assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * depth(schedule, p, v) / p + 1e-9
@@ -211,37 +208,21 @@ def test_messages_over_tp_are_sent_again(sp):
     assert [t - took[0] for t in took] == pytest.approx([0, again, again])
 
 
-def test_the_time_of_a_message():
-    """Its hops and its bytes, in the network that it is in."""
-    five = Network(
-        40, 8
-    )  # nodes of eight ranks: around them in a ring, or up a tree of nodes, and along a chain in each
-    assert seconds.hops_seconds(H100, five, tree=False) == pytest.approx(35 * H100.hop + 4 * H100.hop_between)
-    assert seconds.hops_seconds(H100, five, tree=True) == pytest.approx(7 * H100.hop + 3 * H100.hop_between)
-    for nodes, slower in (1, 1), (2, 1), (64, 1 + 5 * EFA.contention):
-        net = Network(8 * nodes, 8)
-        assert seconds.card(H100, net) / seconds.card(EFA, net) == pytest.approx(slower)
+def test_messages_take_the_network_that_they_are_in():
+    """tp of 8 leaves nodes of 4, whose cards share its messages. Rows for experts of the other node take one card."""
     whole = LLAMA.seq_len * LLAMA.dim * 2
-    for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):  # tp of 8 leaves nodes of 4
+    for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
         took = step_seconds(LLAMA, Layout(tp=8, global_batch_size=1), gpu).exposed["tp"]
         assert took == pytest.approx((8 * LLAMA.n_layers + 2) * (7 / 8 * whole / speed + 100.0 + hops))
-    for within, between in (H100.within, H100.between), (1e9, 1e12):  # a rank's rows for another node take its card
+    for within, between in (H100.within, H100.between), (1e9, 1e12):
         gpu = H100._replace(start=0.0, hop=0.0, hop_between=0.0, within=within, between=between)
         took = seconds.all_to_all_seconds(gpu, Network(8, 4), 8e9)
         assert took == pytest.approx(max(3e9 / within, 4e9 / between))
-    x = Layout(4, 1, 4, global_batch_size=64, zero=0, schedule="dualpipe", dp=8)
-    both = sum(max(rank_numbers(LLAMA, "dualpipe", 4, 2, 4, 1), key=sum)) * 4  # bytes of what a pair of ranks holds
-    assert seconds.pair_seconds(LLAMA, x, H100, COURSE) == pytest.approx(both / H100.between, rel=0.01)
-
-
-def test_the_time_of_a_matmul():
-    """Small ones are slow. A rank reads the matrices of its own experts only."""
-    part = [2 * n**3 / seconds.matmul_seconds(H100, n, n, n) / H100.flops for n in (256, 1024, 4096, 65536)]
-    assert part == sorted(part) and part[0] < 0.02 and part[-1] == pytest.approx(H100.matmul, rel=0.03)
-    m, layouts = MIXTRAL, (Layout(ep=ep, global_batch_size=8, dp=8) for ep in (1, 4))
-    one, four = (seconds.layer_work(m, x, H100, COURSE, True)[0, 0] for x in layouts)
-    assert one - four == pytest.approx(2 * 3 * m.dim * m.expert_width * (m.experts - m.experts // 4) / H100.hbm)
+    tree = seconds.hops_seconds(H100, Network(40, 8), tree=True)  # up five nodes, and along a chain in each
+    assert tree == pytest.approx(7 * H100.hop + 3 * H100.hop_between)
+    large = Network(512, 8)
+    assert seconds.card(H100, large) == pytest.approx((1 + 5 * EFA.contention) * seconds.card(EFA, large))
 
 
 @pytest.mark.exhaustive
@@ -250,12 +231,11 @@ def test_search_finds_what_trying_everything_finds(more):
     """The five best meshes of a small model on 8 GPUs, among all layouts one by one."""
     m, best = replace(MODELS["smollm-360m"], n_layers=4, **more), {}
     for mesh in meshes(m, 8, 16):
-        for way in (replace(mesh, recompute=kind) for kind in RECOMPUTE):
-            for x in variants(m, way):
-                found = evaluate(m, x, H100)
-                assert floor_seconds(m, way, H100) <= found.seconds.step * (1 + 1e-9)
-                if fits(found.held, H100):
-                    best[mesh] = min(best.get(mesh, float("inf")), found.seconds.step)
+        for x in (x for kind in RECOMPUTE for x in variants(m, replace(mesh, recompute=kind))):
+            found = evaluate(m, x, H100)
+            assert floor_seconds(m, x, H100) <= found.seconds.step * (1 + 1e-9)
+            if fits(found.held, H100):
+                best[mesh] = min(best.get(mesh, float("inf")), found.seconds.step)
     found = [entry.seconds.step for entry in search(m, 8, 16, H100, count=5)[0]]
     assert found == pytest.approx(sorted(best.values())[:5], rel=1e-9)
 
@@ -279,22 +259,27 @@ def test_errors_beside_published_runs():
 def test_files_with_gaps_and_in_another_order(tmp_path):
     """The same predictions with rows and columns shuffled; blanks and NaN are figures that a source does not give."""
     draw, whole = random.Random(3), {case.id: case for case in bench.read_rows(bench.Config().rows)}
-    for source, gap in (bench.Config().rows, "NaN"), (bench.Config().vtrain, ""):
-        rows = bench.rows_of(source)[::6]
-        rows[1] |= dict.fromkeys([*bench.FIGURES, "iteration time (ms)"] if gap else ["iteration time (ms)"], gap)
-        with (tmp_path / Path(source).name).open("w", newline="") as file:
+    files = {
+        "--rows": bench.Config().rows,
+        "--vtrain": bench.Config().vtrain,
+        "--json": str(tmp_path / "predicted.json"),
+    }
+    for flag, gap in ("--rows", "NaN"), ("--vtrain", ""):
+        rows = bench.rows_of(files[flag])[::6]
+        rows[1] |= {name: gap for name in rows[1] if name in (*bench.FIGURES, "iteration time (ms)")}
+        files[flag] = str(tmp_path / flag)
+        with Path(files[flag]).open("w", newline="") as file:
             writer = csv.DictWriter(file, draw.sample(list(rows[1]), len(rows[1])))
             writer.writeheader()
             writer.writerows(draw.sample(rows, len(rows)))
-    rows, vtrain, out = (tmp_path / name for name in ("rows.csv", "vtrain_multi_node.csv", "predicted.json"))
-    bench.main("plan", ["--rows", str(rows), "--vtrain", str(vtrain), "--json", str(out)])
-    entries = json.loads(out.read_text())
+    bench.main("plan", [word for one in files.items() for word in one])
+    entries = json.loads(Path(files["--json"]).read_text())
     ours = {entry["id"]: entry["predicted"] for entry in entries if entry["id"] in whole}
     assert len(ours) == 4 and ours == {name: bench.predict(whole[name]) for name in ours}
     assert sum(not entry["published"] for entry in entries) == 2
-    rows.write_text(rows.read_text().replace("A100-80", "abacus"))
+    Path(files["--rows"]).write_text(Path(files["--rows"]).read_text().replace("A100-80", "abacus"))
     with pytest.raises(UserError, match="abacus"):
-        bench.read_rows(str(rows))
+        bench.read_rows(files["--rows"])
 
 
 @pytest.mark.parametrize(

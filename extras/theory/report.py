@@ -66,28 +66,18 @@ def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
     """One line each: the obvious other choices, made in the best layout, and why they lose."""
-    x, alone = best.layout, dict(tp=1, pp=1, cp=1)
-    no_zero = dict(zero=0, zero_keep=False, zero_overlap=False)
-    tries = {
-        "no tp": dict(tp=1),
-        "tp alone, one node": alone | dict(tp=NODE),
-        "tp alone, two nodes": alone | dict(tp=2 * NODE),
-        "no pipeline": dict(pp=1),
-        "a deeper pipeline": dict(pp=2 * x.pp, schedule="1f1b"),
-        "ZeRO 3 alone": alone | no_zero | dict(zero=3, micro_batch_size=1),
-        "no ZeRO": no_zero,
-        "nothing computed again": dict(recompute="none"),
-        "everything computed again": dict(recompute="full"),
-        "larger micro-batches": dict(micro_batch_size=2 * x.micro_batch_size),
-        "experts not sharded": dict(ep=1),
-    }
-    for name, changed in tries.items():
+    x, alone, no_zero = best.layout, dict(tp=1, pp=1, cp=1), dict(zero=0, zero_keep=False, zero_overlap=False)
+    tries = [dict(tp=1), alone | dict(tp=NODE), alone | dict(tp=2 * NODE), dict(pp=1), dict(pp=2 * x.pp), dict(ep=1)]
+    tries += [alone | no_zero | dict(zero=3, micro_batch_size=1), no_zero, dict(recompute="none")]
+    tries += [dict(recompute="full"), dict(micro_batch_size=2 * x.micro_batch_size)]
+    for changed in tries:
         other = replace(x, **changed)
         other = replace(other, dp=x.world // (other.pp * other.cp * other.tp))
-        if other.pp == 1:
+        if other.pp != x.pp:
             other = replace(other, schedule="1f1b")
         if other == x or other.world != x.world:
             continue
+        name = " ".join(f"--{flag.replace('_', '-')} {n}" for flag, n in changed.items() if getattr(x, flag) != n)
         if reason := illegal(m, other):
             yield f"{name}: {reason}"
             continue
