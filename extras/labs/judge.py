@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 def chapter(lab: int) -> str:
-    """The chapter's tests."""
+    """The file of the chapter's tests."""
     return f"tests/test_step{lab:02d}.py"
 
 

@@ -48,12 +48,12 @@ class Layout:
 
     @property
     def gathered(self) -> int:
-        """Ranks whose keys and values a rank keeps until backward."""
+        """How many ranks' keys and values a rank keeps until backward."""
         return self.cp if self.cp_mode in GATHERS else 1
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank in a step."""
+        """Micro-batches that a rank computes in a step."""
         return -(-self.global_batch_size // self.dp // self.micro_batch_size)
 
     @property
@@ -62,7 +62,7 @@ class Layout:
         return self.schedule, self.pp, self.chunks
 
     def flags(self) -> str:
-        """What to write after the script: step 7, or without experts step 6."""
+        """The layout as flags of step 7, or of step 6 for a model without experts."""
         always = ("pp", "cp", "tp", "zero", "micro_batch_size", "global_batch_size", "recompute")
         open_chunks, words = self.pp > 1 and has_chunks(self.schedule), []
         for field in fields(self)[:-1]:  # dp is what is left
@@ -75,19 +75,19 @@ class Layout:
 
 
 class Network(NamedTuple):
-    """The ranks of one collective: how many, how many of them in a node, and whether they leave it."""
+    """The ranks of one collective: how many there are, and how many of them share a node."""
 
     ranks: int
     in_node: int
 
     @property
     def leaves(self) -> bool:
-        """Whether its ranks are on more than one node."""
+        """Whether the ranks are on more than one node."""
         return self.ranks > self.in_node
 
     @property
     def nodes(self) -> int:
-        """On how many nodes its ranks are."""
+        """The number of nodes."""
         return -(-self.ranks // self.in_node)
 
 
@@ -106,13 +106,13 @@ STRIDES = {
 
 
 def network(x: Layout, dim: str, node: int = NODE) -> Network:
-    """Where the ranks of a dimension are, with so many of all ranks in a node."""
+    """How the ranks of a dimension are spread over nodes of `node` ranks."""
     ranks, stride = STRIDES[dim](x)
     return Network(ranks, max(1, min(ranks, node // stride)))
 
 
 def communicators(m: Shape, x: Layout) -> int:
-    """Sets of ranks to which a rank belongs, each one of NCCL's: as `Mesh.enter` makes them, and one for services.
+    """How many NCCL communicators a rank belongs to: those that `Mesh.enter` creates, and one for services.
 
     A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) The two groups each
     of --cp-mode usp and --ep-mode nodes are not counted: a layout does not know their sizes.
@@ -181,7 +181,7 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
 
 
 def illegal(m: Shape, x: Layout) -> str:
-    """Why the sizes of a layout do not fit, or the planner has no times for it; or ""."""
+    """Why the sizes of a layout do not fit, or why the planner has no times for it; else ""."""
     try:
         return next(broken(m, x, schedule_of(x.schedule, x.chunks).v), "")
     except UserError as error:
@@ -190,18 +190,18 @@ def illegal(m: Shape, x: Layout) -> str:
 
 @lru_cache
 def schedule_of(name: str, chunks: int) -> Schedule:
-    """What `--schedule` stands for, always the same object. Raises UserError if it asks what a layout does not say."""
+    """The schedule of this name, always the same object. Raises UserError if it needs flags that a layout lacks."""
     return SCHEDULES[name](Layout(chunks=chunks))
 
 
 def has_chunks(name: str) -> bool:
-    """Whether --chunks says how many stages a rank has under this schedule."""
+    """Whether --chunks sets the number of a rank's stages under this schedule."""
     return schedule_of(name, 99).v == 99
 
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """Layers of each of n stages, so that the dearest costs least, and then all cost about alike (squares).
+    """Layers of each of n stages: the most expensive stage is as cheap as can be, then the sum of squares is small.
 
     The cost is that of a token forward, in multiply-adds: of a layer's matrices and its attention; last, of the head.
     """
@@ -225,19 +225,19 @@ def balanced(m: Shape, n: int) -> tuple[int, ...]:
 
 
 def deal(places: list[Place], lengths: Sequence[int]) -> list[Place]:
-    """The same places with so many layers each; dualpipe's two ways have the same."""
+    """The same places with these numbers of layers; both directions of dualpipe get the same."""
     bounds = [*accumulate(lengths, initial=0)]
     stages = [range(*bounds[s : s + 2]) for s in range(len(lengths))]
     return [place._replace(layers=stages[s % len(stages)]) for s, place in enumerate(places)]
 
 
 def balance(m: Shape, places: list[Place]) -> list[Place]:
-    """The same places with layers balanced by cost, as a run deals them with --pp-split cost (services/stages.py)."""
+    """The same places with layers balanced by cost, as --pp-split cost does in a run (services/stages.py)."""
     return deal(places, balanced(m, len(places) // sum(place.before is None for place in places)))
 
 
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
-    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with all other choices at their defaults.
+    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with defaults for everything else.
 
     A micro-batch divides the sequences of a rank.
     """
@@ -261,7 +261,7 @@ def schedules(m: Shape, mesh: Layout) -> list[Layout]:
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
-    """Flags of ZeRO that differ on a mesh, where ranks hold the same weights, or experts; last, what needs least."""
+    """The choices of ZeRO that differ on a mesh; the last one needs the least memory."""
     if network(mesh, "shard").ranks == 1 and (not m.experts or network(mesh, "expert shard").ranks == 1):
         return [dict(zero=0)]
     stage_1 = [dict(zero=1), dict(zero=1, zero_overlap=True)]

@@ -82,7 +82,7 @@ PICTURES: dict[str, tuple[Callable[[], Iterator[Line]], str, str]] = {  # name -
 
 
 def draw(name: str, target: Path):
-    """One picture, as a file."""
+    """Draw a picture and save it."""
     lines, x, y = PICTURES[name]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))

@@ -9,38 +9,38 @@ from extras.theory.shapes import Shape
 
 @lru_cache(maxsize=4096)
 def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
-    """By pipeline rank its stages: number and place."""
+    """For each pipeline rank, its stages by number."""
     entry = schedule_of(schedule, chunks)
     places = balance(m, entry.places(m.n_layers, pp, entry.v if pp > 1 else 1))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
 
 
 def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
-    """Whether a rank has the embedding, and the head."""
+    """Whether a rank has the embedding, and whether it has the head."""
     return tuple(any(getattr(place, end) is None for place in places.values()) for end in ("before", "after"))
 
 
 @lru_cache(maxsize=4096)
 def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
-    """Where the stages are, of a model with some layers."""
+    """The places of a schedule's stages, for a model with just enough layers."""
     entry = schedule_of(schedule, chunks)
     return entry.places(pp * max(2, chunks), pp, entry.v if pp > 1 else 1)
 
 
 @lru_cache(maxsize=4096)
 def ways_of(schedule: str, pp: int, chunks: int) -> int:
-    """Ways that micro-batches take through the ranks. If there are two, two ranks hold the same weights."""
+    """Directions in which micro-batches pass the ranks. If there are two, pairs of ranks hold the same weights."""
     return sum(place.before is None for place in places_of(schedule, pp, chunks))
 
 
 def depth(schedule: str, pp: int, chunks: int) -> int:
-    """Stages that a micro-batch passes."""
+    """The number of stages that a micro-batch passes."""
     return len(places_of(schedule, pp, chunks)) // ways_of(schedule, pp, chunks)
 
 
 @lru_cache(maxsize=4096)
 def splits(schedule: str, pp: int, chunks: int) -> bool:
-    """Whether its lists have the gradients of weights, W, apart."""
+    """Whether its lists compute the gradients of weights, W, separately."""
     return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
 
 

@@ -36,7 +36,7 @@ MOST_GPUS = 2**17
 
 @dataclass
 class Flags:
-    """What is asked."""
+    """What to plan."""
 
     model: str = "llama3-8b"  # a preset of the course, or one of gpt3-22b, gpt3-175b, gpt3-530b, gpt3-1t
     gpus: int = 8  # how many; nodes have 8
@@ -54,7 +54,7 @@ def models() -> dict[str, Shape]:
 
 
 def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
-    """Model and batch. Raises UserError."""
+    """The model and the global batch size of the flags. Raises UserError."""
     if flags.model not in known:
         raise UserError(f"--model {flags.model}: no such model; choose one of {', '.join(known)}")
     if flags.gpus > MOST_GPUS:
@@ -89,7 +89,7 @@ def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
 
 
 def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
-    """The layout that is asked about, or the best ones of all. Raises UserError."""
+    """The layout of --layout, or else the best ones of all. Raises UserError if nothing fits."""
     gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]

@@ -27,22 +27,22 @@ class Found(NamedTuple):
 
 
 def evaluate(m: Shape, x: Layout, gpu: Gpu) -> Found:
-    """All that is known of one layout."""
+    """The memory and the time of one layout."""
     return Found(x, held(m, x), step_seconds(m, x, gpu))
 
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
-    """No layout of this mesh with this recomputation has a shorter step."""
+    """A lower bound of the step time of every layout of this mesh with this recomputation."""
     return mesh.micro_batches * model_work(m, layer_layout(mesh), gpu, COURSE).sum() / mesh.pp
 
 
 def fits(memory: Held, gpu: Gpu) -> bool:
-    """Whether a plan may hold so much."""
+    """Whether this memory fits on a GPU, with some room to spare."""
     return memory.total <= ROOM * gpu.memory
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """The mesh with what saves most memory: ZeRO, and schedules of which one lets least wait (a V needs two layers)."""
+    """The layouts of a mesh among which one needs the least memory (a V-shaped schedule needs two layers a rank)."""
     mesh = replace(mesh, zero_keep=False, zero_overlap=False)
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, **zero_ways(m, mesh)[-1]) for name in names]

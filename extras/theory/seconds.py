@@ -40,7 +40,7 @@ BothWays = tuple[float, float]  # seconds of a forward pass, and of its backward
 
 
 class Recipe(NamedTuple):
-    """What one software decides. The course's trainer is `COURSE`; of others the planner predicts published runs."""
+    """The choices of one software. The course's trainer is `COURSE`; the others predict published runs."""
 
     name: str
     flash: bool = False  # attention is one kernel: scores never reach memory, and half of them are not computed
@@ -56,18 +56,18 @@ COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, s
 
 
 def by_part(**seconds: float) -> np.ndarray:
-    """[len(PARTS)], 0 where nothing is given."""
+    """Seconds as an array [len(PARTS)], 0 for the parts that are not given."""
     return np.array([seconds.get(part, 0.0) for part in PARTS])
 
 
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
-    """`count` products [rows, inner] x [inner, outer] in one launch."""
+    """Seconds of `count` products [rows, inner] x [inner, outer] in one launch."""
     flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
     return count * (flops / (gpu.flops * gpu.matmul) + gpu.number * numbers / gpu.hbm) + gpu.launch
 
 
 def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
-    """Reading and writing so many bytes in all."""
+    """Seconds to read and write so many bytes."""
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
@@ -212,7 +212,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> np.ndarray:
-    """The same of the output projection and the loss, which nobody computes again."""
+    """The same for the output projection and the loss, which are never recomputed."""
     tokens, vocab, net = MicroBatch(m, x).tokens, m.vocab_size / x.tp, network(x, "tp", gpu.node)
     gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * gpu.number), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
@@ -279,7 +279,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 
 
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
-    """A message over a pipeline boundary."""
+    """Seconds of a message over a pipeline boundary."""
     size, crosses = MicroBatch(m, x).tokens * m.dim * gpu.number, network(x, "pp", gpu.node).in_node == 1
     scatter = (recipe.scatter or x.pp_scatter) and not x.sp
     sent = size / x.tp if scatter or x.sp else size
@@ -301,7 +301,7 @@ class Seconds(NamedTuple):
 
     @property
     def parts(self) -> dict[str, float]:
-        """All by name."""
+        """All parts by name."""
         parts = dict(compute=self.compute, again=self.recompute, bubble=self.bubble)
         return parts | self.exposed | dict(update=self.update)
 
@@ -312,7 +312,7 @@ class Seconds(NamedTuple):
 
 
 def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulated: bool = True) -> Seconds:
-    """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
+    """The step of one layout. Unless `simulated`, with the least bubble that its schedule could have."""
     n = x.micro_batches
     busy, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, x.way)
     bubble, exposed = 0.0, {}

@@ -1,4 +1,4 @@
-"""Pictures that move, as data: the program's own functions are asked, and the page only draws what they say.
+"""Interactive pictures as data: they come from the program's own functions, and the page only draws them.
 
 A picture is dict(title, at=the section that it stands in, choices=[(name, values, value shown first)],
 frames={"value/value": frame}). A frame has a `text` and is one of three:
@@ -47,13 +47,13 @@ def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> 
 
 
 def small(of: dict) -> dict:
-    """The same picture without choices: the frame that is shown first."""
+    """The same picture without choices: only the frame that is shown first."""
     first = "/".join(value for *_, value in of["choices"])
     return of | dict(choices=[], frames={"": of["frames"][first]})
 
 
 def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
-    """What `make` makes of each choice; where the program refuses, what it says."""
+    """A frame for each choice; where the program refuses a choice, the frame is its message."""
     frames = {}
     for values in product(*choices):
         try:
@@ -65,7 +65,7 @@ def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """A table that changes from state to state: what the ranks recorded, side by side. Equal cells are kept once."""
+    """A table that changes from state to state: the ranks' recordings side by side. Equal cells are stored once."""
     cells: dict[str, int] = {}
     states, curve = [], {kind: [] for kind in ranks[0].get("curve", ())}
     for n, now in enumerate(zip(*(rank["states"] for rank in ranks), strict=True)):
@@ -90,7 +90,7 @@ def schedule(name: str, p: int, m: int) -> dict:
 
 
 def ring(ranks: list[list]) -> dict:
-    """Who meets which keys in which hop: the pairs that each rank has computed."""
+    """Which queries meet which keys in which hop: the pairs that each rank has computed."""
     boxes, moments, slowest, owner = [], [], 0, {}
     for hop, now in enumerate(zip(*ranks, strict=True)):
         says = [f"rank {r}: {len(pairs)} pairs with the keys of rank {source}" for r, (source, pairs) in enumerate(now)]
@@ -149,7 +149,7 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
 
 
 def all_pictures() -> dict[str, list[dict]]:
-    """By the module on whose page they are."""
+    """All pictures, by the module on whose page they are."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
     batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]

@@ -50,7 +50,7 @@ too small: the allocator's fragments; too slow: kernels that hide a message behi
 
 @dataclass
 class Config:
-    """What is compared."""
+    """The files to compare with."""
 
     rows: str = str(HERE / "rows.csv")  # runs, one a line; the columns of published/rows.csv
     vtrain: str = str(HERE / "vtrain_multi_node.csv")  # step times, the columns of published/vtrain_multi_node.csv
@@ -95,7 +95,7 @@ def real(row: dict[str, str], name: str, default: float | str = "") -> float:
 
 
 def shape_of(row: dict[str, str]) -> Shape:
-    """The model of a row; sizes that it does not give are those of the model that it names."""
+    """The model of a row. Sizes that it does not give are those of the model that it names."""
     dim, layers, heads, seq = (
         int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
     )
@@ -160,7 +160,7 @@ def counted_flops(case: Case) -> float:
 
 
 def predict(case: Case) -> dict[str, float]:
-    """The five figures."""
+    """The five figures that the planner predicts for a run."""
     seconds = step_seconds(case.shape, case.layout, case.gpu, case.recipe).step
     tokens = case.layout.global_batch_size * case.shape.seq_len / case.layout.world / seconds
     rate = counted_flops(case) * tokens
@@ -169,7 +169,7 @@ def predict(case: Case) -> dict[str, float]:
 
 
 def error(case: Case, predicted: dict[str, float], name: str) -> float:
-    """Predicted over published, less 1; of a rate, that of the time behind it."""
+    """The relative error of a figure; for a rate, that of the time behind it."""
     ratio = predicted[name] / case.published[name]
     return (ratio if name in ("step_s", "mem_gib") else 1 / ratio) - 1
 
@@ -191,7 +191,7 @@ def choice(published: list[float], predicted: list[float]) -> tuple[float, float
 
 
 def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
-    """Those with a published time and the same model, GPUs and batch."""
+    """Runs with a published time, grouped by model, number of GPUs and batch."""
     found = defaultdict(list)
     for case in cases:
         if case.published:
