@@ -52,7 +52,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "excha
 
 
 def brief(name: str) -> str:
-    """A parameter's name, short enough for a chip: "0.q_proj"."""
+    """A parameter's name, shortened to fit a chip: "0.q_proj"."""
     return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
@@ -85,7 +85,7 @@ class Film:
             step.train(self.config, run)
 
     def attach(self, parts: Parts):
-        """The step has built: listen to its parts. Our hooks come after its own."""
+        """Listen to the parts that the step has built. Our hooks run after its own."""
         self.parts, model = parts, parts.model
         self.watch = MemoryWatch(parts, self.memory)
         Clock(parts, host=True).listeners.append(self.memory.phase)
@@ -118,7 +118,7 @@ class Film:
         self.tell(says, event)
 
     def tell(self, says: str, event: Any = None):
-        """An event has happened."""
+        """Note an event, and the state after it."""
         self.passed += [event] if event else []
         if rows := self.rows(self):
             self.watch.measure()  # so the timeline knows what is whose
@@ -150,7 +150,7 @@ def accumulation(dtype: str, recompute: str) -> dict:
 
 
 def collective(mesh: Mesh, name: str) -> dict:
-    """Chapter 2: a rank's numbers, in and out, and the bytes that it counts."""
+    """Chapter 2: a rank's numbers before and after a collective, and the bytes that it sends."""
     group, sent = mesh["dp"], []
     n, r = group.size, group.rank
     one = name in ("all_gather", "exchange")
@@ -376,7 +376,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Everything that a rank saw, by picture and choice. Chapter 1 needs one rank alone."""
+    """Everything that a rank recorded, by picture and choice. Chapter 1 needs only rank 0."""
     torch.set_num_threads(1)
     PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
@@ -397,7 +397,7 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def recorded() -> list[dict[str, dict[str, Any]]]:
-    """What each of four ranks saw. Raises what one of them has raised."""
+    """What each of four ranks recorded. Raises what one of them has raised."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
         ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
         for rank in as_completed(ranks):
