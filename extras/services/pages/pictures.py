@@ -12,6 +12,7 @@ frames={"value/value": frame}). A frame has a `text` and is one of three:
              None], and costs={kind: units of time}: the page adds the times, with the costs that its reader chooses
 """
 
+import inspect
 import json
 import re
 from collections import defaultdict
@@ -89,26 +90,32 @@ def schedule(name: str, p: int, m: int) -> dict:
     return dict(text="", lists=rows, costs=SCHEDULES[name](config).costs, linked="waits for")
 
 
-def ring(ranks: list[list]) -> dict:
-    """Which queries meet which keys in which hop: the pairs that each rank has computed."""
-    boxes, moments, slowest, owner = [], [], 0, {}
-    for hop, now in enumerate(zip(*ranks, strict=True)):
-        says = [f"rank {r}: {len(pairs)} pairs with the keys of rank {source}" for r, (source, pairs) in enumerate(now)]
-        most = max(len(pairs) for _, pairs in now)
-        slowest += most
-        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {most}.")
-        for rank, (_, pairs) in enumerate(now):
-            owner |= {query: rank for query, _ in pairs}
+def ring(mode: str) -> dict:
+    """Which queries meet which keys in which hop: the pairs that the rule of a mode lets each rank compute."""
+    positions, attention = step05.CONTEXT[mode]
+    visible = inspect.signature(attention).parameters["visible"].default
+    own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
+    boxes, moments, slowest = [], [], 0
+    for hop in range(RANKS):
+        says, work = [], []
+        for rank in range(RANKS):
+            source = (rank - hop) % RANKS  # whose keys are here
+            pairs = [
+                (query, key)
+                for queries, keys, causal in visible(rank, source, len(own[rank]))
+                for (i, query), (j, key) in product(enumerate(own[rank][queries]), enumerate(own[source][keys]))
+                if i >= j or not causal
+            ]
+            work.append(len(pairs))
+            says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
             note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
             boxes += [(query, key, 1, rank, hop, note.format(query, key), [], hop) for query, key in pairs]
-    text = (
-        f"16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. {len(boxes)} pairs in all"
-    )
-    text += (
-        f", {len(boxes) / RANKS:g} a rank if shared evenly; they take the time of {slowest}, the slowest of each hop."
-    )
-    text += " While a rank computes, it sends the keys that it has to the next."
-    rows = [f"{query}, rank {owner[query]}" for query in sorted(owner)]
+        slowest += max(work)
+        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}.")
+    text = "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank computes, "
+    text += f"it sends the keys that it has to the next. {len(boxes)} pairs in all, {len(boxes) / RANKS:g} a rank if "
+    text += f"shared evenly; they take the time of {slowest}, the slowest of each hop."
+    rows = [f"{query}, rank {rank}" for query, rank in sorted((q, rank) for rank in range(RANKS) for q in own[rank])]
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
@@ -159,7 +166,6 @@ def all_pictures() -> dict[str, list[dict]]:
         who = [rank[name] for rank in seen if rank[name]][: 2 if columns is two else RANKS]
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
 
-    rings = {mode: ring([rank["ring"][mode] for rank in seen]) for mode in seen[0]["ring"]}
     schedules = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8])
     meshes = tried(mesh, *[[1, 2]] * 3, *[[1, 2, 4]] * 2)
     filling, timing = "Buckets fill and leave while backward goes on", dict(schedule="1f1b", ranks=4, micro_batches=8)
@@ -171,7 +177,7 @@ def all_pictures() -> dict[str, list[dict]]:
         ],
         step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],
         step04_tp_sp=[of("block", two, "A block on two ranks", block="MLP", sp="yes")],
-        step05_cp_ring=[picture(rings, "Who meets which keys when", mode="zigzag")],
+        step05_cp_ring=[picture(tried(ring, ["zigzag", "ring"]), "Who meets which keys when", mode="zigzag")],
         step06_pipeline=[picture(schedules, "A schedule, with your own costs", **timing)],
         step07_moe_ep=[
             of("routing", four, "Tokens go to experts and come home", ep=2),

@@ -29,7 +29,6 @@ import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
-import step05_cp_ring as step05
 import step07_moe_ep as step07
 from common import comm
 from common.comm import Mesh
@@ -47,7 +46,6 @@ FLAGS = dict(model="picture", micro_batch_size=1, steps=1, warmup_steps=0, devic
 FLAGS |= dict(dataset=str(Path(step01.__file__).with_name("requirements-lock.txt")))  # some text
 UNITS = {"E": "embedding", "0": "layer 0", "1": "layer 1", "H": "head with norm"}
 WAYS = ("forward", "backward")
-RINGS = ("zigzag", "ring", "allgather", "balanced")  # modes that say which pairs are visible
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 
 
@@ -303,27 +301,6 @@ def block(mesh: Mesh, of: str, sp: bool) -> dict:
     return dict(text=text, states=states)
 
 
-def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Chapter 5: by hop, whose keys are here, and the pairs of a query and a key that the mode's attention computes."""
-    positions, attention = step05.CONTEXT[mode]
-    known, part, hops = inspect.signature(attention).parameters, step05.part_attention, []
-
-    def visible(rank: int, source: int, length: int) -> list:
-        hops.append((source, []))
-        return known["visible"].default(rank, source, length)
-
-    def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        queries, keys = (enumerate(x.flatten().int().tolist()) for x in (q, v))  # the numbers are the positions
-        hops[-1][1].extend((query, key) for (i, query), (j, key) in product(queries, keys) if i >= j or not causal)
-        return part(q, k, v, causal)
-
-    x = positions(4 * RANKS, mesh.rank, RANKS).double()[None, :, None, None]
-    kernel = dict(kernel=(counted, step05.part_gradients)) if "kernel" in known else {}  # chapter 5's own takes none
-    with mock.patch.object(step05, "part_attention", counted):
-        attention(x, x, x, mesh["dp"], visible=visible, **kernel)
-    return hops
-
-
 ROUTES = {
     "router": "Router: of each token, what the experts weigh. The two heaviest are its choices.",
     "sorted": "Sorted by expert; a bar between what is for one rank and for the next.",
@@ -389,7 +366,6 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in step03.STAGES},
             block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in TENSORS for sp in ("yes", "no")},
-            ring={mode: ring_pairs(mesh, mode) for mode in RINGS},
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
