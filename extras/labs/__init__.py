@@ -82,7 +82,7 @@ TASKS: dict[int, dict[str, str]] = {
 
 
 def step_of(lab: int) -> str:
-    """The name of the step's file."""
+    """The name of the file of the lab's step."""
     return next(ROOT.glob(f"step{lab:02d}_*.py")).name
 
 
@@ -97,7 +97,7 @@ def holes(lab: int) -> dict[str, dict[str, str]]:
 
 
 def ours(lab: int) -> dict[str, str]:
-    """The project's texts of these files: the solution."""
+    """The project's own texts of these files: the solution."""
     return {file: (ROOT / file).read_text() for file in holes(lab)}
 
 
@@ -126,7 +126,7 @@ def hollow(lab: int) -> dict[str, str]:
 
 
 def unwritten(lab: int, texts: dict[str, str], task: str) -> list[str]:
-    """Holes of a task that are as `hollow` leaves them."""
+    """Holes of a task that are still as `hollow` left them."""
     found = []
     for file, names in holes(lab).items():
         theirs = definitions(texts[file])
@@ -136,7 +136,7 @@ def unwritten(lab: int, texts: dict[str, str], task: str) -> list[str]:
 
 
 def lines_of(node: ast.FunctionDef) -> slice:
-    """Where a definition stands, with its decorators."""
+    """The lines of a definition, with its decorators."""
     return slice(min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1, node.end_lineno)
 
 

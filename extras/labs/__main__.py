@@ -115,7 +115,7 @@ def grade(folders: list[Path], table: Path | None, gradescope: Path | None, seco
 
 
 def row(folder: Path, lab: int, student: str, found: list[Result], error: str) -> dict[str, Any]:
-    """Of the table. A cell never begins with what a spreadsheet would run."""
+    """A folder's row of the table. No cell begins with a character that makes a spreadsheet run it."""
     sums = []
     for task in TASKS.get(lab, ()):
         own = [r for r in found if r.task == task]

@@ -47,6 +47,6 @@ def layout_of_flags(config: Any, world: int) -> Layout:
 def check(config: Any, world: int):
     """Raises UserError with the first rule that the layout breaks."""
     x = layout_of_flags(config, world)
-    schedule = SCHEDULES[x.schedule](config if x.pp > 1 else x)
-    for message in broken(shape_of(PRESETS[config.model], config), x, schedule):
+    v = SCHEDULES[x.schedule](config).v if x.pp > 1 else 1
+    for message in broken(shape_of(PRESETS[config.model], config), x, v):
         raise UserError(message)

@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """The scale of fp16 and how long it has been good; the numbers that a spike is compared with: as without a break."""
+    """As without a break: the scale of fp16, how long it has been good, and the numbers of which a median is taken."""
     options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)

@@ -29,7 +29,8 @@ MAY = {  # room -> the rooms that it may import, beside itself
 }
 MADE = "a name that is made when the program runs"
 LOADERS = {"extras.services.seam", "extras.services.places", "extras.__main__", "extras.variants.__main__"}
-DOORS = {"extras.services.seam", "extras.variants.step07.expert_presets"}  # what the planner adds, if it is there
+# The planner's command loads the techniques, for their schedules, models and refusals.
+DOORS = {"step07_moe_ep", "extras.services.seam", "extras.variants.step07.expert_presets"}
 
 
 def module_of(path: Path) -> str:

@@ -7,7 +7,7 @@ import random
 import re
 import shlex
 from dataclasses import fields, replace
-from itertools import accumulate, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -27,14 +27,12 @@ from extras.tests.bench import plan as bench
 from extras.theory import pictures, plan, report, seconds
 from extras.theory.activations import MicroBatch, kept_along, layer_bytes
 from extras.theory.gpus import GPUS
-from extras.theory.layouts import RECOMPUTE, Layout, Network, all_have_pairs, balanced, illegal, meshes, tries, variants
+from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, variants
 from extras.theory.memory import held, rank_bytes, rank_numbers
-from extras.theory.pipelines import depth, lists_of, paired, places_of, rank_places, splits
+from extras.theory.pipelines import depth, lists_of, places_of, splits
 from extras.theory.search import evaluate, fits, floor_seconds, search
 from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
-from extras.variants.step07.ep_overlap import PAIRED
-from extras.variants.step07.paired_actions import program_of
 
 H100, EFA, MODELS = GPUS["h100-80"], GPUS["h100-80-efa"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
@@ -86,24 +84,19 @@ def test_what_the_rules_refuse_the_steps_refuse():
 
 
 def test_no_legal_layout_is_left_out():
-    """Of 24 ranks, all products of sizes that the rules allow are listed; and all schedules, stages, recomputations."""
+    """Of 24 ranks, all products of sizes that the rules allow are listed; and all schedules, stages, ways of ZeRO."""
     m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
     for pp, cp, tp, ep in (each for each in product(sizes, repeat=4) if 24 % (each[0] * each[1] * each[2]) == 0):
         x = Layout(pp, cp, tp, ep, global_batch_size=24, dp=24 // (pp * cp * tp))
         for size in divisors(24 // x.dp):
             assert ((pp, cp, tp, ep, size) in listed) == (not illegal(m, replace(x, micro_batch_size=size))), x
-    mesh, dense = Layout(2, dp=2, global_batch_size=32), replace(LLAMA, n_layers=8)
     chunked = ("interleaved", "rounds", "ahead")
     ways = [(name, 1) for name in ORDERS if name not in chunked] + [(name, v) for name in chunked for v in (2, 4)]
     zeros = [(zero, zero == 1 and more, zero == 3 and more) for zero in range(4) for more in (False, True)]
-    expected = {(*way, *zero, kind) for way in ways for zero in zeros for kind in RECOMPUTE}
-    found = {
-        (x.schedule, x.chunks, x.zero, x.zero_overlap, x.zero_keep, x.recompute)
-        for one in tries(mesh)
-        for x in variants(dense, one)
-    }
-    assert found == expected
+    found = variants(replace(LLAMA, n_layers=8), Layout(2, dp=2, global_batch_size=32))
+    seen = {(x.schedule, x.chunks, x.zero, x.zero_overlap, x.zero_keep) for x in found}
+    assert seen == {(*way, *zero) for way in ways for zero in zeros}
 
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
@@ -112,14 +105,12 @@ def test_the_dearest_stage_costs_least(vocab):
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab
-
-    def cost(lengths: tuple[int, ...]) -> tuple[int, int]:
-        stages = [sum(costs[stop - n : stop]) for n, stop in zip(lengths, accumulate(lengths), strict=True)]
-        return max(stages), sum(stage**2 for stage in stages)
-
     for n in range(1, 8):
-        least = min(cost(lengths) for lengths in product(range(1, 8), repeat=n) if sum(lengths) == 7)
-        dearest, squares = cost(balanced(m, n))
+        ways = {}  # by layers of each stage: the dearest stage, and the sum of squares
+        for borders in combinations(range(1, 7), n - 1):
+            stages = [sum(costs[a:b]) for a, b in pairwise((0, *borders, 7))]
+            ways[tuple(b - a for a, b in pairwise((0, *borders, 7)))] = max(stages), sum(stage**2 for stage in stages)
+        least, (dearest, squares) = min(ways.values()), ways[balanced(m, n)]
         assert dearest == least[0] and squares <= 1.05 * least[1], n
 
 
@@ -196,26 +187,11 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
         few, all_ = (max(kept_along(lists_of(schedule, 4, v, n)[rank], kept)) for n in (16, 40))
         assert (few == all_) == (schedule != "afab")
     for p, n, b, w, message in (4, 64, 1.0, 1.0, 0.0), (4, 60, 1.6, 0.7, 0.05), (6, 90, 2.0, 1.0, 0.2), (4, 4, 1, 1, 0):
-        places = {s: place for row in rank_places(LLAMA, schedule, p, v) for s, place in row.items()}
         costs = dict(F=1.0, B=b if splits(schedule, p, v) else b + w, W=w)
-        whole = schedules.simulate(lists_of(schedule, p, v, n), places, costs, message)[-1][0]
+        whole = schedules.simulate(lists_of(schedule, p, v, n), places_of(schedule, p, v), costs, message)[-1][0]
         assert seconds.pipeline_ratio(schedule, p, v, n, b, w, message) == pytest.approx(whole, rel=0.01)
         x = Layout(p, global_batch_size=n, schedule=schedule, chunks=v)
         assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * depth(schedule, p, v) / p + 1e-9
-
-
-@pytest.mark.parametrize("schedule", ORDERS)
-def test_messages_of_experts_are_hidden_where_a_list_has_pairs(schedule):
-    """Its part of forwards is that of the program that runs, on the rank with fewest pairs; in 1F1B that is none."""
-    for p, n in ((2, 8), (4, 8), (4, 12), (4, 32)):
-        pairs = [len(begin) for begin in program_of(lists_of(schedule, p, 2, n), places_of(schedule, p, 2))[1]]
-        forwards = sum(action.kind == "F" for action in lists_of(schedule, p, 2, n)[0])
-        assert paired(schedule, p, 2, n) == pytest.approx(min(pairs) / forwards, abs=1 / forwards), (p, n)
-    actions, _, v, _ = SCHEDULES[schedule](Layout(4))
-    assert all_have_pairs(actions, v, 4) == (schedule in PAIRED)
-    x = Layout(4, 1, 1, 8, global_batch_size=64, schedule=schedule, dp=8)
-    plain, hidden = (step_seconds(MIXTRAL, replace(x, ep_overlap=flag), H100).exposed["ep"] for flag in (False, True))
-    assert 0 < hidden <= plain and (hidden < plain) == (schedule in (*PAIRED, "afab"))
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -232,45 +208,21 @@ def test_messages_over_tp_are_sent_again(sp):
     assert [t - took[0] for t in took] == pytest.approx([0, again, again])
 
 
-@pytest.mark.parametrize("in_node, nodes", [*product((1, 2, 8), (1, 2, 5, 64))])
-def test_hops_and_contention(in_node, nodes):
-    """Walked: from rank to rank; or up from the last node to the first, halving its number each time, and the chain."""
-    net = Network(nodes * in_node, in_node)
-    ring_hops = [
-        H100.hop if here // in_node == (here - 1) // in_node else H100.hop_between for here in range(1, net.ranks)
-    ]
-    ups = next(n for n in range(nodes) if (nodes - 1) >> n == 0)
-    assert seconds.hops_seconds(H100, net, tree=False) == pytest.approx(sum(ring_hops))
-    assert seconds.hops_seconds(H100, net, tree=True) == pytest.approx(
-        (in_node - 1) * H100.hop + ups * H100.hop_between
-    )
-    slower = seconds.card(H100, net) / seconds.card(EFA, net)
-    assert slower == pytest.approx({1: 1, 2: 1, 64: 1 + 5 * EFA.contention}.get(nodes, slower))
-
-
 def test_messages_take_the_network_that_they_are_in():
     """tp of 8 leaves nodes of 4, whose cards share its messages. Rows for experts of the other node take one card."""
-    m, whole = LLAMA, LLAMA.seq_len * LLAMA.dim * 2
+    whole = LLAMA.seq_len * LLAMA.dim * 2
     for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
-        took = step_seconds(m, Layout(tp=8, global_batch_size=1), gpu).exposed["tp"]
-        assert took == pytest.approx((8 * m.n_layers + 2) * (7 / 8 * whole / speed + 100.0 + hops))
+        took = step_seconds(LLAMA, Layout(tp=8, global_batch_size=1), gpu).exposed["tp"]
+        assert took == pytest.approx((8 * LLAMA.n_layers + 2) * (7 / 8 * whole / speed + 100.0 + hops))
     for within, between in (H100.within, H100.between), (1e9, 1e12):
         gpu = H100._replace(start=0.0, hop=0.0, hop_between=0.0, within=within, between=between)
         took = seconds.all_to_all_seconds(gpu, Network(8, 4), 8e9)
         assert took == pytest.approx(max(3e9 / within, 4e9 / between))
-
-
-def test_parts_of_a_step():
-    """Small matmuls are slow. A rank reads the matrices of its own experts only."""
-    part = [2 * n**3 / seconds.matmul_seconds(H100, n, n, n) / H100.flops for n in (256, 1024, 4096, 65536)]
-    assert part == sorted(part) and part[0] < 0.02 and part[-1] == pytest.approx(H100.matmul, rel=0.03)
-    m, layouts = MIXTRAL, (Layout(ep=ep, global_batch_size=8, dp=8) for ep in (1, 4))
-    one, four = (seconds.layer_work(m, x, H100, COURSE, True)[0, 0] for x in layouts)
-    assert one - four == pytest.approx(2 * 3 * m.dim * m.expert_width * (m.experts - m.experts // 4) / H100.hbm)
-    x = Layout(4, 1, 4, global_batch_size=64, zero=0, schedule="dualpipe", dp=8)
-    both = sum(max(rank_numbers(LLAMA, "dualpipe", 4, 2, 4, 1), key=sum)) * 4  # bytes of what a pair of ranks holds
-    assert seconds.pair_seconds(LLAMA, x, H100, COURSE) == pytest.approx(both / H100.between, rel=0.01)
+    tree = seconds.hops_seconds(H100, Network(40, 8), tree=True)  # up five nodes, and along a chain in each
+    assert tree == pytest.approx(7 * H100.hop + 3 * H100.hop_between)
+    large = Network(512, 8)
+    assert seconds.card(H100, large) == pytest.approx((1 + 5 * EFA.contention) * seconds.card(EFA, large))
 
 
 @pytest.mark.exhaustive
@@ -279,9 +231,9 @@ def test_search_finds_what_trying_everything_finds(more):
     """The five best meshes of a small model on 8 GPUs, among all layouts one by one."""
     m, best = replace(MODELS["smollm-360m"], n_layers=4, **more), {}
     for mesh in meshes(m, 8, 16):
-        for way, x in ((one, x) for one in tries(mesh) for x in variants(m, one)):
+        for x in (x for kind in RECOMPUTE for x in variants(m, replace(mesh, recompute=kind))):
             found = evaluate(m, x, H100)
-            assert floor_seconds(m, way, H100) <= found.seconds.step * (1 + 1e-9)
+            assert floor_seconds(m, x, H100) <= found.seconds.step * (1 + 1e-9)
             if fits(found.held, H100):
                 best[mesh] = min(best.get(mesh, float("inf")), found.seconds.step)
     found = [entry.seconds.step for entry in search(m, 8, 16, H100, count=5)[0]]
@@ -307,22 +259,27 @@ def test_errors_beside_published_runs():
 def test_files_with_gaps_and_in_another_order(tmp_path):
     """The same predictions with rows and columns shuffled; blanks and NaN are figures that a source does not give."""
     draw, whole = random.Random(3), {case.id: case for case in bench.read_rows(bench.Config().rows)}
-    for source, gap in (bench.Config().rows, "NaN"), (bench.Config().vtrain, ""):
-        rows = bench.rows_of(source)[::6]
-        rows[1] |= dict.fromkeys([*bench.FIGURES, "iteration time (ms)"] if gap else ["iteration time (ms)"], gap)
-        with (tmp_path / Path(source).name).open("w", newline="") as file:
+    files = {
+        "--rows": bench.Config().rows,
+        "--vtrain": bench.Config().vtrain,
+        "--json": str(tmp_path / "predicted.json"),
+    }
+    for flag, gap in ("--rows", "NaN"), ("--vtrain", ""):
+        rows = bench.rows_of(files[flag])[::6]
+        rows[1] |= {name: gap for name in rows[1] if name in (*bench.FIGURES, "iteration time (ms)")}
+        files[flag] = str(tmp_path / flag)
+        with Path(files[flag]).open("w", newline="") as file:
             writer = csv.DictWriter(file, draw.sample(list(rows[1]), len(rows[1])))
             writer.writeheader()
             writer.writerows(draw.sample(rows, len(rows)))
-    rows, vtrain, out = (tmp_path / name for name in ("rows.csv", "vtrain_multi_node.csv", "predicted.json"))
-    bench.main("plan", ["--rows", str(rows), "--vtrain", str(vtrain), "--json", str(out)])
-    entries = json.loads(out.read_text())
+    bench.main("plan", [word for one in files.items() for word in one])
+    entries = json.loads(Path(files["--json"]).read_text())
     ours = {entry["id"]: entry["predicted"] for entry in entries if entry["id"] in whole}
     assert len(ours) == 4 and ours == {name: bench.predict(whole[name]) for name in ours}
     assert sum(not entry["published"] for entry in entries) == 2
-    rows.write_text(rows.read_text().replace("A100-80", "abacus"))
+    Path(files["--rows"]).write_text(Path(files["--rows"]).read_text().replace("A100-80", "abacus"))
     with pytest.raises(UserError, match="abacus"):
-        bench.read_rows(str(rows))
+        bench.read_rows(files["--rows"])
 
 
 @pytest.mark.parametrize(
@@ -374,9 +331,9 @@ MISTAKES = {
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --layout '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --layout '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
-    "--gpus 16 --model mixtral-8x7b --layout '--pp 2 --ep 2 --ep-overlap'": "in --schedule 1f1b a rank has no",
+    "--gpus 16 --model mixtral-8x7b --layout '--pp 2 --ep 2 --ep-overlap'": "unrecognized arguments: --ep-overlap",
     "--gpus 8 --layout '--pp 2 --schedule zb-auto'": "--schedule zb-auto: the planner has no times",
-    "--gpus 8 --layout '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
+    "--gpus 8 --layout '--pp 2 --tp 2 --pp-scatter'": "--pp-scatter matters only with --no-sp",
     "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--json nowhere/all.json": "no folder nowhere",
@@ -394,9 +351,9 @@ def test_a_mistake_is_one_line(capsys, arguments):
 
 def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     """Bubbles are those of the simulated lists; ZeRO cuts 18 N. Each picture is drawn."""
-    for series in pictures.bubbles():
-        p, v = map(int, re.findall(r"\d+", series.name))
-        for m, idle in zip(series.x, series.y, strict=True):
+    for name, *points in pictures.bubbles():
+        p, v = map(int, re.findall(r"\d+", name))
+        for m, idle in zip(*points, strict=True):
             if m % p == 0 or v == 1:
                 lists = lists_of("interleaved", p, v, m)
                 took = schedules.simulate(lists, places_of("interleaved", p, v), dict(F=1, B=2))[-1][0]
@@ -404,6 +361,6 @@ def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     for zero, cut in enumerate((0, 12, 16, 18)):
         state = sum(pictures.holds(zero=zero, dp=8)[:3])
         assert state == pytest.approx((18 - cut + cut / 8) * total_weights(LLAMA), 2e-3)
-    for name in pictures.SERIES:
+    for name in pictures.PICTURES:
         pictures.draw(name, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

@@ -1,1 +1,1 @@
-"""Laws on paper: FLOPs, bytes held, bytes sent, seconds, as functions of plain sizes; the planner asks them."""
+"""The planner, and the formulas that it evaluates: FLOPs, bytes held, bytes sent and seconds from plain sizes."""

@@ -17,7 +17,7 @@ CHUNK = 2048  # tokens whose logits exist at the same time: a plan's --loss-chun
 
 
 class MicroBatch(NamedTuple):
-    """The sizes of a micro-batch on one rank of a layout. `on_cpu`: for a CPU's kernels, as in the dry run."""
+    """The sizes of a micro-batch on one rank of a layout. `on_cpu`: with a CPU's kernels, as in the dry run."""
 
     m: Shape
     x: Layout
@@ -25,32 +25,32 @@ class MicroBatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All that this rank has."""
+        """Tokens of the micro-batch on this rank."""
         return self.x.micro_batch_size * self.m.seq_len // self.x.cp
 
     @property
     def own(self) -> float:
-        """Tokens that the rank has between blocks."""
+        """Tokens that the rank holds between blocks."""
         return self.tokens / self.x.tp if self.x.sp else self.tokens
 
     @property
     def share(self) -> float:
-        """Tokens whose worth of what is inside the blocks the rank has; so many its routers see."""
+        """The rank's share of the work inside blocks, counted in tokens; its routers see as many."""
         return self.tokens / self.x.tp
 
     @property
     def visits(self) -> float:
-        """Rows that the rank's experts compute, if tokens go to all experts alike."""
+        """Rows that the rank's experts compute if all experts are equally busy."""
         return self.share * self.m.experts_per_token
 
     @property
     def kv(self) -> float:
-        """Channels of keys, and of values, on this rank; it has at least one head."""
+        """Channels of keys (and as many of values) on this rank, which has at least one head."""
         return self.m.kv_dim / min(self.x.tp, self.m.n_kv_heads)
 
     @property
     def rows(self) -> int:
-        """Rows of the vocabulary's matrices."""
+        """Rows of the embedding and of the head on this rank."""
         return -(-self.m.vocab_size // self.x.tp)
 
     @property

@@ -1,4 +1,4 @@
-"""GPUs, each as memory and a few constants, and what holds for all of them.
+"""GPUs, each described by its memory and a few constants, and constants that hold for all of them.
 
 A constant comes from a data sheet, or from published step times. The last kind is fitted once for a GPU, to all
 published rows on it together; none belongs to a row.

@@ -1,14 +1,14 @@
 """A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from math import inf
 from typing import Any, NamedTuple
 
 from common import UserError
-from common.schedules import SCHEDULES, Action, Place, Schedule
+from common.schedules import SCHEDULES, Place, Schedule
 from common.trainer import among
 from extras.theory.gpus import NODE
 from extras.theory.shapes import Shape, divisors, visited_weights
@@ -21,7 +21,7 @@ GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all
 
 @dataclass(frozen=True)
 class Layout:
-    """The flags of step 7 that are a layout."""
+    """The flags of step 7 that decide memory and time, as far as the planner models them."""
 
     pp: int = 1  # ranks that share the layers
     cp: int = 1  # ranks that share each sequence
@@ -38,7 +38,6 @@ class Layout:
     pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
     zero_keep: bool = False  # with --zero 3: gather weights once a step
     zero_overlap: bool = False  # with --zero 1: start sums in the last backward
-    ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
     dp: int = 1  # ranks that see other sequences: what is left
 
@@ -49,23 +48,26 @@ class Layout:
 
     @property
     def gathered(self) -> int:
-        """Ranks whose keys and values a rank keeps until backward."""
+        """How many ranks' keys and values a rank keeps until backward."""
         return self.cp if self.cp_mode in GATHERS else 1
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank in a step."""
+        """Micro-batches that a rank computes in a step."""
         return -(-self.global_batch_size // self.dp // self.micro_batch_size)
 
+    @property
+    def way(self) -> tuple[str, int, int]:
+        """What decides a pipeline's stages and lists: schedule, ranks, and stages on each, if the schedule asks."""
+        return self.schedule, self.pp, self.chunks
+
     def flags(self) -> str:
-        """What to write after the script: step 7, or without experts step 6."""
+        """The layout as flags of step 7, or of step 6 for a model without experts."""
         always = ("pp", "cp", "tp", "zero", "micro_batch_size", "global_batch_size", "recompute")
-        means = dict(schedule=self.pp > 1, chunks=self.pp > 1 and has_chunks(self.schedule), cp_mode=self.cp > 1)
-        means |= dict(sp=self.tp > 1 and not self.sp)
-        words = []
+        open_chunks, words = self.pp > 1 and has_chunks(self.schedule), []
         for field in fields(self)[:-1]:  # dp is what is left
             name, value = field.name, getattr(self, field.name)
-            if name in always or means.get(name, value != field.default):
+            if name in always or (value != field.default and (name != "chunks" or open_chunks)):
                 flag = name.replace("_", "-")
                 words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
         words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
@@ -73,19 +75,19 @@ class Layout:
 
 
 class Network(NamedTuple):
-    """The ranks of one collective: how many, how many of them in a node, and whether they leave it."""
+    """The ranks of one collective: how many there are, and how many of them share a node."""
 
     ranks: int
     in_node: int
 
     @property
     def leaves(self) -> bool:
-        """Whether its ranks are on more than one node."""
+        """Whether the ranks are on more than one node."""
         return self.ranks > self.in_node
 
     @property
     def nodes(self) -> int:
-        """On how many nodes its ranks are."""
+        """The number of nodes."""
         return -(-self.ranks // self.in_node)
 
 
@@ -104,13 +106,13 @@ STRIDES = {
 
 
 def network(x: Layout, dim: str, node: int = NODE) -> Network:
-    """Where the ranks of a dimension are, with so many of all ranks in a node."""
+    """How the ranks of a dimension are spread over nodes of `node` ranks."""
     ranks, stride = STRIDES[dim](x)
     return Network(ranks, max(1, min(ranks, node // stride)))
 
 
 def communicators(m: Shape, x: Layout) -> int:
-    """Sets of ranks to which a rank belongs, each one of NCCL's: as `Mesh.enter` makes them, and one for services.
+    """How many NCCL communicators a rank belongs to: those that `Mesh.enter` creates, and one for services.
 
     A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) The two groups each
     of --cp-mode usp and --ep-mode nodes are not counted: a layout does not know their sizes.
@@ -123,32 +125,16 @@ def communicators(m: Shape, x: Layout) -> int:
     return sum(ranks > 1 for ranks, _ in [*urgent, *sums]) + mirror + (x.world > 1)
 
 
-def stages(schedule: Schedule, pp: int) -> int:
-    """On each rank."""
-    return schedule.v if pp > 1 else 1
+def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
+    """The rules about sizes that a layout breaks, each as one line. `v`: stages on a rank in a pipeline.
 
-
-def pairs_in(row: list[Action]) -> int:
-    """Of a rank's list, forwards right before the backward of another micro-batch: --ep-overlap does both at once."""
-    return sum(a.kind + b.kind == "FB" and a.micro_batch != b.micro_batch for a, b in pairwise(row))
-
-
-@lru_cache(maxsize=4096)
-def all_have_pairs(actions: Callable, v: int, pp: int) -> bool:
-    """Whether every rank has more than a few pairs. The last one of 1F1B has none, and all wait for it."""
-    return min(pairs_in(actions(pp, 4 * pp, v, rank)) for rank in range(pp)) > pp
-
-
-def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
-    """The rules of the steps that a layout breaks, each as what to say. `schedule`: what its --schedule stands for.
-
-    Everything that cannot work, once: for the flags of a run (extras/services/legal.py) and for the planner. A rule is
-    an `if` and the line that says why. Each is true by itself, whatever the others say: a new one can stand anywhere.
+    A run (extras/services/legal.py) and the planner both ask it. Which flags do not go together is declared by the
+    techniques (extras/variants/record.py).
     """
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
     cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of a rank
     heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    n, in_all, ranks = x.micro_batches, pp * stages(schedule, pp), dp * cp * tp
+    n, in_all, ranks = x.micro_batches, pp * v if pp > 1 else 1, dp * cp * tp
 
     # what is split over dp, tp and cp
     if batch % dp:
@@ -174,18 +160,11 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
         yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
     if x.schedule == "dualpipe" and n < 2:
         yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
-    if x.pp_scatter and x.sp:
-        yield "--pp-scatter: with --sp a rank has a part of the tokens anyway; leave it out, or use --no-sp"
     if x.pp_scatter and here % tp:
         yield f"--pp-scatter: --tp {tp} must divide the {here} tokens of a rank"
 
-    # ZeRO
     if dp * cp % x.zero_replicas:
         yield f"--zero-replicas {x.zero_replicas} must divide the {dp * cp} ranks over which ZeRO cuts"
-    if x.zero_replicas > 1 and not x.zero:
-        yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
-    if (x.zero_keep and x.zero != 3) or (x.zero_overlap and x.zero != 1):
-        yield "--zero-keep is for --zero 3, and --zero-overlap for --zero 1"
 
     # experts
     if x.ep > 1 and not any(map(m.has_experts, range(m.n_layers))):
@@ -199,37 +178,30 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
         yield f"{part}: the auxiliary loss is a mean over them"
     if m.experts and here % tp:
         yield f"--no-sp: --tp {tp} must divide the {here} tokens of a sequence, to route them"
-    if x.ep_overlap and min(x.ep, pp) == 1:
-        yield "--ep-overlap: another micro-batch is computed beside messages of experts; use --ep and --pp"
-    if x.ep_overlap and pp > 1 and not all_have_pairs(schedule.actions, schedule.v, pp):
-        why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
-        yield f"--ep-overlap: in --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved"
-    if x.ep_overlap and x.zero == 3 and not x.zero_keep:
-        yield "--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep"
 
 
 def illegal(m: Shape, x: Layout) -> str:
-    """Why the steps refuse a layout, or the planner does; or ""."""
+    """Why the sizes of a layout do not fit, or why the planner has no times for it; else ""."""
     try:
-        return next(broken(m, x, schedule_of(x.schedule, x.chunks)), "")
+        return next(broken(m, x, schedule_of(x.schedule, x.chunks).v), "")
     except UserError as error:
         return str(error)
 
 
 @lru_cache
 def schedule_of(name: str, chunks: int) -> Schedule:
-    """What `--schedule` stands for, always the same object. Raises UserError if it asks what a layout does not say."""
+    """The schedule of this name, always the same object. Raises UserError if it needs flags that a layout lacks."""
     return SCHEDULES[name](Layout(chunks=chunks))
 
 
 def has_chunks(name: str) -> bool:
-    """Whether --chunks says how many stages a rank has under this schedule."""
+    """Whether --chunks sets the number of a rank's stages under this schedule."""
     return schedule_of(name, 99).v == 99
 
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """Layers of each of n stages, so that the dearest costs least, and then all cost about alike (squares).
+    """Layers of each of n stages: the most expensive stage is as cheap as can be, then the sum of squares is small.
 
     The cost is that of a token forward, in multiply-adds: of a layer's matrices and its attention; last, of the head.
     """
@@ -253,19 +225,19 @@ def balanced(m: Shape, n: int) -> tuple[int, ...]:
 
 
 def deal(places: list[Place], lengths: Sequence[int]) -> list[Place]:
-    """The same places with so many layers each; dualpipe's two ways have the same."""
+    """The same places with these numbers of layers; both directions of dualpipe get the same."""
     bounds = [*accumulate(lengths, initial=0)]
     stages = [range(*bounds[s : s + 2]) for s in range(len(lengths))]
     return [place._replace(layers=stages[s % len(stages)]) for s, place in enumerate(places)]
 
 
 def balance(m: Shape, places: list[Place]) -> list[Place]:
-    """The same places with layers balanced by cost, as a run deals them with --pp-split cost (services/stages.py)."""
+    """The same places with layers balanced by cost, as --pp-split cost does in a run (services/stages.py)."""
     return deal(places, balanced(m, len(places) // sum(place.before is None for place in places)))
 
 
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
-    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with all other choices at their defaults.
+    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with defaults for everything else.
 
     A micro-batch divides the sequences of a rank.
     """
@@ -279,30 +251,24 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
                         yield from (replace(x, micro_batch_size=size) for size in divisors(batch // dp))
 
 
-def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
-    """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose."""
+def schedules(m: Shape, mesh: Layout) -> list[Layout]:
+    """A mesh with every legal schedule, and --chunks where it asks; without a pipeline there is nothing to choose."""
     if mesh.pp == 1:
-        return [("1f1b", 1)]
+        return [replace(mesh, schedule="1f1b", chunks=1)]
     each = product(SCHEDULES, divisors(m.n_layers // mesh.pp))
-    ways = [(name, v) for name, v in each if not illegal(m, replace(mesh, schedule=name, chunks=v))]
-    return [(name, v) for name, v in ways if has_chunks(name) == (v > 1)]
+    legal = [x for name, v in each if not illegal(m, x := replace(mesh, schedule=name, chunks=v))]
+    return [x for x in legal if has_chunks(x.schedule) == (x.chunks > 1)]
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
-    """Flags of ZeRO that differ on a mesh, where ranks hold the same weights, or experts; last, what needs least."""
-    alike = network(mesh, "shard").ranks > 1 or (m.experts > 0 and network(mesh, "expert shard").ranks > 1)
-    more = [dict(zero=1, zero_overlap=True), dict(zero=2), dict(zero=3, zero_keep=True)]
-    more += [] if mesh.ep_overlap else [dict(zero=3)]  # which frees what the other micro-batch needs
-    return [dict(zero=0), dict(zero=1), *more] if alike else [dict(zero=0)]
-
-
-def tries(mesh: Layout) -> Iterator[Layout]:
-    """Every recomputation on a mesh, and the optional flag of expert parallelism that may speed it up."""
-    for kind, overlap in product(RECOMPUTE, [False, True][: 1 + (mesh.pp > 1 and mesh.ep > 1)]):
-        yield replace(mesh, recompute=kind, ep_overlap=overlap)
+    """The choices of ZeRO that differ on a mesh; the last one needs the least memory."""
+    if network(mesh, "shard").ranks == 1 and (not m.experts or network(mesh, "expert shard").ranks == 1):
+        return [dict(zero=0)]
+    stage_1 = [dict(zero=1), dict(zero=1, zero_overlap=True)]
+    return [dict(zero=0), *stage_1, dict(zero=2), dict(zero=3, zero_keep=True), dict(zero=3)]
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """Every legal schedule and way of ZeRO on one of these."""
-    for (schedule, chunks), zero in product(schedules(m, mesh), zero_ways(m, mesh)):
-        yield replace(mesh, schedule=schedule, chunks=chunks, **zero)
+    """Every legal schedule and way of ZeRO on a mesh."""
+    for x, zero in product(schedules(m, mesh), zero_ways(m, mesh)):
+        yield replace(x, **zero)

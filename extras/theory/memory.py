@@ -37,7 +37,7 @@ from extras.theory.shapes import Shape, end_weights, layer_weights
 
 
 class Held(NamedTuple):
-    """Bytes by kind."""
+    """Bytes that a rank holds, by kind."""
 
     weights: float
     gradients: float
@@ -47,13 +47,13 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all kinds."""
         return sum(self)
 
 
 @lru_cache(maxsize=100_000)
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int) -> tuple[tuple[float, float], ...]:
-    """By pipeline rank: numbers of weights (that dp x cp ranks hold alike, of its experts). Tied ones count once."""
+    """For each pipeline rank: (weights replicated over dp x cp, weights of its experts). Tied weights count once."""
     (embedding, head), numbers = end_weights(m, tp), []
     for places in rank_places(m, schedule, pp, chunks):
         first, last = ends_of(places)
@@ -67,13 +67,13 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
 
 
 def numbers_of(m: Shape, x: Layout, rank: int) -> tuple[float, float]:
-    """Of a pipeline rank's weights: all, and those in its slices of ZeRO."""
-    shared, own = rank_numbers(m, x.schedule, x.pp, x.chunks, x.tp, x.ep)[rank]
+    """How many weights a pipeline rank has, and how many are in its ZeRO shards."""
+    shared, own = rank_numbers(m, *x.way, x.tp, x.ep)[rank]
     return shared + own, shared / network(x, "shard").ranks + own / network(x, "expert shard").ranks
 
 
 def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
-    """What a pipeline rank always holds: weights, gradients; masters and AdamW's moments."""
+    """Bytes that a pipeline rank always holds: weights; gradients; masters and AdamW's moments."""
     whole, slices = numbers_of(m, x, rank)
     weights = NARROW * (slices if x.zero == 3 else whole)
     if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and there until the update
@@ -82,7 +82,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
 
 
 def loss_bytes(p: MicroBatch) -> float:
-    """At the loss, of the tokens that are there at a time: logits, their logarithms and their gradient, wide.
+    """Bytes at the loss, for the tokens of a chunk: logits, their logarithms and their gradient, in 4 bytes each.
 
     With tp the gradient takes the place of the logits, and narrow ones are still there. Of one chunk alone the
     logarithms are kept anyway; of several, the head's gradient is there, too, since forward.
@@ -94,7 +94,7 @@ def loss_bytes(p: MicroBatch) -> float:
 
 
 def work_bytes(p: MicroBatch, experts: bool) -> float:
-    """In a layer's backward: what is done again; beside it the gradients of what it makes or, on a CPU, a norm's."""
+    """Bytes in a layer's backward: what is recomputed, and the gradients of its outputs or, on a CPU, of a norm."""
     m = p.m
     again = layer_bytes(p, experts, "none") - layer_bytes(p, experts, p.x.recompute)
     made = p.visits * (m.dim + 3 * m.expert_width) if experts else p.tokens * m.dim + p.share * 3 * m.ffn_dim
@@ -118,7 +118,7 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     if x.zero == 3 and not x.zero_keep:
         along += NARROW * 2 * (rest + experts)
     layer = max(work, unit + cast) if split else unit + max(work, cast)
-    one_matrix = m.tied and first and last and ways_of(x.schedule, x.pp, x.chunks) == 1
+    one_matrix = m.tied and first and last and ways_of(*x.way) == 1
     copied = WIDE * (one_matrix or (split and x.zero >= 2))
     head = (made + summed) * matrix - end_bytes(p)
     return along, max(layer, last * loss_bytes(p), last * head), first * (made + copied) * matrix
@@ -126,28 +126,27 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
 
 def rank_bytes(m: Shape, x: Layout, rank: int, on_cpu: bool = False) -> Held:
     """The most that a pipeline rank holds in a step, by kind."""
-    way, p = (x.schedule, x.pp, x.chunks), MicroBatch(m, x, on_cpu)
-    places, split = rank_places(m, *way)[rank], splits(*way)
+    p, places, split = MicroBatch(m, x, on_cpu), rank_places(m, *x.way)[rank], splits(*x.way)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
-    row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
+    row = lists_of(*x.way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     waiting = max(kept_along(row, {stage: stage_bytes(p, place, split) for stage, place in places.items()}))
     along, beside, alone = moment_bytes(p, places, split)
 
     whole, slices = numbers_of(m, x, rank)
     copied = slices if x.zero == 1 else 0.0
-    if ways_of(*way) > 1:  # a pair of ranks sums all that it holds
+    if ways_of(*x.way) > 1:  # a pair of ranks sums all that it holds
         copied += slices if x.zero else whole
     most = max(along + max(waiting + beside, alone), WIDE * copied)
     return Held(*state_bytes(m, x, rank), waiting, most - waiting)
 
 
 def outside(m: Shape, x: Layout) -> float:
-    """Bytes that no tensor has, and PyTorch's allocator does not know: of CUDA, and of each communicator."""
+    """Bytes that PyTorch's allocator does not see: CUDA's context, and the buffers of each communicator."""
     return CONTEXT + communicators(m, x) * COMMUNICATOR
 
 
 def held(m: Shape, x: Layout) -> Held:
-    """What the fullest rank of a layout holds on a GPU: of up to eight pipeline ranks, else of five of them."""
+    """What the fullest rank of a layout holds on a GPU: of up to eight pipeline ranks all are tried, else five."""
     ranks = range(x.pp) if x.pp <= 8 else (0, 1, x.pp // 2, x.pp - 2, x.pp - 1)
     most = max((rank_bytes(m, x, rank) for rank in ranks), key=sum)
     return most._replace(moment=most.moment + outside(m, x))

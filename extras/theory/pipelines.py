@@ -1,71 +1,51 @@
 """Pipelines on paper: which stages a rank has, and what it does in which order."""
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from common.schedules import Action, Place
-from extras.theory.layouts import balance, pairs_in, schedule_of, stages
+from extras.theory.layouts import balance, schedule_of
 from extras.theory.shapes import Shape
 
 
 @lru_cache(maxsize=4096)
 def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
-    """By pipeline rank its stages: number and place."""
+    """For each pipeline rank, its stages by number."""
     entry = schedule_of(schedule, chunks)
-    places = balance(m, entry.places(m.n_layers, pp, stages(entry, pp)))
+    places = balance(m, entry.places(m.n_layers, pp, entry.v if pp > 1 else 1))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
 
 
 def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
-    """Whether a rank has the embedding, and the head."""
+    """Whether a rank has the embedding, and whether it has the head."""
     return tuple(any(getattr(place, end) is None for place in places.values()) for end in ("before", "after"))
 
 
 @lru_cache(maxsize=4096)
 def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
-    """Where the stages are, of a model with some layers."""
+    """The places of a schedule's stages, for a model with just enough layers."""
     entry = schedule_of(schedule, chunks)
-    return entry.places(pp * max(2, chunks), pp, stages(entry, pp))
+    return entry.places(pp * max(2, chunks), pp, entry.v if pp > 1 else 1)
 
 
 @lru_cache(maxsize=4096)
 def ways_of(schedule: str, pp: int, chunks: int) -> int:
-    """Ways that micro-batches take through the ranks. If there are two, two ranks hold the same weights."""
+    """Directions in which micro-batches pass the ranks. If there are two, pairs of ranks hold the same weights."""
     return sum(place.before is None for place in places_of(schedule, pp, chunks))
 
 
 def depth(schedule: str, pp: int, chunks: int) -> int:
-    """Stages that a micro-batch passes."""
+    """The number of stages that a micro-batch passes."""
     return len(places_of(schedule, pp, chunks)) // ways_of(schedule, pp, chunks)
 
 
 @lru_cache(maxsize=4096)
 def splits(schedule: str, pp: int, chunks: int) -> bool:
-    """Whether its lists have the gradients of weights, W, apart."""
+    """Whether its lists compute the gradients of weights, W, separately."""
     return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
-
-
-def continued(value: Callable[[int], float], pp: int, n: int) -> float:
-    """`value` of n micro-batches, if after 2 pp of them every further pp add the same."""
-    few = 2 * pp + n % pp
-    if n <= few + pp:
-        return value(n)
-    return value(few) + (n - few) / pp * (value(few + pp) - value(few))
-
-
-@lru_cache(maxsize=4096)
-def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
-    """The part of its forwards that a rank does beside the backward of another micro-batch (step07/ep_overlap.py).
-
-    Those that come right before one in its list, on the rank that has fewest: all others wait for it. In 1F1B that is
-    the last rank, whose backward is always of the same micro-batch: 0.
-    """
-    forwards = sum(action.kind == "F" for action in lists_of(schedule, pp, chunks, pp)[0]) * n / pp
-    return continued(lambda n: min(map(pairs_in, lists_of(schedule, pp, chunks, n))), pp, n) / forwards
 
 
 @lru_cache(maxsize=4096)
 def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
     """The lists of all ranks for n micro-batches."""
     entry = schedule_of(schedule, chunks)
-    return [entry.actions(pp, n, stages(entry, pp), rank) for rank in range(pp)]
+    return [entry.actions(pp, n, entry.v if pp > 1 else 1, rank) for rank in range(pp)]

@@ -5,37 +5,38 @@
 
 It prints the ten best layouts of the course's own trainer, or the given one: memory, time, why the obvious others lose,
 the questions of a plan with their laws and answers, and a line that launches it. GPUs are in nodes of 8; tp is
-innermost, then cp, dp, pp. Memory is a bound (extras/theory/memory.py); what it bounds, a step's --dry-run counts.
-Seconds: theory/seconds.py; how it searches: theory/search.py; what it is held against: `python -m extras.tests.bench
-plan`.
+innermost, then cp, dp, pp. Memory is bounded (memory.py), and a step's --dry-run counts it. Time is predicted
+(seconds.py), and `python -m extras.tests.bench plan` compares it with published runs. search.py finds the best.
 """
 
-import importlib
-import importlib.util
 import json
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
 from tqdm import tqdm
 
+import step07_moe_ep as step07
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
+from extras.services import seam
 from extras.theory.gpus import GIB, GPUS, ROOM
 from extras.theory.layouts import Layout, illegal
 from extras.theory.report import report
-from extras.theory.search import Found, evaluate, fits, search, smallest
-from extras.theory.shapes import GPTS, Shape, shape_of
+from extras.theory.search import Found, evaluate, search, smallest
+from extras.theory.shapes import GPTS, Shape, shape_of, total_weights
+from extras.variants.step07.expert_presets import EXPERTS
 
 MOST_GPUS = 2**17
 
 
 @dataclass
 class Flags:
-    """What is asked."""
+    """What to plan."""
 
     model: str = "llama3-8b"  # a preset of the course, or one of gpt3-22b, gpt3-175b, gpt3-530b, gpt3-1t
     gpus: int = 8  # how many; nodes have 8
@@ -47,16 +48,13 @@ class Flags:
 
 
 def models() -> dict[str, Shape]:
-    """All by name. Variants, a folder beside the course, add models with experts, and schedules."""
-    experts = {}
-    if importlib.util.find_spec("extras.variants") is not None:
-        importlib.import_module("extras.services.seam").plugins()
-        experts = importlib.import_module("extras.variants.step07.expert_presets").EXPERTS
-    return {name: shape_of(m, SimpleNamespace(**experts.get(name, {}))) for name, m in PRESETS.items()} | GPTS
+    """All models by name: the presets, with their experts, and GPT-3's."""
+    seam.plugins()  # techniques add presets with experts, and schedules
+    return {name: shape_of(m, SimpleNamespace(**EXPERTS.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 
 
 def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
-    """Model and batch. Raises UserError."""
+    """The model and the global batch size of the flags. Raises UserError."""
     if flags.model not in known:
         raise UserError(f"--model {flags.model}: no such model; choose one of {', '.join(known)}")
     if flags.gpus > MOST_GPUS:
@@ -70,57 +68,47 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
 
 
 def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
-    """The layout of --layout. Raises UserError."""
-    text, gpus = flags.layout, flags.gpus
+    """The layout of --layout, refused where the steps refuse it. Raises UserError."""
     try:
-        x = parse(Layout, shlex.split(text))
-    except ValueError as error:
-        raise UserError(f"--layout {text!r}: {error}") from None
-    inner = x.pp * x.cp * x.tp
-    if gpus % inner:
-        raise UserError(f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner} does not divide --gpus {gpus}: change one")
-    if x.dp not in (1, gpus // inner):
-        raise UserError(f"--layout {text!r}: --dp is what is left of --gpus {gpus}, {gpus // inner}; leave it out")
-    own = x.global_batch_size if "--global-batch-size" in text else batch
-    x = replace(x, dp=gpus // inner, global_batch_size=own)
-    if reason := illegal(m, x):
-        raise UserError(f"--layout {text!r}: {reason}")
+        x = parse(Layout, shlex.split(flags.layout))
+        inner = x.pp * x.cp * x.tp
+        if flags.gpus % inner:
+            sizes = f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner}"
+            raise UserError(f"{sizes} does not divide --gpus {flags.gpus}: change one")
+        dp = flags.gpus // inner
+        if x.dp not in (1, dp):
+            raise UserError(f"--dp is what is left of --gpus {flags.gpus}, {dp}; leave it out")
+        own = x.global_batch_size if "--global-batch-size" in flags.layout else batch
+        x = replace(x, dp=dp, global_batch_size=own)
+        seam.refuse(seam.compose(step07)(**{name: value for name, value in vars(x).items() if name != "dp"}))
+        if reason := illegal(m, x):
+            raise UserError(reason)
+    except (ValueError, UserError) as error:
+        raise UserError(f"--layout {flags.layout!r}: {error}") from None
     return x
 
 
-def no_fit(m: Shape, flags: Flags, batch: int) -> UserError:
-    """What would be needed, if nothing fits."""
-    gpu, least, gpus = GPUS[flags.gpu], smallest(m, flags.gpus, batch), flags.gpus
-    if least is None:
-        return UserError(
-            f"no layout of {gpus} GPUs is legal for {flags.model}, --seq-len {m.seq_len} and "
-            f"--global-batch-size {batch}: use a number of GPUs and a batch with more common divisors"
-        )
-    more = "no number of GPUs is enough"
-    while gpus < MOST_GPUS:
-        gpus *= 2
-        enough = smallest(m, gpus, max(batch, gpus))
-        if enough and fits(enough[1], gpu):
-            more = f"with --gpus {gpus} it does"
-            break
-    x, need = least[0], least[1].total / GIB
-    return UserError(
-        f"{flags.model} with --seq-len {m.seq_len} does not fit on {flags.gpus} {flags.gpu}: the smallest layout needs "
-        f"{need:.1f} GiB a GPU, {need - ROOM * gpu.memory / GIB:.1f} GiB too much ({x.flags()}); {more}"
-    )
-
-
 def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
-    """The layout that is asked about, or the best ones of all. Raises UserError."""
-    gpu = GPUS[flags.gpu]
+    """The layout of --layout, or else the best ones of all. Raises UserError if nothing fits."""
+    gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]
     best, timed = search(m, flags.gpus, batch, gpu, bar=lambda tries: tqdm(tries, disable=None, leave=False))
-    if not best:
-        raise no_fit(m, flags, batch)
-    print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
-    print(f"{timed} layouts timed, as bounds exclude all other legal ones; here is the best of each of ten meshes:\n")
-    return best
+    if best:
+        print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
+        print(
+            f"{timed} layouts timed, as bounds exclude all other legal ones; here is the best of each of ten meshes:\n"
+        )
+        return best
+    if (least := smallest(m, flags.gpus, batch)) is None:
+        none = f"no layout of {flags.gpus} GPUs is legal for {what} and --global-batch-size {batch}"
+        raise UserError(f"{none}: use a number of GPUs and a batch with more common divisors")
+    x, need, room = least[0], least[1].total, ROOM * gpu.memory
+    raise UserError(
+        f"{what} does not fit on {flags.gpus} {flags.gpu}: the smallest layout needs {need / GIB:.1f} GiB a GPU, "
+        f"{(need - room) / GIB:.1f} GiB too much ({x.flags()}); use more --gpus: the training state alone needs "
+        f"{ceil(18 * total_weights(m) / room)}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

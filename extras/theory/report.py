@@ -28,17 +28,17 @@ def script(m: Shape) -> str:
 
 
 def always(m: Shape) -> str:
-    """Flags beside those of a layout."""
+    """Flags of the launch line that every layout has."""
     return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
 
 
 def gib(n_bytes: float) -> str:
-    """Bytes as text."""
+    """Bytes in GiB, as text."""
     return f"{n_bytes / GIB:,.1f} GiB"
 
 
 def rates(m: Shape, one: Found, gpu: Gpu) -> tuple[float, float, float]:
-    """MFU (the model's work), HFU (all that is done), and tokens/s of a GPU."""
+    """MFU (the model's FLOPs), HFU (all executed FLOPs), and tokens/s of a GPU."""
     x = one.layout
     tokens = x.global_batch_size * m.seq_len / x.world / one.seconds.step
     model, executed = flops_per_token(m, x.recompute == "full")
@@ -66,29 +66,18 @@ def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
     """One line each: the obvious other choices, made in the best layout, and why they lose."""
-    x, alone = best.layout, dict(tp=1, pp=1, cp=1)
-    no_zero = dict(zero=0, zero_keep=False, zero_overlap=False)
-    tries = {
-        "no tp": dict(tp=1),
-        "tp alone, one node": alone | dict(tp=NODE),
-        "tp alone, two nodes": alone | dict(tp=2 * NODE),
-        "no pipeline": dict(pp=1),
-        "a deeper pipeline": dict(pp=2 * x.pp, schedule="1f1b"),
-        "ZeRO 3 alone": alone | no_zero | dict(zero=3, micro_batch_size=1),
-        "no ZeRO": no_zero,
-        "nothing computed again": dict(recompute="none"),
-        "everything computed again": dict(recompute="full"),
-        "larger micro-batches": dict(micro_batch_size=2 * x.micro_batch_size),
-        "experts not sharded": dict(ep=1, ep_overlap=False),
-        "messages of experts not hidden": dict(ep_overlap=False),
-    }
-    for name, changed in tries.items():
+    x, alone, no_zero = best.layout, dict(tp=1, pp=1, cp=1), dict(zero=0, zero_keep=False, zero_overlap=False)
+    tries = [dict(tp=1), alone | dict(tp=NODE), alone | dict(tp=2 * NODE), dict(pp=1), dict(pp=2 * x.pp), dict(ep=1)]
+    tries += [alone | no_zero | dict(zero=3, micro_batch_size=1), no_zero, dict(recompute="none")]
+    tries += [dict(recompute="full"), dict(micro_batch_size=2 * x.micro_batch_size)]
+    for changed in tries:
         other = replace(x, **changed)
         other = replace(other, dp=x.world // (other.pp * other.cp * other.tp))
-        if other.pp == 1:
-            other = replace(other, schedule="1f1b", ep_overlap=False)
+        if other.pp != x.pp:
+            other = replace(other, schedule="1f1b")
         if other == x or other.world != x.world:
             continue
+        name = " ".join(f"--{flag.replace('_', '-')} {n}" for flag, n in changed.items() if getattr(x, flag) != n)
         if reason := illegal(m, other):
             yield f"{name}: {reason}"
             continue
@@ -102,7 +91,7 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
 
 
 def can_fit(m: Shape, x: Layout, gpu: Gpu) -> bool:
-    """Whether a model fits on a mesh in micro-batches of one sequence, if all is done to save memory."""
+    """Whether a model fits on a mesh with one sequence a micro-batch, full recomputation and ZeRO 3."""
     return any(fits(held(m, x), gpu) for x in leanest(m, replace(x, micro_batch_size=1, recompute="full")))
 
 
@@ -121,7 +110,7 @@ def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
 
 
 def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Iterator[tuple[str, ...]]:
-    """Each with the lines of its answer."""
+    """Yield each question with the lines of its answer."""
     x, memory, seconds = chosen
     room, n, ranks = ROOM * gpu.memory, total_weights(m), x.dp * x.cp
     alone, plain = Layout(global_batch_size=1), Layout(dp=ranks, global_batch_size=ranks)
@@ -189,7 +178,7 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
 
 
 def launch(name: str, m: Shape, x: Layout) -> str:
-    """The command of a layout."""
+    """The command that launches a layout."""
     each = max(n for n in range(1, NODE + 1) if x.world % n == 0)
     start = f"torchrun --nnodes={x.world // each} --nproc_per_node={each}"
     more = always(m) if x.pp > 1 else always(m).replace("--pp-split cost ", "")
@@ -197,7 +186,7 @@ def launch(name: str, m: Shape, x: Layout) -> str:
 
 
 def report(name: str, known: dict[str, Shape], m: Shape, best: list[Found], gpu: Gpu) -> str:
-    """All of it; the launch line only of a preset."""
+    """The whole report; only a preset gets a launch line."""
     one = best[0]
     mfu, _, tokens = rates(m, one, gpu)
     lines = [tables(m, best, gpu), "", "the obvious alternatives to layout 1:"]

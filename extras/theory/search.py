@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from common.schedules import SCHEDULES
 from extras.theory.gpus import ROOM, Gpu
-from extras.theory.layouts import Layout, illegal, meshes, tries, variants, zero_ways
+from extras.theory.layouts import RECOMPUTE, Layout, illegal, meshes, variants, zero_ways
 from extras.theory.memory import Held, held, state_bytes
-from extras.theory.seconds import COURSE, Seconds, hidden_seconds, layer_layout, model_work, step_seconds
+from extras.theory.seconds import COURSE, Seconds, layer_layout, model_work, step_seconds
 from extras.theory.shapes import Shape
 
 
@@ -27,24 +27,23 @@ class Found(NamedTuple):
 
 
 def evaluate(m: Shape, x: Layout, gpu: Gpu) -> Found:
-    """All that is known of one layout."""
+    """The memory and the time of one layout."""
     return Found(x, held(m, x), step_seconds(m, x, gpu))
 
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
-    """No layout of this mesh with this recomputation has a shorter step."""
-    parts = model_work(m, layer_layout(mesh), gpu, COURSE).sum(axis=0)
-    return mesh.micro_batches * (parts.sum() - hidden_seconds(mesh, parts)) / mesh.pp
+    """A lower bound of the step time of every layout of this mesh with this recomputation."""
+    return mesh.micro_batches * model_work(m, layer_layout(mesh), gpu, COURSE).sum() / mesh.pp
 
 
 def fits(memory: Held, gpu: Gpu) -> bool:
-    """Whether a plan may hold so much."""
+    """Whether this memory fits on a GPU, with some room to spare."""
     return memory.total <= ROOM * gpu.memory
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """The mesh with what saves most memory: ZeRO, and schedules of which one lets least wait (a V needs two layers)."""
-    mesh = replace(mesh, ep_overlap=False, zero_keep=False, zero_overlap=False)
+    """The layouts of a mesh among which one needs the least memory (a V-shaped schedule needs two layers a rank)."""
+    mesh = replace(mesh, zero_keep=False, zero_overlap=False)
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, **zero_ways(m, mesh)[-1]) for name in names]
     return [x for x in each if not illegal(m, x)]
@@ -68,7 +67,7 @@ def search(
     m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Callable[[Iterable], Iterable] = iter
 ) -> tuple[list[Found], int]:
     """The `count` best meshes, each with its best layout (none if nothing fits); and how many were simulated."""
-    each = [one for mesh in meshes(m, world, batch) for one in tries(mesh)]
+    each = [replace(mesh, recompute=kind) for mesh in meshes(m, world, batch) for kind in RECOMPUTE]
     order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(each)))
     best: dict[tuple, Found] = {}
     timed = 0

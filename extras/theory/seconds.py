@@ -30,18 +30,17 @@ from extras.theory.activations import MicroBatch, products_of
 from extras.theory.gpus import Gpu
 from extras.theory.layouts import GATHERS, Layout, Network, network
 from extras.theory.memory import rank_numbers
-from extras.theory.pipelines import continued, depth, ends_of, lists_of, paired, places_of, rank_places, splits, ways_of
+from extras.theory.pipelines import depth, ends_of, lists_of, places_of, rank_places, splits, ways_of
 from extras.theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
 PARTS = ("matmul", "attention", "memory", "again", "tp", "cp", "ep")  # again: what backward recomputes; messages
-COMPUTE = slice(0, 4)  # of these, computation
 SENDS_AGAIN = ("elementwise", "full")  # ways to recompute
 BothWays = tuple[float, float]  # seconds of a forward pass, and of its backward pass
 
 
 class Recipe(NamedTuple):
-    """What one software decides. The course's trainer is `COURSE`; of others the planner predicts published runs."""
+    """The choices of one software. The course's trainer is `COURSE`; the others predict published runs."""
 
     name: str
     flash: bool = False  # attention is one kernel: scores never reach memory, and half of them are not computed
@@ -57,29 +56,24 @@ COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, s
 
 
 def by_part(**seconds: float) -> np.ndarray:
-    """[len(PARTS)], 0 where nothing is given."""
+    """Seconds as an array [len(PARTS)], 0 for the parts that are not given."""
     return np.array([seconds.get(part, 0.0) for part in PARTS])
 
 
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
-    """`count` products [rows, inner] x [inner, outer] in one launch."""
+    """Seconds of `count` products [rows, inner] x [inner, outer] in one launch."""
     flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
     return count * (flops / (gpu.flops * gpu.matmul) + gpu.number * numbers / gpu.hbm) + gpu.launch
 
 
 def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
-    """Reading and writing so many bytes in all."""
+    """Seconds to read and write so many bytes."""
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
 def card(gpu: Gpu, net: Network) -> float:
     """Bytes/s at which a rank of this group sends to other nodes while the node's other ranks do the same."""
     return gpu.between / (1 + gpu.contention * log2(max(net.nodes, 2) / 2))
-
-
-def bandwidth(gpu: Gpu, net: Network) -> float:
-    """Bytes/s at which a rank of this group sends in a ring while the node's other groups do the same."""
-    return min(gpu.within, net.in_node * card(gpu, net)) if net.leaves else gpu.within
 
 
 def hops_seconds(gpu: Gpu, net: Network, tree: bool) -> float:
@@ -95,13 +89,14 @@ def ring(net: Network, n_bytes: float) -> float:
 
 
 def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1, tree: bool = False) -> float:
-    """A collective in which each rank sends so many bytes, cut into `messages`.
+    """A collective in which each rank sends so many bytes, cut into `messages`, while other groups do the same.
 
     `tree`: half of an all-reduce, for which NCCL has both ways, and takes the quicker. All others are rings.
     """
     if net.ranks == 1:
         return 0.0
-    return sent / bandwidth(gpu, net) + messages * (gpu.start + hops_seconds(gpu, net, tree))
+    bandwidth = min(gpu.within, net.in_node * card(gpu, net)) if net.leaves else gpu.within
+    return sent / bandwidth + messages * (gpu.start + hops_seconds(gpu, net, tree))
 
 
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
@@ -217,7 +212,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> np.ndarray:
-    """The same of the output projection and the loss, which nobody computes again."""
+    """The same for the output projection and the loss, which are never recomputed."""
     tokens, vocab, net = MicroBatch(m, x).tokens, m.vocab_size / x.tp, network(x, "tp", gpu.node)
     gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * gpu.number), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
@@ -234,11 +229,10 @@ def layer_layout(x: Layout) -> Layout:
 
 @lru_cache(maxsize=100_000)
 def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
-    """A layer without experts, one with experts, and the head, for a `layer_layout`: [3, forward ..., part]."""
+    """For a `layer_layout`: [layer without experts, layer with experts, head; forward ...; part]."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
     dense = layer_work(m, x, gpu, recipe, False)
-    experts = layer_work(m, x, gpu, recipe, True) if m.experts else dense
-    return np.stack([dense, experts, head_work(m, x, gpu)])
+    return np.stack([dense, layer_work(m, x, gpu, recipe, True) if m.experts else dense, head_work(m, x, gpu)])
 
 
 def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
@@ -246,41 +240,32 @@ def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
     return np.tensordot((*layer_counts(m).values(), 1), works(m, x, gpu, recipe), 1)
 
 
-@lru_cache(maxsize=4096)
-def loads(m: Shape, schedule: str, pp: int, chunks: int) -> np.ndarray:
-    """What each pipeline rank has: [rank; layers without experts, with experts, heads].
-
-    If micro-batches take two ways, half of them take each.
-    """
-    counts = []
-    for places in rank_places(m, schedule, pp, chunks):
-        kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
-        counts.append((kinds.count(False), kinds.count(True), ends_of(places)[1]))
-    return np.unique(counts, axis=0) / ways_of(schedule, pp, chunks)
-
-
 @lru_cache(maxsize=200_000)
-def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: int, chunks: int) -> tuple:
-    """One micro-batch on the busiest rank, [part], and the f, b and w of a mean stage, for a `layer_layout`."""
-    ranks = np.tensordot(loads(m, schedule, pp, chunks), works(m, x, gpu, recipe).sum(axis=1), 1)
-    costs = model_work(m, x, gpu, recipe).sum(axis=1) / depth(schedule, pp, chunks)
-    return max(ranks, key=np.sum), tuple(costs.tolist())
+def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int, int]) -> tuple:
+    """One micro-batch on the busiest rank, [part], and the f, b and w of a mean stage, for a `layer_layout`.
 
-
-def hidden_seconds(x: Layout, busy: np.ndarray, part: float = 1.0) -> float:
-    """Of a micro-batch's messages of experts, those that --ep-overlap hides behind another one's computation.
-
-    `part`: of forwards that have the backward of another micro-batch beside them.
+    If micro-batches take two ways through the ranks, half of them take each.
     """
-    return part * min(busy[PARTS.index("ep")], busy[COMPUTE].sum()) if x.ep_overlap else 0.0
+    loads = []  # of each rank: its layers without experts, those with experts, and heads
+    for places in rank_places(m, *way):
+        kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
+        loads.append((kinds.count(False), kinds.count(True), ends_of(places)[1]))
+    ranks = np.tensordot(np.array(loads) / ways_of(*way), works(m, x, gpu, recipe).sum(axis=1), 1)
+    return max(ranks, key=np.sum), tuple((model_work(m, x, gpu, recipe).sum(axis=1) / depth(*way)).tolist())
 
 
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
-    """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it."""
-    places = places_of(schedule, p, chunks)
-    costs = dict(F=1.0, B=b if splits(schedule, p, chunks) else b + w, W=w)
-    return continued(lambda n: simulate(lists_of(schedule, p, chunks, n), places, costs, message)[-1][0], p, n)
+    """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
+
+    Of a long step only the first micro-batches are simulated: after 2 p of them each further p add the same.
+    """
+    places, costs = places_of(schedule, p, chunks), dict(F=1.0, B=b if splits(schedule, p, chunks) else b + w, W=w)
+    few = min(n, 2 * p + n % p)
+    short, longer = (
+        simulate(lists_of(schedule, p, chunks, count), places, costs, message)[-1][0] for count in (few, few + p)
+    )
+    return short + (n - few) / p * (longer - short)
 
 
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
@@ -289,13 +274,12 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     The rank that micro-batches reach last waits for its first forward; where no W fills the gap, another one also for
     the last backward. And one micro-batch passes all stages in turn, there and back.
     """
-    way = x.schedule, x.pp, x.chunks
-    ends, passed = x.pp // ways_of(*way) - 1, depth(*way)
-    return max(ends * (f if splits(*way) else f + b + w), passed * (f + b - x.micro_batches / x.pp * (f + b + w)))
+    ends, passed = x.pp // ways_of(*x.way) - 1, depth(*x.way)
+    return max(ends * (f if splits(*x.way) else f + b + w), passed * (f + b - x.micro_batches / x.pp * (f + b + w)))
 
 
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
-    """A message over a pipeline boundary."""
+    """Seconds of a message over a pipeline boundary."""
     size, crosses = MicroBatch(m, x).tokens * m.dim * gpu.number, network(x, "pp", gpu.node).in_node == 1
     scatter = (recipe.scatter or x.pp_scatter) and not x.sp
     sent = size / x.tp if scatter or x.sp else size
@@ -317,7 +301,7 @@ class Seconds(NamedTuple):
 
     @property
     def parts(self) -> dict[str, float]:
-        """All by name."""
+        """All parts by name."""
         parts = dict(compute=self.compute, again=self.recompute, bubble=self.bubble)
         return parts | self.exposed | dict(update=self.update)
 
@@ -328,21 +312,20 @@ class Seconds(NamedTuple):
 
 
 def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulated: bool = True) -> Seconds:
-    """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
-    n, way = x.micro_batches, (x.schedule, x.pp, x.chunks)
-    busy, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, *way)
+    """The step of one layout. Unless `simulated`, with the least bubble that its schedule could have."""
+    n = x.micro_batches
+    busy, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, x.way)
     bubble, exposed = 0.0, {}
     if x.pp > 1:
         message = boundary_seconds(m, x, gpu, recipe)
         bubble = least_bubble(x, f, b, w)
         if simulated:
             b, w = round(b / f, 2), round(w / f, 2)
-            ratio = pipeline_ratio(*way, n, b, w, float(f"{message / f:.2g}"))
-            idle = f * (ratio - n * (1 + b + w) * depth(*way) / x.pp)
+            ratio = pipeline_ratio(*x.way, n, b, w, float(f"{message / f:.2g}"))
+            idle = f * (ratio - n * (1 + b + w) * depth(*x.way) / x.pp)
             exposed["pp"] = min(idle, 2 * (x.pp - 1) * message)  # to fill the pipeline and to drain it
             bubble = idle - exposed["pp"]
     parts = dict(zip(PARTS, (n * busy).tolist(), strict=True))
-    parts["ep"] -= n * hidden_seconds(x, busy, paired(*way, n) if x.ep_overlap else 0.0)
     exposed |= {dim: parts[dim] for dim in ("tp", "cp", "ep")} | dict(dp=data_seconds(m, x, gpu, recipe, busy.sum()))
     compute = parts["matmul"] + parts["attention"] + parts["memory"]
     exposed = {dim: seconds for dim, seconds in exposed.items() if seconds}
@@ -351,7 +334,7 @@ def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulat
 
 def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
     """Numbers of weights of the fullest rank: (replicated over dp x cp, of its experts)."""
-    return max(rank_numbers(m, x.schedule, x.pp, x.chunks, x.tp, x.ep), key=sum)
+    return max(rank_numbers(m, *x.way, x.tp, x.ep), key=sum)
 
 
 def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
@@ -359,7 +342,7 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
 
     With two ways that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
     """
-    places, two = places_of(x.schedule, x.pp, x.chunks), ways_of(x.schedule, x.pp, x.chunks) > 1
+    places, two = places_of(*x.way), ways_of(*x.way) > 1
     if not two and (not m.tied or places[0].rank == places[-1].rank):
         return 0.0
     shared, own = fullest_numbers(m, x) if two else (end_weights(m, x.tp)[0], 0.0)

@@ -1,4 +1,4 @@
-"""The one description of a model that laws on paper ask: its sizes, its weights, its FLOPs."""
+"""A model as the formulas see it: its sizes, its weights, its FLOPs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -22,12 +22,12 @@ class Shape(ModelConfig):
 
     @property
     def expert_width(self) -> int:
-        """Of one expert."""
+        """The width of an expert's MLP."""
         return self.expert_dim or self.ffn_dim
 
     @property
     def kv_dim(self) -> int:
-        """Channels of keys, and of values."""
+        """Channels of the keys, and of the values."""
         return self.n_kv_heads * self.head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -56,12 +56,12 @@ GPTS = {
 
 
 def mlp_weights(m: Shape, width: int) -> int:
-    """Numbers in an MLP, or in an expert, of this width."""
+    """Weights of an MLP, or of an expert, of this width."""
     return (2 if m.gpt else 3) * m.dim * width
 
 
 def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
-    """Numbers of one layer on one rank: (those that dp x cp ranks hold alike, those of its experts)."""
+    """Weights of one layer on one rank: (replicated over dp x cp, of its experts)."""
     kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same head
     shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
     if m.gpt:
@@ -73,13 +73,13 @@ def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[fl
 
 
 def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:
-    """Numbers in the embedding (with learned positions), and in the head with the final norm, if it is not tied."""
+    """Weights of the embedding (with learned positions), and of an untied head with the final norm."""
     rows = -(-m.vocab_size // tp) * m.dim
     return rows + m.gpt * m.seq_len * m.dim, rows + m.dim * (1 + m.gpt)
 
 
 def total_weights(m: Shape) -> float:
-    """Numbers in the whole model."""
+    """Weights of the whole model."""
     embedding, head = end_weights(m)
     ends = embedding + (m.dim * (1 + m.gpt) if m.tied else head)
     return ends + sum(n * sum(layer_weights(m, flag)) for flag, n in layer_counts(m).items())
@@ -87,13 +87,13 @@ def total_weights(m: Shape) -> float:
 
 @cache
 def layer_counts(m: Shape) -> dict[bool, int]:
-    """How many layers have no experts, and how many have."""
+    """The number of layers without experts (False) and with experts (True)."""
     experts = sum(m.has_experts(layer) for layer in range(m.n_layers))
     return {False: m.n_layers - experts, True: experts}
 
 
 def visited_weights(m: Shape, experts: bool) -> int:
-    """Numbers of one layer's matrices that a token is multiplied with."""
+    """Weights of one layer's matrices that a token is multiplied with."""
     attention = 2 * m.dim * (m.dim + m.kv_dim)
     if not experts:
         return attention + mlp_weights(m, m.ffn_dim)
@@ -117,7 +117,7 @@ def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
 
 
 def divisors(n: int) -> Iterator[int]:
-    """All of them, in order."""
+    """All divisors of n, in order."""
     low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     yield from low
     yield from (n // d for d in reversed(low) if d * d != n)

@@ -30,13 +30,13 @@ ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
 
 def blocks(*lines: str) -> str:
-    """Each in a block of its own: what does not fit goes on under its own start."""
+    """Each line in a block of its own, so that a long line wraps under its own indentation."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     return "".join(f'<span style="--in: {n}">{line.rstrip()}\n</span>' for n, line in zip(indents, lines, strict=True))
 
 
 class Pages:
-    """What the template shows. `lines`: by module, the lines of its file in HTML."""
+    """What the template shows. `lines`: for each module, the lines of its file in HTML."""
 
     def __init__(self, files: dict[str, Path]):
         self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
@@ -44,7 +44,7 @@ class Pages:
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
 
     def highlight(self, module: str, source: str) -> list[str]:
-        """A name is a link to what it stands for, and has as id what it defines."""
+        """The lines in HTML. A name links to its definition; where it is defined, it has an id."""
         lines, column = [""], 0
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
@@ -75,7 +75,7 @@ class Pages:
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
     def sections(self, module: str) -> list[dict]:
-        """What a file's top level says, one by one, and beside it what the step before says under the same name."""
+        """A file's top-level statements, each beside the definition of the same name in the latest earlier step."""
         steps = [(step, it) for step, tree in self.trees.items() if "step" <= step < module for it in tree.body]
         earlier = {it.name: (step, it) for step, it in steps if hasattr(it, "name")}
         sections = []
@@ -104,21 +104,21 @@ class Pages:
         return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
-        """(what happened, old lines, new lines) of two definitions."""
+        """The difference of two definitions: (what happened, old lines, new lines)."""
         old, new = (self.lines[module][node.lineno - 1 : node.end_lineno] for module, node in both)
         plain = [[re.sub("<.*?>", "", line) for line in lines] for lines in (old, new)]
         codes = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()
         return [(tag, blocks(*old[a:b]), blocks(*new[c:d])) for tag, a, b, c, d in codes]
 
     def readme(self) -> str:
-        """README's title and first paragraph, what each step shards, the course, the house; its links lead to pages."""
+        """README's title, first paragraph and first three sections, with links to pages instead of files."""
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
         text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
 
 
 def pictures_of(run: Path) -> list[tuple[str, str]]:
-    """(name, PNG in base64) of each picture that a run has left in its directory."""
+    """(name, PNG in base64) of each picture in a run's directory."""
     return [(path.stem, b64encode(path.read_bytes()).decode()) for path in sorted(run.glob("*.png"))]
 
 

@@ -1,4 +1,4 @@
-"""Which name stands for what, as Jedi says, which finds definitions for editors. Torch is unknown to it here.
+"""Resolves names to their definitions with Jedi, as editors do. Torch is unknown to it here.
 
 An address is where a definition is on the pages: common.comm.html#Group.share. A place is (module, line, column).
 """
@@ -38,7 +38,7 @@ class Names:
             self.named[module] |= addresses
 
     def address(self, it: jedi.api.classes.Name) -> str:
-        """Of a definition, or "" if it is in no file of ours, or local to a function."""
+        """The address of a definition, or "" if it is not in our files, or is local to a function."""
         module, scope, name = self.modules.get(it.module_path), it.parent(), it.full_name
         if not (module and name) or it.type == "param":
             return ""

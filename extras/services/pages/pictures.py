@@ -1,4 +1,4 @@
-"""Pictures that move, as data: the program's own functions are asked, and the page only draws what they say.
+"""Interactive pictures as data: they come from the program's own functions, and the page only draws them.
 
 A picture is dict(title, at=the section that it stands in, choices=[(name, values, value shown first)],
 frames={"value/value": frame}). A frame has a `text` and is one of three:
@@ -12,22 +12,23 @@ frames={"value/value": frame}). A frame has a `text` and is one of three:
              None], and costs={kind: units of time}: the page adds the times, with the costs that its reader chooses
 """
 
+import inspect
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
+from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+import numpy as np
 
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Mesh
-from common.model import PRESETS, Decoder
+from common.model import PRESETS
 from common.schedules import SCHEDULES, consumer
 from extras.services.dry_run import run_rank
 from extras.services.pages.record import RANKS, recorded
@@ -47,13 +48,13 @@ def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> 
 
 
 def small(of: dict) -> dict:
-    """The same picture without choices: the frame that is shown first."""
+    """The same picture without choices: only the frame that is shown first."""
     first = "/".join(value for *_, value in of["choices"])
     return of | dict(choices=[], frames={"": of["frames"][first]})
 
 
 def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
-    """What `make` makes of each choice; where the program refuses, what it says."""
+    """A frame for each choice; where the program refuses a choice, the frame is its message."""
     frames = {}
     for values in product(*choices):
         try:
@@ -65,7 +66,7 @@ def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """A table that changes from state to state: what the ranks recorded, side by side. Equal cells are kept once."""
+    """A table that changes from state to state: the ranks' recordings side by side. Equal cells are stored once."""
     cells: dict[str, int] = {}
     states, curve = [], {kind: [] for kind in ranks[0].get("curve", ())}
     for n, now in enumerate(zip(*(rank["states"] for rank in ranks), strict=True)):
@@ -89,74 +90,73 @@ def schedule(name: str, p: int, m: int) -> dict:
     return dict(text="", lists=rows, costs=SCHEDULES[name](config).costs, linked="waits for")
 
 
-def ring(ranks: list[list]) -> dict:
-    """Who meets which keys in which hop: the pairs that each rank has computed."""
-    boxes, moments, slowest, owner = [], [], 0, {}
-    for hop, now in enumerate(zip(*ranks, strict=True)):
-        says = [f"rank {r}: {len(pairs)} pairs with the keys of rank {source}" for r, (source, pairs) in enumerate(now)]
-        most = max(len(pairs) for _, pairs in now)
-        slowest += most
-        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {most}.")
-        for rank, (_, pairs) in enumerate(now):
-            owner |= {query: rank for query, _ in pairs}
+def ring(mode: str) -> dict:
+    """Which queries meet which keys in which hop: the pairs that the rule of a mode lets each rank compute."""
+    positions, attention = step05.CONTEXT[mode]
+    visible = inspect.signature(attention).parameters["visible"].default
+    own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
+    boxes, moments, slowest = [], [], 0
+    for hop in range(RANKS):
+        says, work = [], []
+        for rank in range(RANKS):
+            source = (rank - hop) % RANKS  # whose keys are here
+            pairs = [
+                (query, key)
+                for queries, keys, causal in visible(rank, source, len(own[rank]))
+                for (i, query), (j, key) in product(enumerate(own[rank][queries]), enumerate(own[source][keys]))
+                if i >= j or not causal
+            ]
+            work.append(len(pairs))
+            says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
             note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
             boxes += [(query, key, 1, rank, hop, note.format(query, key), [], hop) for query, key in pairs]
-    text = f"16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. {len(boxes)} pairs in"
-    text += (
-        f" all, {len(boxes) / RANKS:g} a rank if shared evenly; they take the time of {slowest}, the slowest of each"
-    )
-    text += " hop. While a rank computes, it sends the keys that it has to the next."
-    rows = [f"{query}, rank {owner[query]}" for query in sorted(owner)]
+        slowest += max(work)
+        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}.")
+    text = "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank computes, "
+    text += f"it sends the keys that it has to the next. {len(boxes)} pairs in all, {len(boxes) / RANKS:g} a rank if "
+    text += f"shared evenly; they take the time of {slowest}, the slowest of each hop."
+    rows = [f"{query}, rank {rank}" for query, rank in sorted((q, rank) for rank in range(RANKS) for q in own[rank])]
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
-def rank_of_mesh(config: step07.Config, rank: int, sent: dict[str, dict]) -> tuple[str, list[tuple[int, str]]]:
-    """What step 7 gives a rank: its tokens, its groups, and what is `sent` in them, by dimension and operation.
-
-    And the ranks that it has groups with, each with the dimensions of these.
-    """
-    world = config.dry_run
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        mesh = Mesh(pp=config.pp, dp=world // (config.pp * config.cp * config.tp), cp=config.cp, tp=config.tp)
-        mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
-        with torch.device("meta"):
-            model = Decoder(PRESETS[config.model])
-        step07.shard_tensors(model, mesh, config.sp)
-        here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode], config.sp)
-        step07.shard_experts(model, mesh, config)
-        groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
-    finally:
-        dist.destroy_process_group()
-    tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
-    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
-    tags: dict[int, list[str]] = {}
-    for name, ranks in groups.items():
-        travels = [f"{op.replace('_', '-')} {human(n)}" for op, n in sorted(sent.get(name, {}).items())]
-        lines += [f"{name} {ranks}: {', '.join(travels) or 'nothing travels'}"] if len(ranks) > 1 else []
-        for other in ranks:
-            tags.setdefault(other, []).append(name)
-    return "\n".join(lines), [(n, " ".join(of)) for n, of in sorted(tags.items()) if n != rank]
-
-
 def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
-    """All ranks of a mesh, a row for each place in pp, dp and cp. Raises UserError."""
-    world = pp * dp * cp * tp
+    """All ranks of a mesh, a row for each place in pp, dp and cp, with their groups. Raises UserError."""
+    world, places = pp * dp * cp * tp, [*product(range(pp), range(dp), range(cp), range(tp))]
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
     sizes = dict(n_layers=pp, micro_batch_size=2, global_batch_size=2 * dp)
     config = compose(step07)(model="tiny", dry_run=world, device="cpu", pp=pp, cp=cp, tp=tp, ep=ep, **sizes)
     check(config, 1)
-    sent = [run_rank(step07.train, config, stage * world // pp).taken["traffic"] for stage in range(pp)]
-    boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, sent[n * pp // world]), 0) for n in range(world)]
-    rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
+    groups, enter = defaultdict(list), Mesh.enter  # by dimension: the ranks of each group
+
+    def seen(mesh: Mesh, name: str, rows: np.ndarray, urgent: bool = False):
+        groups[name] += rows.tolist()
+        enter(mesh, name, rows, urgent)
+
+    with mock.patch.object(Mesh, "enter", seen):
+        sent = [run_rank(step07.train, config, stage * world // pp).taken["traffic"] for stage in range(pp)]
+    boxes = []
+    for rank, place in enumerate(places):
+        here = step05.CONTEXT[config.cp_mode].positions(PRESETS[config.model].seq_len, place[2], cp)
+        tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
+        lines = [f"rank {rank}: sequences {2 * place[1]}-{2 * place[1] + 1}, of each the tokens {tokens}"]
+        tags: dict[int, list[str]] = defaultdict(list)  # the ranks with which it shares groups, and which
+        for name, rows in groups.items():
+            own = next(row for row in rows if rank in row)
+            travels = [f"{op.replace('_', '-')} {human(n)}" for op, n in sorted(sent[place[0]].get(name, {}).items())]
+            lines += [f"{name} {own}: {', '.join(travels) or 'nothing travels'}"] * (len(own) > 1)
+            for other in own:
+                tags[other].append(name)
+        links = [(other, " ".join(names)) for other, names in sorted(tags.items()) if other != rank]
+        boxes.append((rank // tp, rank % tp, 1, 0, rank, "\n".join(lines), links, 0))
+    rows = ["pp {} dp {} cp {}".format(*place) for place in places[::tp]]
     text = f"{world} ranks; those of a row differ in tp. Choose one: the others say in which of its groups they are."
     text += " Below: what it sends in each group for two sequences of the tiny model, a layer a stage, by --dry-run."
     return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="")
 
 
 def all_pictures() -> dict[str, list[dict]]:
-    """By the module on whose page they are."""
+    """All pictures, by the module on whose page they are."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
     batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]
@@ -166,7 +166,6 @@ def all_pictures() -> dict[str, list[dict]]:
         who = [rank[name] for rank in seen if rank[name]][: 2 if columns is two else RANKS]
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
 
-    rings = {mode: ring([rank["ring"][mode] for rank in seen]) for mode in seen[0]["ring"]}
     schedules = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8])
     meshes = tried(mesh, *[[1, 2]] * 3, *[[1, 2, 4]] * 2)
     filling, timing = "Buckets fill and leave while backward goes on", dict(schedule="1f1b", ranks=4, micro_batches=8)
@@ -178,7 +177,7 @@ def all_pictures() -> dict[str, list[dict]]:
         ],
         step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],
         step04_tp_sp=[of("block", two, "A block on two ranks", block="MLP", sp="yes")],
-        step05_cp_ring=[picture(rings, "Who meets which keys when", mode="zigzag")],
+        step05_cp_ring=[picture(tried(ring, ["zigzag", "ring"]), "Who meets which keys when", mode="zigzag")],
         step06_pipeline=[picture(schedules, "A schedule, with your own costs", **timing)],
         step07_moe_ep=[
             of("routing", four, "Tokens go to experts and come home", ep=2),

@@ -29,7 +29,6 @@ import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
-import step05_cp_ring as step05
 import step07_moe_ep as step07
 from common import comm
 from common.comm import Mesh
@@ -51,7 +50,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "excha
 
 
 def brief(name: str) -> str:
-    """A parameter's name, short enough for a chip: "0.q_proj"."""
+    """A parameter's name, shortened to fit a chip: "0.q_proj"."""
     return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
@@ -84,7 +83,7 @@ class Film:
             step.train(self.config, run)
 
     def attach(self, parts: Parts):
-        """The step has built: listen to its parts. Our hooks come after its own."""
+        """Listen to the parts that the step has built. Our hooks run after its own."""
         self.parts, model = parts, parts.model
         self.watch = MemoryWatch(parts, self.memory)
         Clock(parts, host=True).listeners.append(self.memory.phase)
@@ -117,7 +116,7 @@ class Film:
         self.tell(says, event)
 
     def tell(self, says: str, event: Any = None):
-        """An event has happened."""
+        """Note an event, and the state after it."""
         self.passed += [event] if event else []
         if rows := self.rows(self):
             self.watch.measure()  # so the timeline knows what is whose
@@ -149,7 +148,7 @@ def accumulation(dtype: str, recompute: str) -> dict:
 
 
 def collective(mesh: Mesh, name: str) -> dict:
-    """Chapter 2: a rank's numbers, in and out, and the bytes that it counts."""
+    """Chapter 2: a rank's numbers before and after a collective, and the bytes that it sends."""
     group, sent = mesh["dp"], []
     n, r = group.size, group.rank
     one = name in ("all_gather", "exchange")
@@ -222,11 +221,20 @@ def zero(stage: int) -> dict:
     return dict(text=text, states=film.states, curve=film.curve)
 
 
-BLOCKS = {"attention": ("input_layernorm", "self_attn"), "MLP": ("post_attention_layernorm", "mlp")}
-GIVEN = {"input_layernorm": "x", "self_attn": "f(norm(x))", "o_proj": "heads"}
-GIVEN |= {"post_attention_layernorm": "x", "mlp": "f(norm(x))", "down_proj": "silu(gate) up"}
-RETURNED = {"input_layernorm": "norm(x)", "post_attention_layernorm": "norm(x)", "self_attn": "g", "mlp": "g"}
-RETURNED |= {f"{name}_proj": name for name in ("q", "k", "v", "gate", "up")}
+TENSORS = {  # by block: modules, and what the page calls their input and output
+    "attention": {
+        "input_layernorm": ("x", "norm(x)"),
+        "self_attn": ("f(norm(x))", "g"),
+        **{f"self_attn.{name}_proj": ("", name) for name in "qkv"},
+        "self_attn.o_proj": ("heads", "o_proj"),
+    },
+    "MLP": {
+        "post_attention_layernorm": ("x", "norm(x)"),
+        "mlp": ("f(norm(x))", "g"),
+        **{f"mlp.{name}_proj": ("", name) for name in ("gate", "up")},
+        "mlp.down_proj": ("silu(gate) up", "down_proj"),
+    },
+}
 
 
 def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
@@ -248,12 +256,11 @@ def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
         seen[name] = tensor.detach()[0]
         tensor.register_hook(lambda gradient: seen.update({"d " + name: gradient[0]}))
 
-    for path, module in model.model.layers["0"].named_modules():
-        if path.split(".")[0] in BLOCKS[of]:  # our hooks come after those of f and g: they see what these return
-            own = path.split(".")[-1]
-            if own in GIVEN:
-                module.register_forward_pre_hook(lambda _, inputs, own=own: keep(GIVEN[own], inputs[0]))
-            module.register_forward_hook(lambda _, _inputs, out, own=own: keep(RETURNED.get(own, own), out))
+    for path, (given, made) in TENSORS[of].items():  # our hooks come after those of f and g, and see what these return
+        module = model.model.layers["0"].get_submodule(path)
+        module.register_forward_hook(lambda _, _inputs, out, name=made: keep(name, out))
+        if given:
+            module.register_forward_pre_hook(lambda _, inputs, name=given: keep(name, inputs[0]))
     tokens = torch.arange(BLOCK.seq_len)[None]
     model(tokens, tokens + 1).backward()
     return seen
@@ -294,35 +301,6 @@ def block(mesh: Mesh, of: str, sp: bool) -> dict:
     return dict(text=text, states=states)
 
 
-def ring_modes() -> list[str]:
-    """The modes in which keys go round one ring: called as chapter 5's is, they say which pairs are visible."""
-    known = {mode: inspect.signature(made.attention).parameters for mode, made in step05.CONTEXT.items()}
-    needed = {mode: [name for name, it in of.items() if it.default is it.empty] for mode, of in known.items()}
-    return [mode for mode, of in known.items() if "visible" in of and needed[mode] == ["q", "k", "v", "group"]]
-
-
-def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Chapter 5: by hop, whose keys are here, and the pairs of a query and a key that the mode's attention computes."""
-    positions, attention = step05.CONTEXT[mode]
-    known, part, hops = inspect.signature(attention).parameters, step05.part_attention, []
-    plain = known["visible"].default
-
-    def visible(rank: int, source: int, length: int) -> list:
-        hops.append((source, []))
-        return plain(rank, source, length)
-
-    def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        queries, keys = (enumerate(x.flatten().int().tolist()) for x in (q, v))  # the numbers are the positions
-        hops[-1][1].extend((query, key) for (i, query), (j, key) in product(queries, keys) if i >= j or not causal)
-        return part(q, k, v, causal)
-
-    x = positions(4 * RANKS, mesh.rank, RANKS).double()[None, :, None, None]
-    kernel = dict(kernel=(counted, step05.part_gradients)) if "kernel" in known else {}  # chapter 5's own takes none
-    with mock.patch.object(step05, "part_attention", counted):
-        attention(x, x, x, mesh["dp"], visible=visible, **kernel)
-    return hops
-
-
 ROUTES = {
     "router": "Router: of each token, what the experts weigh. The two heaviest are its choices.",
     "sorted": "Sorted by expert; a bar between what is for one rank and for the next.",
@@ -334,23 +312,23 @@ ROUTES = {
 def routing(mesh: Mesh, ep: int) -> dict:
     """Chapter 7: a layer with 4 experts, which change nothing; 2 tokens a rank, 2 choices a token.
 
-    A token is known by its numbers: rows that travel are looked up among the tokens of all ranks.
+    A row that travels is known by its first number: it is the token's.
     """
     config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
     mesh.join("sequence", "dp")
     mesh.enter("ep", mesh.ranks.reshape(-1, ep))
     layer, generator = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh), torch.Generator().manual_seed(2)
-    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)
+    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)[:, 0] = 0
     tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
+    tokens[:, 0] = torch.arange(len(tokens))
     rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # which experts
 
     def show(name: str, of: Tensor, counts: Tensor, experts: range, block: int):
         """A chip for each row, with its expert and its token; a bar after `block` experts."""
-        places, made = iter([int((tokens - row).abs().sum(-1).argmin()) for row in of]), []
-        for expert, count in zip(experts, counts.tolist(), strict=True):
-            made += ["|"] * (expert % block == 0)
-            made += [[f"e{expert}:t{token}", token // 2, ""] for _, token in zip(range(count), places, strict=False)]
-        rows[name] = made[1:]
+        rows[name] = []
+        for expert, part in zip(experts, of[:, 0].int().split(counts.tolist()), strict=True):
+            rows[name] += ["|"] * (expert % block == 0 and expert > experts[0])
+            rows[name] += [[f"e{expert}:t{token}", token // 2, ""] for token in part.tolist()]
 
     def there(of: Tensor, counts: Tensor) -> Tensor:
         show("there", of, counts, here, 1)
@@ -362,14 +340,12 @@ def routing(mesh: Mesh, ep: int) -> dict:
         show("home", out, counts, range(4), 4 // ep)
         return out
 
-    def weigh(plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        words = [f"t{2 * mesh.rank + n}: " + " ".join(f"{x:.2f}" for x in row) for n, row in enumerate(p.tolist())]
-        rows["router"] = [part for word in words for part in ([word, mesh.rank, ""], "\n")]
-        return plain(p, counts)
-
-    layer.experts.forward, layer.aux_loss = visit, partial(weigh, layer.aux_loss)
+    layer.experts.forward, own = visit, tokens[2 * mesh.rank :][:2]
     with torch.no_grad():
-        layer(tokens[2 * mesh.rank :][None, :2])
+        weights = layer.route(own)[0].tolist()
+        layer(own[None])
+    words = [f"t{2 * mesh.rank + n}: " + " ".join(f"{x:.2f}" for x in row) for n, row in enumerate(weights)]
+    rows["router"] = [part for word in words for part in ([word, mesh.rank, ""], "\n")]
     known = {"experts here": [[", ".join(f"e{expert}" for expert in here)]]}
     shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(ROUTES)} for k in range(len(ROUTES))]
     text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
@@ -377,7 +353,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Everything that a rank saw, by picture and choice. Chapter 1 needs one rank alone."""
+    """Everything that a rank recorded, by picture and choice. Chapter 1 needs only rank 0."""
     torch.set_num_threads(1)
     PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
@@ -389,8 +365,7 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
             collective={name: collective(mesh, name) for name in OPERATIONS},
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in step03.STAGES},
-            block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in BLOCKS for sp in ("yes", "no")},
-            ring={mode: ring_pairs(mesh, mode) for mode in ring_modes()},
+            block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in TENSORS for sp in ("yes", "no")},
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
@@ -398,7 +373,7 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def recorded() -> list[dict[str, dict[str, Any]]]:
-    """What each of four ranks saw. Raises what one of them has raised."""
+    """What each of four ranks recorded. Raises what one of them has raised."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
         ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
         for rank in as_completed(ranks):

@@ -27,14 +27,13 @@ from extras.theory.seconds import COURSE, Recipe, step_seconds
 from extras.theory.shapes import Shape, flops_per_token, gpt, total_weights
 from extras.theory.tables import table
 
-RECIPES = {  # switches come from papers, and hold for every run of a software
-    "course": COURSE,
-    "megatron-2021": Recipe("megatron-2021", library=0.92),  # on CUDA 11.0: S9 took 10% longer than K5 a year later
-    "megatron-2022": Recipe("megatron-2022", overlap_tp=True),
-    "vtrain": Recipe("vtrain"),
+# By the letter of a row's id. Switches come from papers, and hold for every run of a software.
+RECIPES = {
+    "S": Recipe("megatron-2021", library=0.92),  # on CUDA 11.0: S9 took 10% longer than K5 a year later
+    "K": Recipe("megatron-2022", overlap_tp=True),
 }
+VTRAIN = Recipe("vtrain")
 HERE = Path(__file__).parent / "published"
-RECIPE = dict(S="megatron-2021", K="megatron-2022")
 KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
 CHIPS = {"A100-80": "a100-80", "H100": "h100-80", "H100-80": "h100-80", "H100-96-500W": "h100-96-500w", "B200": "b200"}
 FIGURES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu", "mem_gib")
@@ -43,15 +42,15 @@ NAMED = {  # what rows that name a model do not give
     | dict(shared_experts=1, dense_layers=1),
     "mixtral": dict(ffn_dim=14336, vocab_size=32000, experts=8, experts_per_token=2),
 }
-VTRAIN = ("global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length")
-VTRAIN += ("tensor parallelism", "data parallelism", "pipeline parallelism")
+COLUMNS = ("global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length")
+COLUMNS += ("tensor parallelism", "data parallelism", "pipeline parallelism")
 LEFT_OUT = """Left out, so the prediction is too fast: stragglers, stalled data, slow hosts, falling clocks;
 too small: the allocator's fragments; too slow: kernels that hide a message behind a matmul's tiles, caches."""
 
 
 @dataclass
 class Config:
-    """What is compared."""
+    """The files to compare with."""
 
     rows: str = str(HERE / "rows.csv")  # runs, one a line; the columns of published/rows.csv
     vtrain: str = str(HERE / "vtrain_multi_node.csv")  # step times, the columns of published/vtrain_multi_node.csv
@@ -69,16 +68,25 @@ class Case(NamedTuple):
     published: dict[str, float]
 
 
-def given(row: dict[str, str], name: str) -> str:
-    """A column's text, stripped; "" if it is missing, empty or not a number ("nan")."""
-    text = (row.get(name) or "").strip()
-    return "" if text.lower() == "nan" else text
+def rows_of(path: str) -> list[dict[str, str]]:
+    """A file's lines that are not empty, by column, and each one's number, from 1 on. Raises UserError.
+
+    A cell is stripped, and "" if it is not a number ("nan").
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
+    names, *lines = [*csv.reader(Path(path).read_text().splitlines())] or [[]]
+    cleaned = [["" if cell.strip().lower() == "nan" else cell.strip() for cell in cells] for cells in lines]
+    rows = [
+        dict(zip(names, cells, strict=False)) | dict(line=str(n)) for n, cells in enumerate(cleaned, 1) if any(cells)
+    ]
+    return [dict.fromkeys(names, "") | row for row in rows]
 
 
 def real(row: dict[str, str], name: str, default: float | str = "") -> float:
     """A column's number, or what it is if empty. Raises UserError if there is none, or it is negative or infinite."""
     try:
-        found = float(given(row, name) or default)
+        found = float(row.get(name) or default)
     except ValueError:
         raise UserError(f"{row}: {name} must be a number") from None
     if not 0 <= found < float("inf"):
@@ -86,58 +94,48 @@ def real(row: dict[str, str], name: str, default: float | str = "") -> float:
     return found
 
 
-def rows_of(path: str) -> list[dict[str, str]]:
-    """A file's lines that are not empty, by column, and each one's number, from 1 on. Raises UserError."""
-    if not Path(path).is_file():
-        raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
-    names, *lines = [*csv.reader(Path(path).read_text().splitlines())] or [[]]
-    rows = [dict(zip(names, cells, strict=False)) | dict(line=str(n)) for n, cells in enumerate(lines, 1)]
-    return [row for row in rows if any(given(row, name) for name in names)]
-
-
 def shape_of(row: dict[str, str]) -> Shape:
-    """The model of a row; sizes that it does not give are those of the model that it names."""
+    """The model of a row. Sizes that it does not give are those of the model that it names."""
     dim, layers, heads, seq = (
         int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
     )
     if not dim or not layers:
         raise UserError(f"row {row['id']}: hidden and layers must be given")
-    if row["id"][0] in RECIPE:
+    if row["id"][0] in RECIPES:
         return gpt(dim, layers, heads, int(real(row, "vocab", 51200)), seq, int(real(row, "ffn", 0)))
     more = dict(ffn_dim=4 * dim, vocab_size=128256)
-    more |= next((sizes for name, sizes in NAMED.items() if name in given(row, "model").lower()), {})
-    more |= {name: int(real(row, n)) for n, name in (("ffn", "ffn_dim"), ("vocab", "vocab_size")) if given(row, n)}
+    more |= next((sizes for name, sizes in NAMED.items() if name in row.get("model", "").lower()), {})
+    more |= {name: int(real(row, n)) for n, name in (("ffn", "ffn_dim"), ("vocab", "vocab_size")) if row.get(n)}
     return Shape(dim, layers, heads, int(real(row, "kv", heads)), seq_len=seq, **more)
 
 
 def layout_of(row: dict[str, str]) -> Layout:
     """The layout of a row. ZeRO 1 where it does not say; sequence parallelism but where Megatron's rows have none."""
-    megatron = row["id"][0] in RECIPE
+    megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
     dp = int(real(row, "dp", real(row, "n", pp * tp * cp) // (pp * tp * cp)))
     gbs = int(real(row, "gbs", dp))
     whole = gbs // dp // mbs % pp == 0  # as an interleaved schedule wants it
     some = "selective" if megatron else "elementwise"  # all others fuse attention
-    recompute = {"sel+SP": some, "sel": some, "full": "full"}.get(given(row, "recompute"), "none")
-    x = Layout(pp, cp, tp, ep, zero, mbs, gbs, dp=dp, recompute=recompute, chunks=chunks)
+    kind = {"sel+SP": some, "sel": some, "full": "full"}.get(recompute, "none")
     way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
-    return replace(x, schedule=way, sp=not megatron or given(row, "recompute") == "sel+SP")
+    sp = not megatron or recompute == "sel+SP"
+    return Layout(pp, cp, tp, ep, zero, mbs, gbs, way, chunks, kind, sp, dp=dp)
 
 
 def read_rows(path: str) -> list[Case]:
     """The runs of a file. Raises UserError for a GPU that nobody knows."""
     cases = []
     for row in rows_of(path):
-        row["id"], chip = given(row, "id"), given(row, "gpu")
-        if not row["id"] or chip not in CHIPS:
-            raise UserError(f"row {row['id']} on {chip}: known are {', '.join(CHIPS)}")
-        recipe = RECIPES[RECIPE.get(row["id"][0], "course")]
-        published = {name: real(row, name) for name in FIGURES if given(row, name)}
+        name, chip = row.get("id", ""), row.get("gpu", "")
+        if not name or chip not in CHIPS:
+            raise UserError(f"row {name} on {chip}: known are {', '.join(CHIPS)}")
+        published = {figure: real(row, figure) for figure in FIGURES if row.get(figure)}
         m, layout, gpu = shape_of(row), layout_of(row), GPUS[CHIPS[chip]]
-        if not given(row, "recompute") and held(m, layout).total > gpu.memory:
+        if not row.get("recompute") and held(m, layout).total > gpu.memory:
             layout = replace(layout, recompute="full")  # not stated, and without it the run does not fit
-        cases.append(Case(row["id"], m, layout, gpu, recipe, published))
+        cases.append(Case(name, m, layout, gpu, RECIPES.get(name[0], COURSE), published))
     return cases
 
 
@@ -145,11 +143,11 @@ def read_vtrain(path: str) -> list[Case]:
     """The lines of a file; the id is the line's number, the header not counted."""
     cases, took = [], "iteration time (ms)"
     for row in rows_of(path):
-        gbs, mbs, dim, heads, layers, seq, tp, dp, pp = (int(real(row, name)) for name in VTRAIN)
+        gbs, mbs, dim, heads, layers, seq, tp, dp, pp = (int(real(row, name)) for name in COLUMNS)
         x = Layout(pp, 1, tp, 1, 0, mbs, gbs, recompute="full", sp=False, dp=dp)
-        published = dict(step_s=real(row, took) / 1e3) if given(row, took) else {}
+        published = dict(step_s=real(row, took) / 1e3) if row.get(took) else {}
         m = gpt(dim, layers, heads, 50257, seq)
-        cases.append(Case(row["line"], m, x, GPUS["a100-80-half"], RECIPES["vtrain"], published))
+        cases.append(Case(row["line"], m, x, GPUS["a100-80-half"], VTRAIN, published))
     return cases
 
 
@@ -162,7 +160,7 @@ def counted_flops(case: Case) -> float:
 
 
 def predict(case: Case) -> dict[str, float]:
-    """The five figures."""
+    """The five figures that the planner predicts for a run."""
     seconds = step_seconds(case.shape, case.layout, case.gpu, case.recipe).step
     tokens = case.layout.global_batch_size * case.shape.seq_len / case.layout.world / seconds
     rate = counted_flops(case) * tokens
@@ -171,7 +169,7 @@ def predict(case: Case) -> dict[str, float]:
 
 
 def error(case: Case, predicted: dict[str, float], name: str) -> float:
-    """Predicted over published, less 1; of a rate, that of the time behind it."""
+    """The relative error of a figure; for a rate, that of the time behind it."""
     ratio = predicted[name] / case.published[name]
     return (ratio if name in ("step_s", "mem_gib") else 1 / ratio) - 1
 
@@ -193,7 +191,7 @@ def choice(published: list[float], predicted: list[float]) -> tuple[float, float
 
 
 def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
-    """Those with a published time and the same model, GPUs and batch."""
+    """Runs with a published time, grouped by model, number of GPUs and batch."""
     found = defaultdict(list)
     for case in cases:
         if case.published:
@@ -205,14 +203,17 @@ def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
 def bench(config: Config):
     """Print a line for each run, the errors, the choices among vTrain's layouts, and what is left out."""
     cases, lines = read_rows(config.rows), read_vtrain(config.vtrain)
-    found = [predict(case) for case in cases + lines]
-    rows, errors = [["id", "as if by", "figure", "published", "predicted", "time", "memory, GiB", "error"]], {}
-    for case, predicted in zip(cases + lines, found, strict=True):
+    found = [(case, predict(case)) for case in cases + lines]
+    rows, errors = (
+        [["id", "as if by", "figure", "published", "predicted", "time", "memory, GiB", "error"]],
+        defaultdict(list),
+    )
+    for case, predicted in found:
         row = [case.id, case.recipe.name, "", "", "", "", f"{predicted['mem_gib']:.1f}", ""]
         if name := time_figure(case):
             off = error(case, predicted, name)
             row[2:6] = name, f"{case.published[name]:.4g}", f"{predicted[name]:.4g}", f"{off:+.1%}"
-            errors.setdefault(KINDS.get(case.recipe.name, "time, other software"), []).append(off)
+            errors[KINDS.get(case.recipe.name, "time, other software")].append(off)
         if "mem_gib" in case.published:
             row[7] = f"{error(case, predicted, 'mem_gib'):+.1%}"
         rows.append(row)
@@ -221,21 +222,19 @@ def bench(config: Config):
         errors["time, S and K"] = both
     rows = [["errors of", "runs", "mean", "worst", "bias"]]
     for name, all_ in errors.items():
-        figures = np.mean(np.abs(all_)), max(all_, key=abs), np.mean(all_)
-        rows.append([name, str(len(all_)), f"{figures[0]:.1%}", *(f"{figure:+.1%}" for figure in figures[1:])])
+        mean = np.mean(np.abs(all_))
+        rows.append([name, str(len(all_)), f"{mean:.1%}", f"{max(all_, key=abs):+.1%}", f"{np.mean(all_):+.1%}"])
     print(table(rows), end="\n\n")
     rows = [["vTrain group", "layouts", "mean error", "Spearman", "regret"]]
     for name, group in groups_of(lines).items():
-        one = [case.published["step_s"] for case in group]
-        two = [predict(case)["step_s"] for case in group]
-        mean = np.mean([abs(b / a - 1) for a, b in zip(one, two, strict=True)])
-        correlation, regret = choice(one, two)
+        one, two = ([figures(case)["step_s"] for case in group] for figures in (lambda case: case.published, predict))
+        mean, (correlation, regret) = np.mean([abs(b / a - 1) for a, b in zip(one, two, strict=True)]), choice(one, two)
         rows.append([name, str(len(one)), f"{mean:.1%}", f"{correlation:.3f}", f"{regret:.1%}"])
     print(f"{table(rows)}\n\n{LEFT_OUT}")
     if config.json:
-        entries = [dict(id=c.id, published=c.published, predicted=p) for c, p in zip(cases + lines, found, strict=True)]
+        entries = [dict(id=case.id, published=case.published, predicted=predicted) for case, predicted in found]
         for entry in entries[len(cases) :]:
-            entry["id"], entry["predicted"] = int(entry["id"]), dict(step_s=entry["predicted"]["step_s"])
+            entry |= dict(id=int(entry["id"]), predicted=dict(step_s=entry["predicted"]["step_s"]))
         Path(config.json).write_text(json.dumps(entries, indent=1) + "\n")
 
 
