@@ -23,5 +23,5 @@ def test_every_cell_of_the_notebook_runs(tmp_path):
     printed = ["".join(out.get("text", "") for out in outs) for outs in outputs]
     assert "nothing, all of them are here" in printed[1] and "attached: fp16 around" in printed[3]
     assert "step 10: loss" in printed[3] and (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
-    assert sum("image/png" in out.get("data", {}) for out in outputs[4]) == 2
+    assert sum("image/png" in out.get("data", {}) for out in outputs[4]) == 1
     assert "ring: 0 of 7 points" in printed[5], printed[5]

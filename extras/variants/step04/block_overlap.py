@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from common.comm import Group, all_gather, all_reduce, reduce_scatter
 from extras.variants import Parts
-from step04_tp_sp import COLUMNS, Config
+from step04_tp_sp import COLUMNS
 
-SINCE = Config
 Ending = Callable[[], Tensor]
 
 

@@ -33,9 +33,8 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step02.narrow import BLOCK, dequantise, quantise
 from extras.variants.step04.block_overlap import Ending, overlap, start_keep
-from step04_tp_sp import COLUMNS, Config, Conjugate
+from step04_tp_sp import COLUMNS, Conjugate
 
-SINCE = Config
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 

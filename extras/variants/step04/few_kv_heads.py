@@ -19,9 +19,7 @@ from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import PRESETS, ModelConfig
 from extras.variants import Parts
-from step04_tp_sp import HEADS, Config, shard_param
-
-SINCE = Config
+from step04_tp_sp import HEADS, shard_param
 
 
 def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:

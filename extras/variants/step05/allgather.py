@@ -23,7 +23,6 @@ from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
 from step05_cp_ring import merge, zigzag_positions, zigzag_visible
 
-SINCE = step05.Config
 FORMULAS = step05.part_attention, step05.part_gradients
 
 

@@ -25,9 +25,8 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step01.documents import KINDS, Documents
 from extras.variants.step05.allgather import gathered_attention
-from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
+from step05_cp_ring import CONTEXT, ContextMode, zigzag_positions
 
-SINCE = Config
 BLOCKS = 8  # a rank
 
 

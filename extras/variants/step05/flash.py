@@ -27,9 +27,7 @@ from common.model import wide
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step05.allgather import add_gradients, attend, attend_to
-from step05_cp_ring import Config, ring_attention, travel
-
-SINCE = Config
+from step05_cp_ring import ring_attention, travel
 
 
 def fits(q: Tensor, kernel: str = "flash") -> bool:

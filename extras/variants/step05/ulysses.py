@@ -42,9 +42,7 @@ from extras.variants import Parts
 from extras.variants.step05.allgather import FORMULAS
 from extras.variants.step05.flash import kernel_ring
 from extras.variants.step05.ring import ordered_positions
-from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions, zigzag_visible
-
-SINCE = Config
+from step05_cp_ring import CONTEXT, ContextMode, zigzag_positions, zigzag_visible
 
 
 class Swap(torch.autograd.Function):

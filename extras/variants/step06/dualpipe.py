@@ -18,15 +18,12 @@ from typing import Any
 
 import numpy as np
 
-import step06_pipeline as step06
 from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from extras.variants import Parts
 from extras.variants.step06.split_backward import UNIT
 from extras.variants.step06.zero_bubble import in_vee, write_out
-
-SINCE = step06.Config
 
 
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:

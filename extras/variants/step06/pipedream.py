@@ -30,9 +30,8 @@ from common.comm import all_reduce
 from common.model import IGNORE, PRESETS, Decoder, wide
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
-from step06_pipeline import Config, OneForwardOneBackward
+from step06_pipeline import OneForwardOneBackward
 
-SINCE = Config
 Weights = dict[str, Tensor]  # of one stage, by name
 
 

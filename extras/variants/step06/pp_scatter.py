@@ -17,11 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-import step06_pipeline as step06
 from extras.variants import Parts
 from step04_tp_sp import gather_tokens
-
-SINCE = step06.Config
 
 
 @dataclass

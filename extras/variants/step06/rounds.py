@@ -30,11 +30,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import step06_pipeline as step06
 from common import UserError
 from common.schedules import SCHEDULES, Action, Schedule
-
-SINCE = step06.Config
 
 
 def rounds(size: int, p: int, m: int, v: int, rank: int, ahead: bool = False) -> list[Action]:

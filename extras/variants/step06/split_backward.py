@@ -23,7 +23,6 @@ from extras.variants.record import SET, Refusal
 from extras.variants.step07.grouped_matmul import Product, ProductLinear, of_experts
 from step04_tp_sp import COLUMNS, ROWS
 
-SINCE = step06.Config
 UNIT = dict(F=1, B=1, W=1)  # how long the actions of a schedule with W take
 step06.ACTS["W"] = "weights"
 

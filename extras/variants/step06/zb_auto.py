@@ -13,14 +13,11 @@ from itertools import accumulate, product
 from math import inf
 from typing import Any, NamedTuple
 
-import step06_pipeline as step06
 from common import UserError
 from common.model import PRESETS
 from common.schedules import SCHEDULES, Action, Schedule, round_robin, simulate
 from extras.variants.step06.split_backward import UNIT
 from extras.variants.step06.zero_bubble import zb_h1
-
-SINCE = step06.Config
 
 
 class Costs(NamedTuple):

@@ -26,11 +26,9 @@ from functools import lru_cache, partial
 from itertools import chain, count, product
 from typing import Any
 
-import step06_pipeline as step06
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from extras.variants.step06.split_backward import UNIT
 
-SINCE = step06.Config
 PERIOD = 6  # of v-half and v-min: units of time from one micro-batch to the next, for F, B and W of two stages
 
 

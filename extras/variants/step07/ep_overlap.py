@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import step07_moe_ep as step07
 from common.comm import Group, all_to_all
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
@@ -38,8 +37,6 @@ from extras.variants.step07.paired_actions import InPairs, program_of
 from step04_tp_sp import Conjugate
 from step06_pipeline import ListPipeline, plan
 from step07_moe_ep import MoE, transpose_blocks
-
-SINCE = step07.Config
 
 
 class Turns:

@@ -35,15 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh, all_to_all
 from common.model import wide
 from extras.variants import Parts
 from step04_tp_sp import Conjugate, enter_block, leave_block
 from step07_moe_ep import DISPATCH, AddLoss, MoE
-
-SINCE = step07.Config
 
 
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:

@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 import step07_moe_ep as step07
 from extras.variants import Parts
 
-SINCE = step07.Config
-
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
     """int32 [experts]: where each expert's rows end. The copy is from pinned memory, so the host does not wait."""

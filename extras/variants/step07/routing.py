@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import step07_moe_ep as step07
 from common import UserError
 from common.comm import Mesh, all_reduce
 from common.layout import note_layout
@@ -34,7 +33,6 @@ from extras.variants import Parts
 from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 
-SINCE = step07.Config
 SUMMED = ("data", "tp", "mirror")  # dimensions whose ranks route different tokens; the last: dualpipe's other copy
 
 
