@@ -4,8 +4,8 @@ data       until the first forward                      backward   from the end 
 forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
 waiting    between a pipeline's actions                 weights    a pipeline's W
 
-`waited_seconds` {mesh dimension: seconds}: in any phase, the host or a GPU's compute stream waits for messages. A wait
-takes a GPU two events, and a ring alone waits thousands of times a step: so a GPU's waits are timed on request.
+`waited_seconds` {mesh dimension: seconds}: in any phase, the host waits for messages. A GPU's waits are not timed: each
+would take two events, and a ring alone waits thousands of times a step. (--profile shows them.)
 """
 
 import time
@@ -29,10 +29,9 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 class Clock:
     """Which phase this rank is in, and the seconds of each since `begin`. Listeners are told of every change."""
 
-    def __init__(self, parts: Parts, host: bool = False, waits: bool = True):
-        """`host`: take the host's time, also with a GPU. `waits`: time a GPU's waits, too."""
+    def __init__(self, parts: Parts, host: bool = False):
+        """`host`: take the host's time, also with a GPU."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
-        self.timing = waits or not self.cuda
         self.listeners: list[Callable[[str], None]] = []
         self.marks: list[tuple[str, tuple, Any]] = []  # (phase, an action's (kind, micro-batch, stage) or (), start)
         self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
@@ -81,7 +80,7 @@ class Clock:
     @contextmanager
     def waiting(self, pending: Pending) -> Iterator[None]:
         """`comm.waiting` of a run: note how long it waits for a message, and in which group."""
-        timed = self.timing and bool(pending.works)
+        timed = bool(pending.works) and not self.cuda
         start = self.now() if timed else None
         yield
         if timed:
@@ -94,7 +93,7 @@ class Clock:
         self.mark("data")
 
     def take(self) -> dict[str, Any]:
-        """Seconds of each phase of the step, and, if they are timed, those waited for messages."""
+        """Seconds of each phase of the step and, without a GPU, those waited for messages."""
         self.mark("data")
         seconds: dict[str, float] = defaultdict(float)
         for (phase, _, start), (*_, end) in pairwise(self.marks):
@@ -102,7 +101,7 @@ class Clock:
         waited: dict[str, float] = defaultdict(float)
         for dim, start, end in self.waits:
             waited[dim] += self.between(start, end)
-        return dict(seconds) | (dict(waited_seconds=dict(waited)) if self.timing else {})
+        return dict(seconds) | (dict(waited_seconds=dict(waited)) if not self.cuda else {})
 
     def timeline(self) -> list[list]:
         """[kind, micro-batch, stage, start, end] of the actions of this step, in seconds from its begin."""

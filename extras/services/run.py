@@ -89,8 +89,6 @@ class ServedRun(OpenRun):
     def record(self, step: int, tokens: int, **numbers: float):
         """As the plain run's, with the numbers of services."""
         numbers |= self.screen.more(tokens)
-        if (health := self.parts.kept.get("health")) is not None:
-            numbers |= health.of_step(numbers)
         before = time.perf_counter()
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
         self.began += time.perf_counter() - before  # not a part of the step's seconds

@@ -145,7 +145,7 @@ class Screen:
         self.flops = flops_per_token(shape_of(parts.model.config, self.config), self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
-        self.clock, self.timeline = Clock(parts, waits=getattr(self.config, "log_ranks", False)), MemoryTimeline()
+        self.clock, self.timeline = Clock(parts), MemoryTimeline()
         self.held, self.watching = MemoryWatch(parts, self.timeline), ExitStack()
         self.clock.listeners.append(self.timeline.phase)
         for text in self.introduction(some.dtype):

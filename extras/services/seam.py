@@ -21,7 +21,7 @@ from extras.variants import Parts, name_of
 from extras.variants.record import Refusal, need
 
 # Attached after the techniques, in this order; by name, because some of them import this file.
-SERVICES = "stages devices shapes legal readers resume evaluation health profile dry_run screen"
+SERVICES = "stages devices shapes legal readers resume evaluation profile dry_run screen"
 
 
 @lru_cache

@@ -30,7 +30,7 @@ COMPUTED |= dict(aux_loss_coeff=(0.01, 0.1))
 HOW = dict(dtype=("fp64",), zero=(0,), bucket_mb=(1.0, 0.01), tp=(1, 2), cp=(1, 2), pp=(1, 2), ep=(1, 2))
 HOW |= dict(chunks=(2, 1), pp_split=("", "cost"))
 LOOKS = dict(eval_every=(0, 1), eval_sequences=(64, 5), save_every=(0, 1), save_async=(False, True))
-LOOKS |= dict(log_ranks=(False, True), profile_memory=(0, 1))
+LOOKS |= dict(profile_memory=(0, 1))
 BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # where their effect shows
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
 # Flags that end a run early, need what a test's machine lacks, or stand for others; and the file that tests them.

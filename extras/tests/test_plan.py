@@ -24,7 +24,7 @@ from extras.services.dry_run import Counted, run_rank
 from extras.services.legal import layout_of_flags
 from extras.services.seam import check, compose
 from extras.tests.bench import plan as bench
-from extras.theory import pictures, plan, report, seconds
+from extras.theory import plan, report, seconds
 from extras.theory.activations import MicroBatch, kept_along, layer_bytes
 from extras.theory.gpus import GPUS
 from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, variants
@@ -347,20 +347,3 @@ def test_a_mistake_is_one_line(capsys, arguments):
     assert plan.main(shlex.split(arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and MISTAKES[arguments] in error
-
-
-def test_the_points_of_the_pictures_are_the_laws(tmp_path):
-    """Bubbles are those of the simulated lists; ZeRO cuts 18 N. Each picture is drawn."""
-    for name, *points in pictures.bubbles():
-        p, v = map(int, re.findall(r"\d+", name))
-        for m, idle in zip(*points, strict=True):
-            if m % p == 0 or v == 1:
-                lists = lists_of("interleaved", p, v, m)
-                took = schedules.simulate(lists, places_of("interleaved", p, v), dict(F=1, B=2))[-1][0]
-                assert idle == pytest.approx(1 - 3 * m * v / took)
-    for zero, cut in enumerate((0, 12, 16, 18)):
-        state = sum(pictures.holds(zero=zero, dp=8)[:3])
-        assert state == pytest.approx((18 - cut + cut / 8) * total_weights(LLAMA), 2e-3)
-    for name in pictures.PICTURES:
-        pictures.draw(name, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000

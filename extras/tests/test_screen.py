@@ -23,7 +23,7 @@ from common.model import ModelConfig
 from extras.services import devices, failures
 from extras.services.run import ServedRun
 from extras.services.tables import human
-from extras.tests.equal import SMALL, config_of, difference, read_named
+from extras.tests.equal import SMALL, config_of, read_named
 from extras.tests.pool import ROOT, start
 from extras.tests.test_checkpoint import STEPS, train_on_rank
 from extras.tests.test_dry_run import dry, flat
@@ -200,24 +200,14 @@ def slow_on_rank(*args) -> list[dict]:
         return train_on_rank(*args)
 
 
-def test_each_rank_is_in_the_metrics(pools, tmp_path):
-    """The mean of the ranks' losses, each of as many tokens, is the loss; replicas have one gradient norm.
-
-    Others wait for a slow rank. The part of the pairs of tokens that attention looks at is that of a mask.
-    """
-    options = dict(log_ranks=True, save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
+def test_others_wait_for_a_slow_rank(pools, tmp_path):
+    """The metrics have the seconds. The part of the pairs of tokens that attention looks at is that of a mask."""
+    options = dict(save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
     rows = pools(2).run(slow_on_rank, "step03_zero", options | dict(documents="mask", end_token=32))[0]
-    waited = [sum(row["ranks"][rank]["waited_seconds"] for row in rows) for rank in range(2)]
-    assert waited[0] > 0.15 * len(rows) and waited[0] > waited[1]  # half of what rank 1 sleeps
+    assert sum(row["waited_seconds"]["dp"] for row in rows) > 0.15 * len(rows)  # half of what rank 1 sleeps
     data = Data("", ModelConfig(**SMALL), STEPS["global_batch_size"], 0)
     for row in rows:
         ends = (data.batch(row["step"] - 1)[0][:3] == 32).long()
         numbers = ends.cumsum(1) - ends
         seen = (numbers[:, :, None] == numbers[:, None]).tril().sum().item()
         assert row["attention_pairs"] == pytest.approx(seen / (3 * 136))
-        ranks = row["ranks"]
-        assert row["waited_seconds"] == dict(dp=ranks[0]["waited_seconds"])
-        assert difference(sum(rank["loss"] for rank in ranks) / 2, row["loss"]) < 1e-10
-        assert ranks[0]["grad_norm"] == ranks[1]["grad_norm"]
-        assert difference(ranks[0]["grad_norm"], row["grad_norm"]) < 1e-10
-        assert ranks[1]["data_seconds"] > 0.25 and all(rank["peak_memory_bytes"] > 2**20 for rank in ranks)
