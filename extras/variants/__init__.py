@@ -1,20 +1,21 @@
-"""Further techniques by chapter: one file each, which changes a step from outside when a flag asks for it. The rules:
+"""Further techniques, one file each. If its flag is set, a file changes a step of the course from outside. The rules:
 
- 1  A file has a docstring (idea, law, source, where its lines would stand in the course), the mechanism, its record
-    (record.py) with `Flags`, and functions that attach it. A file that only others import calls itself a *library*.
- 2  It serves the steps from that of its folder on; SINCE, a Config, can say otherwise.
- 3  A menu entry that a file adds when it is imported is one more value of a flag: SYNCS["torch"] = TorchSync.
- 4  `settle(config, world)` sets flags that are left open. Nothing else sets flags.
- 5  NEEDS and REFUSES say which flags do not go together; `check(config, world)` raises UserError for sizes that do not
-    fit. Both are read before anything is built.
+ 1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
+    about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
+ 2  It applies to the step of its folder and to later ones, unless SINCE names the Config of another first step.
+ 3  Importing a file adds its entries to menus, as values of a flag: SYNCS["torch"] = TorchSync adds --sync torch.
+ 4  `settle(config, world)` may set flags. No other function may.
+ 5  NEEDS and REFUSES declare which flags cannot be combined; `check(config, world)` raises UserError for sizes that do
+    not fit. Both are applied before anything is built.
  6  `prepare(config, parts)` runs before the step builds. It may change menu entries until the step has built.
- 7  `attach(config, parts)` runs before the first step. It may change data that the step has built, and methods.
- 8  Only `parts.instead` (at most one file) and `parts.around` change methods and menu entries. They nest in one order,
-    whichever file attaches first: the step's own method or its replacement, techniques in ORDER, services and tests.
- 9  By default no course code is replaced. A run prints each changed method, and its table of traffic each new group.
-10  `parts.kept` has what each `attach` returned, by the file's name. Services call what it offers: checkpoints
-    `state()`, JSON that is the same on all ranks, `restore(state)`, and `owed`, tensors by bucket or unit; the record
-    of a step `figures()`; validation `look(tokens)`.
+ 7  `attach(config, parts)` runs before the first training step. It may change the objects that the step has built.
+ 8  Methods and menu entries are changed only by `parts.instead`, which replaces one (at most one file may), and by
+    `parts.around`, which wraps it. The nesting does not depend on which file attaches first. Innermost is the step's
+    own method or its replacement, then come the techniques in ORDER, then services and tests.
+ 9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
+10  `parts.kept` maps a file's name to what its `attach` returned. Services use what they find there: checkpoints call
+    `state()` (JSON, the same on all ranks) and `restore(state)`, and save `owed` (tensors by bucket or unit); the
+    record of a step calls `figures()`; validation calls `look(tokens)`.
 """
 
 from collections import Counter
@@ -30,9 +31,8 @@ from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
 
-# The wrappers of a method, innermost first: gradients are summed before they are changed; a chunk's loss is not scaled,
-# nor are late gradients; a skipped update still moves biases; documents see inputs that were prefetched or received;
-# attention is recomputed with all other changes.
+# Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, and skips an update
+# before `stale` queues its gradient; documents see the batch that prefetch read; attention is recomputed as changed.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
 ORDER += ["routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
@@ -44,7 +44,7 @@ def name_of(module: str) -> str:
 
 
 class Change(NamedTuple):
-    """One file's change of a method of an object, or of an entry of a menu."""
+    """A change that one file makes to a method of an object, or to an entry of a menu."""
 
     owner: Any
     name: Any  # the method's name, or the entry's key
@@ -52,7 +52,7 @@ class Change(NamedTuple):
     how: str  # "instead of", "around"
     call: Callable
     plain: Callable  # the step's own method
-    text: str  # of the change, for the screen
+    text: str  # describes the change, for the screen
 
     @property
     def place(self) -> int:
@@ -62,7 +62,7 @@ class Change(NamedTuple):
         return ORDER.index(name_of(self.by)) if self.by.startswith(f"{__name__}.") else len(ORDER)
 
     def put(self, call: Callable):
-        """Make `call` the method, or the entry."""
+        """Install `call` as the method, or as the menu entry."""
         if isinstance(self.owner, dict):
             self.owner[self.name] = call
         else:
@@ -70,7 +70,7 @@ class Change(NamedTuple):
 
 
 class Progress:
-    """Follows a rank: `step`, and `now`, the number of the micro-batch whose forward or backward runs, from 0."""
+    """Tracks a rank's `step`, and `now`, the micro-batch (from 0) whose forward or backward is running."""
 
     def __init__(self, parts: "Parts"):
         self.step, self.now, self.pipeline = -1, -1, parts.pipeline
@@ -81,7 +81,7 @@ class Progress:
             parts.around(parts.pipeline, act, self.act, by=__name__)
 
     def begin(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: a step begins."""
+        """Wraps `Data.batch`: note that a step begins."""
         self.step, self.now = step, -1
         return read(step)
 
@@ -91,7 +91,7 @@ class Progress:
         return inputs if self.positions is None else (*inputs[:2], self.positions())
 
     def act(self, right: Callable, i: int, *rest: Any) -> Any:
-        """Around a pipeline's forward and backward of micro-batch i. (Backward may recompute layers.)"""
+        """Wraps a pipeline's forward and backward of micro-batch i: set `now`. (Backward may recompute layers.)"""
         self.now = i
         if self.positions is not None:
             self.pipeline.positions = self.positions()
@@ -100,7 +100,7 @@ class Progress:
 
 @dataclass
 class Parts:
-    """What a step has built (None: it has no such part), and what has been attached. One rank has a mesh, too."""
+    """The objects that a step has built (None: it has no such object), and the changes attached to them."""
 
     run: Run
     model: Any = None
@@ -111,11 +111,11 @@ class Parts:
     positions: Tensor | None = None
     pipeline: Any = None
     attached: list[Change] = field(default_factory=list)
-    kept: dict[str, Any] = field(default_factory=dict)  # by file: what its `attach` has returned
+    kept: dict[str, Any] = field(default_factory=dict)  # file's name -> what its `attach` returned
 
     @cached_property
     def progress(self) -> Progress:
-        """The step and micro-batch that this rank computes, followed from the first request on."""
+        """Tracks the step and micro-batch that this rank computes, from the first access on."""
         return Progress(self)
 
     @property
@@ -133,7 +133,7 @@ class Parts:
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of actions in this rank's list, if the pipeline follows lists."""
+        """The kinds of actions in this rank's list; empty if the pipeline does not follow lists."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
 
     def keeps(self, what: str) -> list[Any]:
@@ -141,7 +141,7 @@ class Parts:
         return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def scale_added_losses(self, factor: float):
-        """Multiply the coefficients of the losses that layers with experts add to the model's (step 7, --z-loss)."""
+        """Multiply the coefficients of the auxiliary losses that MoE layers add (step 7's balance loss, --z-loss)."""
         for module in self.model.modules():
             for name in ("coeff", "z_coeff"):
                 if hasattr(module, name):
@@ -152,18 +152,18 @@ class Parts:
         self.change(owner, name, by, "instead of", call)
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
-        """Wrap it: a call becomes `call(inner, ...)`, where `inner` is the method with all wrappers inside this one."""
+        """Wrap the same: a call becomes `call(inner, ...)`; `inner` is the method with all wrappers inside this one."""
         placed = not by.startswith(f"{__name__}.") or name_of(by) in ORDER
-        assert placed, f"say in ORDER of variants/__init__.py where {by} stands"
+        assert placed, f"{by} wraps a method: insert it in ORDER of variants/__init__.py"
         self.change(owner, name, by, "around", call)
 
     def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):
-        """Record a change, and nest all changes of this method or entry again."""
+        """Record a change, then nest all changes of this method or entry anew."""
         alike = [change for change in self.attached if change.owner is owner and change.name == name]
         plain = alike[0].plain if alike else owner[name] if isinstance(owner, dict) else getattr(owner, name)
         new = Change(owner, name, by, how, call, plain, f"{name_of(by)} {how} {self.named(owner, name)}")
         if how == "instead of" and (other := next((old for old in alike if old.how == how), None)):
-            raise UserError(f"{other.text} and {new.text}: two flags that do not go together")
+            raise UserError(f"{other.text} and {new.text}: these two flags cannot be combined")
         self.attached.append(new)
         for change in sorted([*alike, new], key=lambda change: change.place):
             plain = change.call if change.how == "instead of" else partial(change.call, plain)
@@ -177,13 +177,13 @@ class Parts:
         return " ".join([*(f"--{flag.replace('_', '-')}" for flag in flags), str(name)])
 
     def give_back(self):
-        """Restore all menus when the step has built, or could not."""
+        """Restore all menus once the step has been built, or has failed to build."""
         for change in self.attached:
             if isinstance(change.owner, dict):
                 change.put(change.plain)
 
     def said(self) -> list[str]:
-        """A line for each kind of change that a flag has asked for, with the number of objects."""
+        """Returns a line for each change that a flag requested, with the number of objects changed."""
         asked = [one for one in self.attached if one.place < len(ORDER) or isinstance(one.owner, dict)]
         lines = Counter(f"attached: {one.text}" for one in asked)
         return [line + f" (x{n})" * (n > 1) for line, n in lines.items()]

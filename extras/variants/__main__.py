@@ -1,4 +1,4 @@
-"""The table of all techniques, from what their files say: `python -m extras.variants > extras/variants/README.md`."""
+"""Prints the table of techniques from their files: `python -m extras.variants > extras/variants/README.md`."""
 
 import re
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from extras.variants.record import HAS, SET, But, Refusal, spelled
 HERE = Path(__file__).parent
 HEAD = """# Techniques
 
-Each file changes a step from outside, where a flag asks for it, and is in the folder of the first step that has the
-flag. Its docstring says where its lines would stand in the course. `__init__.py` has the rules, and
-[record.py](record.py) says how a file declares what it needs and does not go with. Libraries, which only other files
-import, are left out. `python -m extras.variants > extras/variants/README.md` writes this table from the files.
+Each file changes a step from outside if its flag is set, and is in the folder of the first step that has the flag. Its
+docstring says where its lines would be in the course. `__init__.py` has the rules, and [record.py](record.py) shows how
+a file declares which flags it needs and which it cannot be combined with. Libraries, which only other files import, are
+not listed. `python -m extras.variants > extras/variants/README.md` writes this table from the files.
 
 | technique | flags | needs | not with | source | step |
 | --- | --- | --- | --- | --- | --- |"""
@@ -29,7 +29,7 @@ WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|
 
 
 def flags(module: ModuleType, text: str) -> list[str]:
-    """The values that a file adds to flags of steps, and its own flags; without these, the flag in its docstring."""
+    """Returns the flag values that a file adds and its own flags, or else the first flag in its docstring."""
     entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
     found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
     found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []
@@ -45,7 +45,7 @@ def spoken(name: str, condition: Any) -> str:
 
 
 def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
-    """Two cells of the table: what a file's own flags need, and what they do not go with."""
+    """Yields two cells of the table: what a file's own flags need, and what they cannot be combined with."""
     needs = [spoken(other, tuple(values) or SET) for _, other, *values in getattr(module, "NEEDS", ())]
     refused: list[Refusal] = getattr(module, "REFUSES", [])
     others = [{name: some for name, some in one.flags.items() if name not in own} for one in refused if not one.needs]
@@ -54,7 +54,7 @@ def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
 
 
 def row(path: Path) -> str:
-    """A file's line of the table: its docstring's first sentence without brackets, and the works that it names."""
+    """Returns a file's row of the table, which begins with its docstring's first sentence without brackets."""
     module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
     doc = " ".join(module.__doc__.split())
     if doc.startswith("A library"):

@@ -1,17 +1,17 @@
-"""What a technique's file says about its flags, as data: values to try, what they need, what they do not go with.
+"""How a technique's file declares its flags as data: values to test, and which flags they need or exclude.
 
     Flags      a dataclass of the flags and their defaults
-    TRIED      values that tests combine with all other flags, beside the defaults. Of a switch, a Literal and a menu
-               they try all values
-    BESIDE     values of other flags with which the flags of the file have an effect
-    COMPUTED   True if the flags change what is computed, not how: a test's one process to compare with has them, too
+    TRIED      values that tests combine with all other flags, besides the defaults. Switches, Literals and menus need
+               none, because tests try all their values
+    BESIDE     values that tests give to other flags, so that the flags of the file have an effect
+    COMPUTED   True if the flags change the result: then the one process that a test compares with has them, too
     NEEDS      (flag, other, values...): the flag may be set only if the other one has one of these values; without
                values, if the other one is set
-    REFUSES    Refusal(flags, why): flags that do not go together, or a value that a flag cannot have
+    REFUSES    Refusal(flags, why): flags that cannot be combined, or a value that a flag cannot have
 
-A run refuses what is declared here (extras/services/seam.py), tests combine it (extras/tests/pairs.py), and the table
-of techniques prints it (`python -m extras.variants`). Other conditions, such as that one size divides another, are
-checked by a file's function `check`.
+A run applies these declarations (extras/services/seam.py), tests combine flags by them (extras/tests/pairs.py), and the
+table of techniques shows them (`python -m extras.variants`). A file's function `check` tests other conditions, such as
+that one size divides another.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 SET = "the flag does not have its default"
 HAS = "the step has the flag"
-OFF = dict(zero=0, pp=1, cp=1, tp=1, ep=1)  # what a step that lacks one of these flags does
+OFF = dict(zero=0, pp=1, cp=1, tp=1, ep=1)  # a step without one of these flags behaves as with this value
 
 
 class But(tuple):
@@ -38,12 +38,12 @@ def spelled(name: str, value: Any) -> str:
 
 
 class Refusal(NamedTuple):
-    """Flags that do not go together, and why; or one flag with values that it cannot have."""
+    """Flags that cannot be combined, and why; or one flag with values that it cannot have."""
 
     flags: dict[str, Any]  # each has SET, HAS, a tuple of values, `but` or a function: refused where all of these hold
     why: str  # what would go wrong; after a semicolon, what to do
-    shows: dict[str, Any] | None = {}  # noqa: RUF012  # other flags with which such a run goes wrong; None: on GPUs only
-    needs: str = ""  # instead of `why`: what the first flag needs, to have an effect
+    shows: dict[str, Any] | None = {}  # noqa: RUF012  # other flags with which a test shows the error; None: no test
+    needs: str = ""  # instead of `why`: the flags without which the first flag has no effect
 
     def holds(self, value: Callable[[str], Any], plain: dict[str, Any]) -> bool:
         """Whether a run is refused. `value` gives a flag's value, and `plain` has the defaults of its step's flags."""

@@ -1,7 +1,7 @@
-"""Adafactor (`--optimizer adafactor`; Shazeer and Stern 2018): second moments in n + m numbers instead of n m.
+"""Adafactor (`--optimizer adafactor`; Shazeer and Stern 2018) stores n m second moments in n + m numbers.
 
-Of the squared gradients of a matrix it keeps the mean of each row and of each column, and takes their product as second
-moments; there is no first moment. Rows and columns must be whole. In step 1, `adamw` would have this last line.
+It keeps the mean of each row and of each column of a matrix's squared gradients, and estimates second moments by their
+products, without first moments. Rows and columns must be whole. In step 1 it would be one more entry of OPTIMIZERS.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from step01_single_gpu import OPTIMIZERS, decay_groups
 
 
 def adafactor(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
-    """Return the update rule."""
+    """Returns the update rule for these masters."""
     return torch.optim.Adafactor(decay_groups(masters, config))
 
 

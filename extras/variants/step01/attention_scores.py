@@ -1,10 +1,10 @@
-"""Attention by its formula (`--attention scores`), and selective recomputation of it (`--recompute selective`).
+"""Attention with explicit scores (`--attention scores`), and selective recomputation (`--recompute selective`).
 
-Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a score for each pair of tokens. The scores are most
-of what a layer keeps for backward, and little of its work. Selective activation recomputation (Korthikanti et al. 2022,
-section 5) keeps q, k and v, and computes scores and softmax again, without a product with weights or a message of tp. A
-fused kernel does the same in tiles, and leaves nothing to save. With h = dim, k = kv heads x head_dim, f = ffn_dim,
-a = heads, s tokens and e bytes an element, a token of a layer keeps
+Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a stored score for each pair of tokens. The scores
+are most of what a layer keeps for backward, but little of its work. Selective activation recomputation (Korthikanti et
+al. 2022, section 5) keeps q, k and v, and recomputes scores and softmax, which takes no weights and no messages. A
+fused kernel does the same in tiles, so nothing remains to be saved. With h = dim, k = kv heads x head_dim, f = ffn_dim,
+a = heads, s tokens and e bytes an element, a layer keeps for each token
 
     fused                          e (6 h + 2 k + 4 f) + 4 a + 8
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def again(core: Callable, *qkv: Tensor) -> Tensor:
-    """Around attention: keep q, k and v alone, and compute it again in backward."""
+    """Wraps attention: keep only q, k and v, and compute attention again in backward."""
     return checkpoint(core, *qkv, use_reentrant=False)
 
 
@@ -44,15 +44,15 @@ def again(core: Callable, *qkv: Tensor) -> Tensor:
 class Flags:
     """The core of attention."""
 
-    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
+    attention: Literal["fused", "scores"] = "fused"  # PyTorch's fused kernel, or explicit scores
 
 
-NO_SCORES = "no scores are kept; add --attention scores, or use --recompute full"
+NO_SCORES = "no scores exist to recompute; add --attention scores, or use --recompute full"
 REFUSES = [
     Refusal(dict(recompute=("selective",), attention=but("scores")), NO_SCORES, None),
-    Refusal(dict(attention=("scores",), cp=SET), "it needs whole sequences, and the ring has formulas already"),
+    Refusal(dict(attention=("scores",), cp=SET), "the ring computes scores already; leave it out"),
     Refusal(dict(attention=("scores",), documents=SET), "documents have attention of their own; leave one out", None),
-    Refusal(dict(attention=("scores",), window=SET), "every token sees all earlier ones; leave one out"),
+    Refusal(dict(attention=("scores",), window=SET), "scores have no window; leave one out"),
 ]
 
 

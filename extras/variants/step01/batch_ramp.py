@@ -1,13 +1,13 @@
-"""Batches that grow (`--batch-ramp START,STEPS`): from START sequences a step to --global-batch-size, in equal steps.
+"""Grows the batch (`--batch-ramp START,STEPS`) from START sequences to --global-batch-size during STEPS steps.
 
-Early in training the gradients of all sequences point the same way, so a small batch learns as much from each token in
-less time; later they are mostly noise, which a large batch averages (McCandlish et al. 2018). DeepSeek-V3 grows from
-3072 to 15360 sequences (section 4.2). With k = batch / START, step t < STEPS (from 0) takes the next
+Early in training the gradients of all sequences point in similar directions, so a small batch is enough; later they are
+mostly noise, which a large batch averages out (McCandlish et al. 2018). DeepSeek-V3 grows from 3072 to 15360 sequences
+(section 4.2). With k = batch / START, step t < STEPS (from 0) takes the next
 
     START (1 + floor(t (k - 1) / STEPS))    sequences of the data; from STEPS on, all k START
 
-Each size is a multiple of START, which the ranks of dp share in whole micro-batches. The shapes stay those of a full
-batch: the first sequences of a rank's share are real, and the other places are not computed. In step 2, `mine` would be
+Each size is a multiple of START, which the ranks of dp share in whole micro-batches. Tensors keep the shapes of a full
+batch: only the first sequences of a rank's share are real, and the others are not computed. In step 2, `mine` would be
 computed anew in each step, from the number of sequences that `data.batch` returns.
 """
 
@@ -61,30 +61,30 @@ class Ramp:
         return tuple(torch.cat(parts, 1).flatten(0, 1) for parts in both)
 
     def begin(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `read` and --prefetch: a step begins."""
+        """Wraps `read` and --prefetch: count the real micro-batches of the step that begins."""
         self.real = self.size(step) // self.dp // self.config.micro_batch_size
         before, self.scale = self.scale, self.config.global_batch_size / self.size(step)
         self.parts.scale_added_losses(self.scale / before)  # a step adds the mean of its micro-batches' losses
         return read(step)
 
     def forward(self, model: Callable, *inputs: Tensor) -> Tensor:
-        """Around the model's forward: in training, a micro-batch without sequences is not computed."""
+        """Wraps the model's forward: in training, a micro-batch without sequences is not computed."""
         if torch.is_grad_enabled() and self.progress.now >= self.real:
             return torch.zeros((), device=inputs[0].device, requires_grad=True)
         return model(*inputs)
 
     def step(self, run: Callable, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """Around a pipeline's step: leave all other micro-batches out, also of the list of actions."""
+        """Wraps a pipeline's step: run only the real micro-batches, also in the list of actions."""
         if self.program:
             self.parts.pipeline.program = [line for line in self.program if line.action.micro_batch < self.real]
         return run(xs[: self.real], ys[: self.real], n_targets)
 
     def sums(self, begin: Callable, _n: int):
-        """Around `sync.begin`: expect only the real micro-batches."""
+        """Wraps `sync.begin`: expect only the real micro-batches."""
         begin(self.real)
 
     def record(self, plain: Callable, step: int, _tokens: int, **numbers: float):
-        """Around `run.record`: count only the tokens of real sequences."""
+        """Wraps `run.record`: count only the tokens of real sequences."""
         plain(step, self.size(step) * self.parts.model.config.seq_len, **numbers)
 
 
@@ -102,7 +102,7 @@ REFUSES = [Refusal(dict(batch_ramp=SET, dry_run=SET), "a dry run counts one step
 
 
 def check(config: Any, world: int):
-    """Every size must be a multiple of the ranks' micro-batches. Raises UserError."""
+    """Every batch must be a multiple of dp x --micro-batch-size. Raises UserError."""
     if not config.batch_ramp:
         return
     dp = world // math.prod(getattr(config, dim, 1) for dim in ("pp", "cp", "tp"))

@@ -1,13 +1,13 @@
-"""The loss in chunks of tokens (`--loss-chunk`), so that the logits of a micro-batch never exist all at once.
+"""Computes the loss in chunks of tokens (`--loss-chunk`), so that a micro-batch's logits never exist all at once.
 
 Logits [tokens, vocab] are often the largest tensor of a model: 8192 x 128256 take 2.1 GB in bf16, and their copy in
-fp32, softmax and gradient take some 10 GB more. But the loss is a sum over tokens. So forward also computes the
-gradients of a chunk's hidden states, and its part of the head's gradient, and frees its logits before it computes the
-next chunk's. If all tokens fit in one chunk, nothing changes.
+fp32, softmax and gradient take some 10 GB more. But the loss is a sum over tokens. So for each chunk, forward also
+computes the gradients of its hidden states and its part of the head's gradient, and then frees its logits. If all
+tokens fit in one chunk, nothing changes.
 
-The head passes the hidden states on, and the loss multiplies them by the head's weight, chunk by chunk. Any loss of the
-model is called for each chunk, also step 4's over a sharded vocabulary. In step 1 the last line of `Decoder.forward`
-would call this function.
+The head passes the hidden states on, and the loss multiplies them by the head's weight, chunk by chunk. The model's
+loss function is called for each chunk; step 4's, over a sharded vocabulary, works as well. In step 1 the last line of
+`Decoder.forward` would call this function.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ MOST = 2**30  # bytes of a chunk's logits in fp32: three such tensors exist at a
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Computes the gradients in forward, as if that of the loss were 1; backward only scales them."""
+    """Computes the gradients in forward, as if the gradient of the loss were 1; backward only scales them."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, loss: Callable) -> Tensor:
@@ -54,7 +54,7 @@ class ChunkedLoss(torch.autograd.Function):
 class Flags:
     """The loss in chunks."""
 
-    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
+    loss_chunk: int = 0  # most tokens whose logits exist at a time (at most 1 GiB in fp32), for example 2048; 0: all
 
 
 TRIED = dict(loss_chunk=5)

@@ -1,9 +1,9 @@
-"""Layers as compiled graphs (`--compile`): torch.compile fuses norms, RoPE, SiLU and additions into a few kernels.
+"""Compiles layers (`--compile`): torch.compile fuses norms, RoPE, SiLU and additions into a few kernels.
 
 All layers share one graph. It breaks where a layer communicates (steps 4, 5, 7); TORCH_LOGS=graph_breaks shows where.
-In step 1 this would follow `RECOMPUTE[config.recompute](model)`, so recomputation is part of the graph. Across a break
-that is impossible: there each graph of a layer is recomputed to its end. (Without --compile the product with down_proj
-is not recomputed, because backward does not need its output.)
+In step 1 this would follow `RECOMPUTE[config.recompute](model)`, so recomputation is part of the graph. That is
+impossible if the graph breaks: then recomputation stays outside, and each graph of a layer is recomputed to its end.
+(Without --compile the product with down_proj is not recomputed, because backward does not need its output.)
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from extras.variants.record import HAS, SET, Refusal
 def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Tensor, **how: Any) -> Tensor:
     """Run a layer's forward while its parameters have no `.grad`.
 
-    Dynamo looks at `.grad`. Where that is fp32 and the weight bf16, it compiles no operation with this weight. In steps
-    2 to 7 it is fp32 from before the first forward on: a view of a buffer.
+    Dynamo inspects `.grad`. If that is fp32 and the weight bf16, it compiles no operation with this weight. In steps 2
+    to 7, `.grad` is an fp32 view of a buffer already before the first forward.
     """
     gradients = [param.grad for param in params]
     for param in params:
@@ -52,7 +52,7 @@ REFUSES = [
 def attach(config: Any, parts: Parts):
     """Compile the forward of every layer inside its hooks. Where messages break its graph, recomputation stays outside.
 
-    The function that counts messages is no part of a graph: sizes may be symbols there, which it cannot add up.
+    The function that counts messages stays outside graphs, where sizes may be symbols, which it cannot add up.
     """
     if not config.compile:
         return

@@ -1,20 +1,20 @@
-"""Attention that stops at the borders of documents (`--documents mask` or `reset`).
+"""Restricts attention to tokens of the same document (`--documents mask` or `reset`).
 
 A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). With
 
     mask    token i attends to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
     reset   the same, and RoPE's positions restart at 0 in each document (RoPE is relative: only rounding changes)
 
-A document ends with --end-token, whose target, the first token of the next document, counts. In step 5 this would be
-another `visible`. No mask is built, and whole sequences, as after Ulysses' exchange, are one triangle a document.
+A document ends with --end-token. Its target, the first token of the next document, counts in the loss. In step 5 this
+would be another `visible`. No mask is built. In whole sequences each document is one causal triangle.
 
-    keys ->    a a b | b c c      Tokens that a rank has in a row: one causal triangle for each document.
-    queries a  #     |            Earlier keys, also in a row: one rectangle or none, because only the document of the
-            a  # #   |            last key can reach these queries.
+    keys ->    a a b | b c c      Consecutive tokens of a rank: one causal triangle for each document. Earlier keys,
+    queries a  #     |            also consecutive: one rectangle or none, because only the document of the last of
+            a  # #   |            them can continue in these queries.
             b      # |
             ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
-            b      # | #          however the sequence is sharded. Nothing is sent for it: each rank reads the whole
-            c        |   # #      batch, and so knows where documents end.
+            b      # | #          however the sequence is sharded. This needs no messages: each rank reads the whole
+            c        |   # #      batch, so it knows where documents end.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> runs of tokens of one document: start, stop, position of the first, document."""
+    """int64 [seq], int64 [s] -> runs of one document's tokens: (start, stop, position of the first token, document)."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
@@ -42,19 +42,19 @@ def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, in
 
 
 class MicroBatch:
-    """The documents of a few sequences, as every rank that shares these sequences knows them."""
+    """The documents of a micro-batch. Every rank that shares its sequences computes the same."""
 
     def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
         """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
         rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
         self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: of documents
         self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
-        self.places = self.positions + rows[:, None, None] * tokens.shape[1]  # in all sequences, one behind the other
+        self.places = self.positions + rows[:, None, None] * tokens.shape[1]  # in all sequences, concatenated
         self.lengths = self.numbers.flatten().unique_consecutive(return_counts=True)[1].tolist()
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
     def visible(self, rank: int, source: int, _length: int) -> list[tuple[slice, slice, bool]]:
-        """Replaces `zigzag_visible` of step 5: for any positions, and for several sequences one behind the other."""
+        """Replaces `zigzag_visible` of step 5: for any positions, and for several concatenated sequences."""
         if source not in self.found:
             both = (segments(self.numbers.flatten(), self.places[:, r].flatten()) for r in (rank, source))
             self.found[source] = [
@@ -66,7 +66,7 @@ class MicroBatch:
 
 
 class Documents:
-    """Attention within the documents of `now`, the micro-batch in forward or backward."""
+    """Restricts attention to documents. `now` is the micro-batch whose forward or backward is running."""
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.progress = config, parts.progress
@@ -86,7 +86,7 @@ class Documents:
     def within(self, core: Callable) -> Callable:
         """The wrapper for a kind of attention: it passes `visible` parts, or calls `attend` on whole sequences."""
         known = inspect.signature(core).parameters
-        if "visible" in known:  # sequences one behind the other
+        if "visible" in known:  # sequences are concatenated
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
@@ -96,7 +96,7 @@ class Documents:
         return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: find the documents of this rank's sequences."""
+        """Wraps `Data.batch`: find the documents of this rank's sequences."""
         tokens, targets = read(step)
         parts = tokens[self.mine].split(self.config.micro_batch_size)
         self.all = [MicroBatch(part, self.config.end_token, self.deal) for part in parts]
@@ -114,7 +114,7 @@ class Documents:
         return self.rope()
 
     def figures(self) -> dict[str, float]:
-        """For the record of a step: the number of pairs, as a share of causal attention's."""
+        """For the record of a step: the computed pairs, as a share of those of causal attention."""
         lengths = [n for some in self.all for n in some.lengths]
         return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
 
@@ -133,26 +133,26 @@ class Documents:
 class Flags:
     """Documents."""
 
-    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
-    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
+    documents: Literal["off", "mask", "reset"] = "off"  # attention within documents; reset: positions restart
+    end_token: int = 256  # with --documents: the token that ends a document (0: token 0); 256 is the course's own
 
 
 COMPUTED = True
 BESIDE = TRIED = dict(end_token=32)
 NEEDS = [("end_token", "documents", "mask", "reset")]
-KINDS: dict[str, type[Documents]] = {}  # by --cp-mode: a class that deals out tokens in its own way
+KINDS: dict[str, type[Documents]] = {}  # --cp-mode -> a class that distributes tokens in its own way
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 
 
 def check(config: Any, world: int):
-    """The end must be a token. Raises UserError."""
+    """--end-token must be in the vocabulary. Raises UserError."""
     if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
         raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
 
 def attach(config: Any, parts: Parts) -> Documents | None:
-    """Let the attention of every layer stop at borders."""
+    """Restrict the attention of every layer to documents."""
     if config.documents == "off":
         return None
-    torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
+    torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default, which takes 20 ms or more to plan for a new length
     return KINDS.get(getattr(config, "cp_mode", ""), Documents)(config, parts)

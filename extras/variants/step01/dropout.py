@@ -1,8 +1,8 @@
-"""Dropout (`--dropout P`): in training, a number is zero with probability P, and otherwise divided by 1 - P.
+"""Dropout (`--dropout P`) zeroes each activation with probability P in training, else divides it by 1 - P.
 
-It follows the embedding, attention and the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4). Every layout must
-drop the same numbers, or it would not train as one process does. A generator with a state cannot do this, because its
-next number depends on earlier draws. So a mask is a pure function of
+It is applied after the embedding, attention and the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4). Every
+layout must drop the same numbers, or it would not train as one process does. A generator with a state cannot do this,
+because its next number depends on earlier draws. So a mask is a pure function of
 
     key      seed, step
     counter  four channels of one token: channel // 4; position; sequence in the global batch; layer and place
@@ -11,8 +11,8 @@ by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1,
 multiplying and mixing turn each counter into four random words. A rank evaluates it for its own tokens; recomputation
 gets the same mask again. Validation drops nothing.
 
-Law: for backward a rank keeps a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP each tp rank keeps and
-draws all of it, with SP 1/tp, which is half the reason for SP (Korthikanti et al. 2022, section 4). In step 1,
+Law: for backward a rank keeps 2 L + 1 masks [batch, tokens, dim] of a byte a number. Without SP each tp rank draws and
+keeps whole masks, with SP 1/tp of them, which is one reason for SP (Korthikanti et al. 2022, section 4). In step 1,
 `DecoderLayer.forward` would call `drop` around each block.
 """
 
@@ -61,16 +61,16 @@ class Dropout:
         for n, layer in trunk.layers.items():
             blocks |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
         for place, block in blocks.items():
-            if block is not None:  # after g, where the tokens are sharded; experts have no g
+            if block is not None:  # after g, which shards the tokens with SP; experts have no g
                 name = "leave" if hasattr(block, "leave") else "forward"
                 parts.around(block, name, partial(self.drop, place), by=__name__)
 
     def drop(self, place: int, block: Callable, *inputs: Any) -> Tensor:
-        """Around a block: in training, drop numbers of its output, [batch, this rank's tokens, dim]."""
+        """Wraps a block: in training, drop numbers of its output, [batch, this rank's tokens, dim]."""
         y = block(*inputs)
         return (y * self.kept(place, y.shape)).mul_(1 / (1 - self.config.dropout)) if torch.is_grad_enabled() else y
 
-    @torch.compiler.disable  # it would be another graph in each step
+    @torch.compiler.disable  # else each step would be compiled anew
     def kept(self, place: int, shape: torch.Size) -> Tensor:
         """The mask of this rank's tokens, bool [batch, tokens, dim]. With SP, tp ranks have shards of the tokens."""
         (batch, tokens, dim), config, step = shape, self.config, self.progress.step
@@ -85,12 +85,12 @@ class Dropout:
 class Flags:
     """Dropout."""
 
-    dropout: float = 0.0  # share of the numbers after embedding, attention and MLP that are zero in training; 0: none
+    dropout: float = 0.0  # probability that training zeroes a number after embedding, attention or MLP; 0: never
 
 
 TRIED = dict(dropout=0.2)
 COMPUTED = True
-NOTHING = "it is a share, which leaves nothing: choose it below 1, say 0.1"
+NOTHING = "it would leave nothing; choose it below 1, for example 0.1"
 REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
 
 

@@ -1,14 +1,14 @@
-"""Recomputation of elementwise operations (`--recompute elementwise`): keep what is expensive to compute again.
+"""Recomputes elementwise operations only (`--recompute elementwise`), because they are cheap to compute again.
 
 Full recomputation repeats the whole forward of a layer. This keeps the outputs of matrix products and attention, and
 repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e bytes an
-element, a token of a layer keeps for backward:
+element, a layer keeps for each token:
 
     none         e (6 h + 2 k + 4 f) + 4 a + 8
     elementwise  e (5 h + 2 k + 2 f) + 4 a
     full         e h
 
-PyTorch calls the tool "selective activation checkpointing"; the selective recomputation of papers is `--recompute
+PyTorch calls this "selective activation checkpointing"; what papers call selective recomputation is `--recompute
 selective` (attention_scores.py). In step 1 `recompute_layers` would pass to `checkpoint` the operators whose outputs it
 keeps.
 """
@@ -33,19 +33,19 @@ ATTENTION = [
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 ]
-CHOICE = [aten.topk.default]  # of a router (step 7): computed again, a last bit may differ and send tokens elsewhere
+CHOICE = [aten.topk.default]  # of a router (step 7): recomputed, it might differ, and tokens would go elsewhere
 RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # `attach` does the rest
 
 
 def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
-    """Around a layer that step 1's `recompute_layers` runs again: keep the outputs of these operators."""
+    """Wraps a layer that step 1's `recompute_layers` runs again: keep the outputs of these operators."""
     return recompute(*inputs, context_fn=partial(create_selective_checkpoint_contexts, operators))
 
 
 def attach(config: Any, parts: Parts):
-    """Keep a router's choice also with `full`. Without a router `full` keeps nothing, because that costs time.
+    """With `full`, too, keep a router's choice. Without a router `full` keeps nothing, because that costs time.
 
-    Attention of step 5 is computed again, with its messages: it adds to the output of an operator in place.
+    With --cp attention is recomputed, with its messages, because step 5 changes an operator's output in place.
     """
     kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
     for layer in parts.model.model.layers.values():

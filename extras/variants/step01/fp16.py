@@ -2,7 +2,7 @@
 
 fp16 has few exponent bits: a gradient below 6e-8 becomes zero. So the loss is multiplied by a scale before backward,
 and the finished gradients are divided by it. A gradient above 65504 overflows: then the update is skipped and the scale
-is halved; after 1000 good steps it is doubled. The norm is that of the whole gradient, so all ranks skip, or none.
+is halved; after 1000 good steps it is doubled. All ranks have the same global norm, so they skip together.
 
 In step 1 the loss would be `micro_loss * scale`, a line after the last backward would divide the gradients, and
 `optimizer.step` would be called only if the norm is finite.
@@ -34,17 +34,17 @@ class LossScaling:
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Use both from the next forward on, also for the losses that layers with experts add."""
+        """Use both from the next forward on, and scale the losses that MoE layers add."""
         self.parts.scale_added_losses(state["scale"] / self.scale)
         self.scale, self.good_steps = state["scale"], state["good_steps"]
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
-        """Around the model's loss, a scalar in fp32 or wider: keep its value, and scale its gradient."""
+        """Wraps the model's loss, a scalar in fp32 or wider: keep its value, and scale its gradient."""
         loss = plain(*inputs)
         return loss + (self.scale - 1) * (loss - loss.detach())
 
     def gradients(self, plain: Callable) -> dict[str, Tensor]:
-        """Around `optimizer.gradients`: the first call of a step divides them by the scale, in place."""
+        """Wraps `optimizer.gradients`: the first call of a step divides them by the scale, in place."""
         gradients = plain()
         if self.scaled:
             for gradient in gradients.values():
@@ -53,17 +53,17 @@ class LossScaling:
         return gradients
 
     def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
-        """Around `run.require_finite`: a norm that is not finite skips the update, and does not end the run."""
+        """Wraps `run.require_finite`: a norm that is not finite skips the update, and does not end the run."""
         self.skipping = not math.isfinite(grad_norm)
         plain(step, loss=loss)
 
     def update(self, plain: Callable):
-        """Around the update rule's step: leave it out after an overflow."""
+        """Wraps the update rule's step: leave it out after an overflow."""
         if not self.skipping:
             plain()
 
     def step(self, plain: Callable, lr: float):
-        """Around `optimizer.step`: afterwards, choose the scale of the next step."""
+        """Wraps `optimizer.step`: afterwards, choose the scale of the next step."""
         plain(lr)
         good_steps = 0 if self.skipping else self.good_steps + 1
         factor = 0.5 if self.skipping else 2.0 if good_steps % GROWTH == 0 else 1.0
@@ -72,7 +72,7 @@ class LossScaling:
 
 
 def attach(config: Any, parts: Parts) -> LossScaling | None:
-    """Let the model's loss enter backward scaled, and the optimizer see gradients without the scale."""
+    """Scale the model's loss before backward, and unscale the gradients before the optimizer uses them."""
     if config.dtype != "fp16":
         return None
     scaling = LossScaling(parts)

@@ -1,11 +1,11 @@
-"""Gradients that matmuls accumulate (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
+"""Lets matmuls accumulate gradients (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
 
-For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. For each number
-it moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can accumulate in fp32 instead: 4 + 4 bytes, without rounding dW
-to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and adds
-them. Here each matmul adds to the same dx: dx = dv Wv, dx += dk Wk, dx += dq Wq.
+For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. These operations
+move 2, 2 + 4 and 4 + 4 + 4 bytes for each number. A matmul that accumulates in fp32 moves 4 + 4 bytes, and does not
+round dW to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and
+adds them. Here each matmul adds to the same dx: dx = dv Wv, dx += dk Wk, dx += dq Wq.
 
-This covers the matrices of layers and an untied head. Only CUDA has the operator that adds 16 bits to fp32; elsewhere
+This covers the matrices of layers and an untied head. Only CUDA can add a product of 16-bit matrices to fp32; elsewhere
 autograd's three operations remain. In step 1, `Optimizer` would replace each `F.linear` by `SummingLinears`.
 """
 
@@ -57,7 +57,7 @@ class SummingLinears(torch.autograd.Function):
     def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:
         """x [..., in] -> an output [..., out] of each. Autograd must not see the weights: it would call their hooks."""
         ctx.save_for_backward(x)
-        ctx.arguments = [linear.weight for linear in linears], fused  # the parameters, wherever their values are later
+        ctx.arguments = [linear.weight for linear in linears], fused  # the parameters: values may move
         return tuple(F.linear(x, linear.weight) for linear in linears)
 
     @staticmethod
@@ -87,7 +87,7 @@ def multiply(linears: list[nn.Linear], ready: list[Tensor], fused: bool, i: int,
 class Flags:
     """Sums of gradients."""
 
-    fused_gradients: bool = False  # matmuls accumulate the gradients of matrices, and of inputs that several share
+    fused_gradients: bool = False  # matmuls add to the gradients of matrices, and of an input that several share
 
 
 AUTOGRAD = "DistributedDataParallel waits for autograd's own additions; use another --sync"

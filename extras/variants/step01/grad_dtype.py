@@ -1,4 +1,4 @@
-"""Gradients in 16 bits (`--grad-dtype same`): two bytes less for each parameter, in memory and in messages.
+"""Keeps gradients in 16 bits (`--grad-dtype same`), which saves two bytes a parameter in memory and in messages.
 
 Autograd then accumulates micro-batches in 16 bits, where a small addend vanishes beside a large sum. ZeRO 2 and 3 still
 accumulate in fp32, in their shards, and the update is in fp32. In step 1 this would be the line that sets `grad_dtype`.
@@ -18,7 +18,7 @@ from step03_zero import Unit
 
 
 def gradients(parts: Parts, plain: Callable) -> dict[str, Tensor]:
-    """Around `gradients` of the optimizer: convert the gradients, or ZeRO's shards of them, to the masters' dtype."""
+    """Wraps `gradients` of the optimizer: convert the gradients, or ZeRO's shards of them, to the masters' dtype."""
     for unit in parts.units:
         unit.grad_shard = unit.grad_shard.to(unit.master.dtype)
     for name, param in getattr(parts.optimizer, "params", {}).items():
@@ -29,7 +29,7 @@ def gradients(parts: Parts, plain: Callable) -> dict[str, Tensor]:
 
 
 def zero_grad(optimizer: Optimizer, plain: Callable):
-    """Around `Optimizer.zero_grad`: the next gradients are in 16 bits again."""
+    """Wraps `Optimizer.zero_grad`: the next gradients are in 16 bits again."""
     plain()
     for param in optimizer.params.values():
         param.grad_dtype = param.dtype
@@ -44,14 +44,14 @@ def make_room(unit: Unit):
 class Flags:
     """The dtype of gradients."""
 
-    grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
+    grad_dtype: Literal["fp32", "same"] = "fp32"  # gradients in 16-bit training: summed in fp32, or in 16 bits as well
 
 
 NEEDS = [("grad_dtype", "dtype", "bf16", "fp16", "auto")]
 
 
 def attach(config: Any, parts: Parts):
-    """Change the dtypes that the optimizer has chosen, those of gradients and of their buffers."""
+    """Give gradients and their buffers the dtype of the weights, instead of the one that the optimizer has chosen."""
     if config.grad_dtype == "fp32":
         return
     for param in parts.model.parameters():

@@ -1,6 +1,6 @@
-"""Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its orthogonalised momentum, so it must be whole.
+"""Muon (`--optimizer muon`; Jordan et al. 2024) updates each matrix by its orthogonalised momentum.
 
-AdamW treats each number by itself, so a rank can update any shard. Muon needs whole matrices. With gradient G and
+AdamW treats each number by itself, so a rank can update any shard. Muon must gather whole matrices. With gradient G and
 momentum M of a matrix W [out, in], learning rate lr and weight decay d:
 
     M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, on each shard (Nesterov)
@@ -9,7 +9,7 @@ momentum M of a matrix W [out, in], learning rate lr and weight decay d:
 
 0.2 sqrt(max) gives an update the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so --lr and
 --weight-decay mean the same for both. Muon updates the hidden matrices, `*_proj.weight`; AdamW updates norms,
-embedding, head and router. In step 1 it would be one more entry of OPTIMIZERS. Shards stay with their ranks:
+embedding, head and router. In step 1 it would be one more entry of OPTIMIZERS. With shards, an update has four parts:
 
     1  each rank computes U of its shard                           nothing is sent
     2  U of a unit is all-gathered over the n ranks that shard it  (n-1)/n S            ZeRO's dp (experts: expert_data)
@@ -46,7 +46,7 @@ def rounded(dtype: torch.dtype) -> torch.dtype:
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Matrices [n, rows, columns] -> with singular values near 1: an odd polynomial changes nothing else."""
+    """Matrices [n, rows, columns] -> with singular values near 1; an odd polynomial keeps the singular vectors."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
@@ -60,7 +60,7 @@ class Muon:
     """An update rule like those of torch.optim: Muon's for the hidden matrices, AdamW's for the rest."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
-        """`masters`: what this rank updates, by name: whole local parameters or, with ZeRO, flat parts of them."""
+        """`masters`: the tensors that this rank updates: local parameters or, with ZeRO, flat parts of them."""
         self.hidden = {name: tensor for name, tensor in masters.items() if is_hidden(name)}
         self.adamw = adamw({name: tensor for name, tensor in masters.items() if not is_hidden(name)}, config)
         self.group = dict(params=list(self.hidden.values()), weight_decay=config.weight_decay)
@@ -72,7 +72,7 @@ class Muon:
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Updates of this rank's shards of a unit -> of all elements of these parameters, flat."""
+        """All-gathers the updates of a unit: those of this rank's shards -> those of whole parameters, flat."""
         dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}
@@ -82,7 +82,7 @@ class Muon:
         return {name: unit.view(whole, name).flatten() for name in ours}
 
     def orthogonal_part(self, name: str, update: Tensor) -> Tensor:
-        """The flat update of a parameter -> by how much this rank's shard of it moves."""
+        """The flat U of a parameter -> this rank's shard of the orthogonalised update 0.2 sqrt(max(out, in)) O."""
         param, local, first = self.params[name], self.hidden[name], self.firsts.get(name, 0)
         each, shards = param.shape[-2:].numel(), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
         low, high = first // each, -(-(first + local.numel()) // each)  # the matrices of which the shard has elements
@@ -107,7 +107,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self):
-        """Update the shards that have gradients. A collective of the ranks that share a unit or a matrix."""
+        """Update the shards that have gradients. All ranks that share a unit or a matrix must call this."""
         updates = {}
         for name, shard in self.hidden.items():
             if shard.grad is None:
@@ -115,7 +115,7 @@ class Muon:
             momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
             momentum.lerp_(shard.grad, 1 - MOMENTUM)
             updates[name] = shard.grad.lerp(momentum, MOMENTUM)
-        for unit in self.units:  # also those without a shard of ours; but offloading updates one unit after another
+        for unit in self.units:  # also without a shard of ours; offloading has one with gradients at a time
             if unit.grad_shard is not None and any(map(is_hidden, unit.trained)):
                 updates |= self.gather(unit, updates)
         rate, decay = self.group["lr"], self.group["weight_decay"]
@@ -129,6 +129,6 @@ OPTIMIZERS["muon"] = Muon
 
 
 def attach(config: Any, parts: Parts):
-    """Show Muon the parameters, the mesh and ZeRO's units."""
+    """Give Muon the parameters, the mesh and ZeRO's units."""
     if config.optimizer == "muon":
         parts.optimizer.torch_optimizer.see(parts)

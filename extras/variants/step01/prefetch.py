@@ -1,7 +1,7 @@
-"""The next step's batch is read while this one is computed (`--prefetch`): useful where a GPU computes.
+"""Reads the next step's batch in a thread while this one is computed (`--prefetch`), which helps if a GPU computes.
 
-A batch is a pure function of the step, so it does not matter when it is read. On a CPU, though, the cores are busy. In
-step 1 the loop would ask for the batch of `step + 1` before it waits for the loss.
+A batch is a pure function of the step, so it does not matter when it is read. Without a GPU the cores are busy anyway.
+In step 1 the loop would ask for the batch of `step + 1` before it waits for the loss.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from extras.variants import Parts
 
 
 def batch(reader: Executor, coming: dict[int, Future], read: Callable, step: int) -> tuple[Tensor, Tensor]:
-    """Around `Data.batch`: the batch of a step, from `coming` if it was read ahead. Start to read the next one."""
+    """Wraps `Data.batch`: return a step's batch, from `coming` if it was read ahead, and start to read the next one."""
     here = coming.pop(step, None)
     coming[step + 1] = reader.submit(read, step + 1)
     return read(step) if here is None else here.result()
@@ -30,6 +30,6 @@ class Flags:
 
 
 def attach(config: Any, parts: Parts):
-    """Start to read ahead."""
+    """Let a thread read ahead."""
     if config.prefetch:
         parts.around(parts.data, "batch", partial(batch, ThreadPoolExecutor(1), {}), by=__name__)

@@ -1,6 +1,6 @@
-"""Plain gradient descent (`--optimizer sgd`), without moments. It shows a wrong scale of a gradient, which Adam hides.
+"""Plain gradient descent (`--optimizer sgd`), without moments. It reveals a wrongly scaled gradient, which Adam hides.
 
-In step 1, `adamw` would have this last line.
+In step 1 it would be one more entry of OPTIMIZERS.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from step01_single_gpu import OPTIMIZERS, decay_groups
 
 
 def sgd(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
-    """Return the update rule."""
+    """Returns the update rule for these masters."""
     return torch.optim.SGD(decay_groups(masters, config), fused=True)
 
 

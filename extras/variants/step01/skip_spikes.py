@@ -1,13 +1,13 @@
-"""Steps whose loss or gradient norm exceeds K times its running median are skipped (`--skip-spikes K`).
+"""Skips updates whose loss or gradient norm exceeds K times its running median (`--skip-spikes K`).
 
-Now and then the gradient of a batch throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went back
-and left such batches out). Spikes enter the medians, too: what lasts becomes normal, and training continues.
+Occasionally the gradient of one batch damages the weights (Chowdhery et al. 2022, "PaLM", section 5.1, restarted from
+an earlier checkpoint and skipped such batches). Spikes count in the medians, too, so training continues if they last.
 
-The cause may lie some steps before the spike. With `--roll-back N` a rank copies what it updates, masters and moments,
-every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next batch, so
-all batches since the copy are left out, as in PaLM. The copy takes the memory of masters and moments once more.
+The cause may lie some steps before the spike. With `--roll-back N` a rank copies the masters and moments that it
+updates every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next
+batch, so all batches since the copy are left out, as in PaLM. The copy doubles the memory of masters and moments.
 
-In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`.
+In step 1, `optimizer.step` would follow `if not spikes.is_spike(loss, norm):`.
 """
 
 import math
@@ -25,14 +25,14 @@ WINDOW, ENOUGH = 32, 8  # the largest and the smallest number of steps for a med
 
 
 class Past:
-    """A copy of what this rank's update changes, made before the update of `step` (-1: there is none)."""
+    """A copy of the masters and moments that this rank updates, made before the update of `step` (-1: no copy)."""
 
     def __init__(self, optimizer: Any, every: int):
         self.optimizer, self.every, self.step = optimizer, every, -1
         self.copies: dict[tuple[str, str], Tensor] = {}  # by name and kind
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """All masters, and the tensors that the update rule keeps for each; it makes these in its first update."""
+        """Yields all masters, and the tensors that the update rule keeps for each, which its first update creates."""
         for name, master in self.optimizer.masters.items():
             held = dict(master=master.detach()) | self.optimizer.torch_optimizer.state.get(master, {})
             yield from (((name, kind), value) for kind, value in held.items() if isinstance(value, Tensor))
@@ -60,7 +60,7 @@ class Spikes:
         return enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))
 
     def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
-        """Around `run.require_finite`. The numbers are the same on all ranks, so all ranks decide alike."""
+        """Wraps `run.require_finite`. The numbers are the same on all ranks, so all ranks decide alike."""
         plain(step, loss=loss, grad_norm=grad_norm)
         finite = math.isfinite(grad_norm)  # else --dtype fp16 skips the update
         self.skipping = finite and self.is_spike(loss, grad_norm)
@@ -68,12 +68,12 @@ class Spikes:
             self.past.before(step, self.skipping)
 
     def update(self, plain: Callable):
-        """Around the update rule's step: leave it out at a spike."""
+        """Wraps the update rule's step: leave it out at a spike."""
         if not self.skipping:
             plain()
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
-        """Around `run.record`: note a skipped step."""
+        """Wraps `run.record`: note a skipped step."""
         back = {} if self.past is None else dict(back_to=self.past.step)
         plain(step, tokens, **numbers, **(dict(skipped=1) | back if self.skipping else {}))
 
@@ -82,7 +82,7 @@ class Spikes:
         return self.recent
 
     def restore(self, state: list):
-        """Take them from a checkpoint."""
+        """Restore them from a checkpoint."""
         self.recent = state
 
 
@@ -91,7 +91,7 @@ class Flags:
     """Spikes."""
 
     skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
-    roll_back: int = 0  # steps between copies of the state, the last of which a spike restores; 0: no copies
+    roll_back: int = 0  # copy the state every so many steps; a spike restores the last copy; 0: no copies
 
 
 TRIED = dict(skip_spikes=1.5, roll_back=1)

@@ -1,8 +1,8 @@
-"""Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees the last W keys.
+"""Sliding-window attention (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees the last W keys.
 
     keys ->      0 1 2 3 4 5 6 7      W = 4, two ranks of cp, --cp-mode ring: the tokens are in order
     query 3      # # # +              A triangle (+) is causal attention. So is the triangle at the other end of the
-    ------------------------          window (x), if queries and keys are read from the last to the first. Between them
+    ------------------------          window (x), if queries and keys are taken in reverse order. Between them
     query 4        x # # +            are rectangles (#). Each part is one that step 5's kernels can compute.
     query 5          x # # +
     query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, its HALO: W-1 tokens.
@@ -33,9 +33,9 @@ TURNED = "turned"
 
 
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
-    """The parts of the pairs with 0 <= query - key < window: (queries, keys, and False, True or TURNED).
+    """Splits the pairs with 0 <= query - key < window into parts: (queries, keys, and False, True or TURNED).
 
-    The queries belong to the last of the keys' tokens. Slices count from the first query, and from the first key.
+    The queries are those of the last tokens. Slices count from the first query, and from the first key.
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -50,7 +50,7 @@ def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool 
 
 
 def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
-    """Extend a kernel (kernels.py) to TURNED parts: causal ones, with queries and keys in reverse order."""
+    """Extend a kernel (allgather.py) to TURNED parts: causal ones, with queries and keys in reverse order."""
 
     def turning(function: Callable, *given: Any) -> tuple[Tensor, ...]:
         *tensors, shape = given
@@ -69,7 +69,7 @@ def neighbours(group: Group, own: int, reach: int) -> tuple[list[tuple[int, int]
 
 
 def add_halo(kv: Tensor, group: Group, own: int, reach: int) -> Tensor:
-    """k and v [2, batch, own, kv_heads, d] -> the same behind those of up to `reach` earlier tokens."""
+    """k and v [2, batch, own, kv_heads, d] -> the same, preceded by those of up to `reach` earlier tokens."""
     before, after = neighbours(group, own, reach)
     received = [(torch.empty_like(kv[:, :, :t]), peer) for t, peer in before]
     exchange([(kv[:, :, own - t :].contiguous(), peer) for t, peer in after], received, group).wait()
@@ -104,7 +104,7 @@ def windowed_attention(
 class Flags:
     """Sliding windows."""
 
-    window: int = 0  # each token attends to the last so many tokens, itself included; 0: to all before it
+    window: int = 0  # number of tokens that each token attends to, itself included; 0: all before it
 
 
 TRIED = dict(window=5)

@@ -1,19 +1,19 @@
-"""Gradients summed over ranks in fewer bits (`--compress`), with error feedback: what is lost is sent later.
+"""Sums gradients over ranks in fewer bits (`--compress`), with error feedback: rounding errors are sent later.
 
-A rank keeps what it has not sent, and adds it to the next gradient ("error feedback": Seide et al. 2014, "1-Bit
-Stochastic Gradient Descent"; Karimireddy et al. 2019). So it is late, not lost.
+A rank keeps the error of each message, and adds it to the next gradient (Seide et al. 2014, "1-Bit Stochastic Gradient
+Descent"; Karimireddy et al. 2019). So the error arrives late, but is not lost.
 
     bf16   16 bits                                                      1/2 of the bytes of fp32
     int8   8 bits, and an fp32 scale for 256 values                     (1 + 4/256) / 4
     topk   the largest --topk-fraction of the values, with their places 2 x fraction; 1 loses nothing, and sends more
 
-Adding in so few bits would round at every rank, or overflow. So rank r receives shard r of every gradient (all-to-all)
-and adds in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r then compresses
-its shard of the sum again for all to gather, and keeps what that loses. It does so when the next bucket is sent, or at
-the end, so that the first message overlaps with backward.
+Sums in so few bits would be rounded at every rank, or overflow. So rank r receives shard r of every gradient
+(all-to-all) and adds in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r then
+compresses its shard of the sum, keeps the error, and all ranks gather the shards. This begins when the next bucket is
+sent, or at the end, so that the first message overlaps with backward.
 
-In step 2 `Compression.send` would be BucketSync.send, in step 3 `.reduce` would be Zero1.reduce. What is owed takes a
-gradient's memory on each rank, also under ZeRO 2 and 3, and is part of checkpoints.
+In step 2 `Compression.send` would be BucketSync.send, in step 3 `.reduce` would be Zero1.reduce. The errors (`owed`)
+take a gradient's memory on each rank, also in ZeRO 2 and 3. Checkpoints contain them.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from step03_zero import Unit
 
 
 class Compression:
-    """Sums in fewer bits. `owed` keeps what has not been sent of each bucket or unit, [n shards, length]."""
+    """Sums in fewer bits. `owed` has the error of each bucket or unit that is still to be sent, [n shards, length]."""
 
     def __init__(self, config: Any, sync: Any):
         self.sync, self.last = sync, Pending()  # the first message of the newest bucket
@@ -68,7 +68,7 @@ class Compression:
         self.sync.pending.append(pending)
 
     def send(self, plain: Callable, bucket: Bucket):
-        """Around `BucketSync.send`: wait for the previous bucket's first message, which backward has hidden."""
+        """Wraps `BucketSync.send`: wait for the previous bucket's first message, which backward has hidden."""
         n = bucket.group.size
         if n == 1:
             return plain(bucket)
@@ -78,7 +78,7 @@ class Compression:
         self.sync.pending.append(self.last)
 
     def reduce(self, plain: Callable, unit: Unit) -> Pending:
-        """Around `Zero1.reduce`: compress the message."""
+        """Wraps `Zero1.reduce`: compress the message."""
         n = unit.group.size
         if n == 1:
             return plain(unit)
@@ -89,7 +89,7 @@ class Compression:
 class Flags:
     """Compression of gradients."""
 
-    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of gradients
+    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # sum gradients in fewer bits; lossy
     topk_fraction: float = 0.01  # share of the values that --compress topk sends
 
 
@@ -98,7 +98,7 @@ NEEDS = [("topk_fraction", "compress", "topk")]
 REFUSES = [
     Refusal(dict(compress=SET, sync=but("bucket", "overlap"), zero=(0,)), "it compresses buckets; use --sync bucket"),
     Refusal(dict(topk_fraction=lambda x: not 0 < x <= 1), "it is a share: choose it above 0, and at most 1", None),
-    Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow would be owed for ever; use --dtype bf16 or fp32", None),
+    Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow is never corrected; use --dtype bf16 or fp32", None),
 ]
 
 

@@ -1,7 +1,7 @@
-"""Sums in two levels (`--sync hierarchical --ranks-per-node N`; BlueConnect: Cho et al. 2019; "2D" in Horovod, NCCL).
+"""Sums gradients inside nodes, then between them (`--sync hierarchical`; BlueConnect: Cho et al. 2019).
 
-Links inside a node are many times faster than those between nodes. So the ranks of a node first reduce-scatter, then
-each sums its shard with the ranks that have the same one in other nodes, and at last all gather inside:
+Links inside a node are many times faster than those between nodes. So the N ranks of a node reduce-scatter, each
+all-reduces its shard with the ranks of other nodes that have the same one, and the ranks of a node all-gather:
 
     n = 4, N = 2                  node 0: rank 0   rank 1        node 1: rank 2   rank 3
         at first                          a0 b0    a1 b1                 a2 b2    a3 b3
@@ -28,7 +28,7 @@ from step02_ddp import SYNCS, NaiveSync
 
 
 def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: range):
-    """Rounds of step 2's ring over `peers`, n ranks in the group: 0 to n-2 reduce-scatter, n-1 to 2n-3 all-gather."""
+    """Runs rounds of step 2's ring over n `peers`: rounds 0 to n-2 reduce-scatter, rounds n-1 to 2n-3 all-gather."""
     n, r = len(peers), peers.index(group.rank)
     for s in rounds:
         outgoing, target = shards[(r - s) % n], shards[(r - s - 1) % n]
@@ -68,7 +68,7 @@ SYNCS["hierarchical"] = HierarchicalSync
 class Flags:
     """Sums in two levels."""
 
-    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in a node, N to 2N-1 in the next
+    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in the first node, N to 2N-1 in the second
 
 
 TRIED = dict(ranks_per_node=2)

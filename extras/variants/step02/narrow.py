@@ -1,7 +1,7 @@
-"""A library: messages with fewer bytes a number. Each pair of functions makes a message, and reads it.
+"""A library that packs numbers into smaller messages. The second function of each pair unpacks them.
 
 quantise, dequantise    8 bits a number, and an fp32 scale for each 256 of them: 1 + 4/256 bytes a number
-pick, put_back          only the largest numbers, with their places: 8 bytes each (12 in fp64)
+pick, put_back          only the largest numbers, each with its place: 8 bytes (12 in fp64)
 """
 
 import torch
@@ -12,7 +12,7 @@ BLOCK = 256  # numbers with one scale
 
 
 def in_blocks(values: Tensor) -> Tensor:
-    """[..., length] -> [..., blocks, 256], filled up with zeros."""
+    """[..., length] -> [..., blocks, 256], padded with zeros."""
     return F.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 

@@ -1,6 +1,6 @@
-"""One all-reduce for each gradient, started during the last backward (`--sync overlap`): no buckets.
+"""Starts an all-reduce for each gradient during the last backward (`--sync overlap`), without buckets.
 
-It hides communication as buckets do, but in many small messages, each of which costs its latency. In step 2 this is
+It hides communication as buckets do, but sends many small messages, and each costs a latency. In step 2 this is
 BucketSync with a limit of 0 bytes, because a bucket holds at least one parameter.
 """
 

@@ -1,8 +1,8 @@
-"""PyTorch's own data parallelism (`--sync torch`), to compare step 2 with: DistributedDataParallel (Li et al. 2020).
+"""Uses PyTorch's DistributedDataParallel (`--sync torch`; Li et al. 2020), for comparison with step 2.
 
-It wraps the model's forward, finds the parameters that a pass has used, and decides there whether backward will
-communicate. By itself it averages gradients; a hook of ours adds them, as step 2 does. In step 2's `train`, the model
-would be wrapped, and all micro-batches but the last would run under its `no_sync`.
+DDP wraps the model's forward, and decides there whether the next backward will communicate. By default it averages
+gradients; a communication hook sums them instead, as step 2 does. In step 2's `train`, the model would be wrapped, and
+all micro-batches but the last would run under its `no_sync`.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ from extras.variants import Parts
 from extras.variants.record import HAS, SET, Refusal
 from step02_ddp import SYNCS
 
-NARROW = "it adds gradients up in 16 bits; use --dtype fp32, or another --sync"
+NARROW = "it sums gradients in 16 bits; use --dtype fp32, or another --sync"
 
 
 class Inside(nn.Module):
-    """What DistributedDataParallel wraps: the model's parameters, and its forward before `attach` replaces it."""
+    """The module that DDP wraps: the model's parameters, and its forward before `attach` replaces it."""
 
     def __init__(self, model: Decoder):
         super().__init__()
@@ -32,7 +32,7 @@ class Inside(nn.Module):
 
 
 class TorchSync:
-    """DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
+    """DistributedDataParallel that sums instead of averaging, and does not broadcast the initial weights."""
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
         """Raises UserError if --dtype auto has chosen 16 bits. In a group of one there is nothing to wrap."""
@@ -54,7 +54,7 @@ class TorchSync:
         return work.get_future().then(lambda done: done.value()[0])
 
     def begin(self, n_micro_batches: int):
-        """Expect so many forward passes; only the backward of the last one communicates."""
+        """Expect this many forward passes; only the backward of the last one communicates."""
         self.left = n_micro_batches
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums up a tree and down again (`--sync tree`, `server`): each rank sends a partial sum up, and gets the whole back.
+"""Sums gradients over a tree (`--sync tree`, `server`): partial sums move up, and the whole sum moves down.
 
     tree, n = 6    rank    0     1     2     3     4     5
     up             round 0       1->0        3->2        5->4        each sends its partial sum, and is done
@@ -15,7 +15,7 @@ al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; ther
 weights, which have as many bytes). All bytes pass through one link, so the sum takes n/2 times as long as a ring's.
 
 Every rank but 0 sends S up, and each sends S down to all its children: together 2 (n-1) S, as in the ring, but
-unevenly. With a server, rank 0 sends (n-1) S, any other S. In step 2, this would be another `sum_up`.
+unevenly. With a server, rank 0 sends (n-1) S, and any other rank S. In step 2, this would be another `sum_up`.
 """
 
 import torch
@@ -35,7 +35,7 @@ class TreeSync(NaiveSync):
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place."""
-        ours = []  # of each round: our children, and our parent if it has its turn
+        ours = []  # by round: the children that send to us, and our parent if we send to it
         for pairs in self.rounds(group.size):
             children = [child for child, parent in pairs if parent == group.rank]
             ours.append((children, [parent for child, parent in pairs if child == group.rank]))
@@ -53,7 +53,7 @@ class ServerSync(TreeSync):
     """Sums gradients one by one, on rank 0."""
 
     def rounds(self, n: int) -> list[list[tuple[int, int]]]:
-        """One round, in which all others send to rank 0."""
+        """One round, in which all other ranks send to rank 0."""
         return [[(child, 0) for child in range(1, n)]]
 
 

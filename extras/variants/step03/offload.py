@@ -1,16 +1,16 @@
-"""ZeRO's tensors in host memory or in files (`--offload-optimizer`, `--offload-params`).
+"""Keeps ZeRO's tensors in host memory or in files (`--offload-optimizer`, `--offload-params`).
 
     --offload-optimizer cpu     masters and moments are in host memory, and are updated there ("ZeRO-Offload", Ren et
                                 al. 2021)
-    --offload-optimizer disk    they are in memory-mapped files of the run directory, without names, which end with
-                                the process
+    --offload-optimizer disk    they are in unnamed memory-mapped files in the run directory, which are deleted when
+                                the process ends
     --offload-params cpu        in stage 3, the shards of the weights are in host memory, too ("ZeRO-Infinity",
                                 Rajbhandari et al. 2021). The GPU holds one or two units of weights, the gradients'
                                 shards, and activations
 
-The update goes unit by unit, because rules skip what has no gradient; in step 3 it would be `Zero1.step`. On a GPU,
-copies use streams of their own: the next unit's gradient is copied while the host updates this one, and a unit's shard
-is copied before `ShardedUnit.gather` while the GPU computes. (Pinned host memory is rounded up to a power of two.)
+The units are updated one by one, because update rules skip parameters without gradients. In step 3 this would be
+`Zero1.step`. On a GPU, copies use streams of their own: the next unit's gradient is copied while the host updates this
+one, and shards are copied and gathered while the GPU computes. (Pinned memory is rounded up to a power of two.)
 """
 
 import os
@@ -48,7 +48,7 @@ def to_file(folder: Path, tensor: Tensor) -> Tensor:
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Replace the memory of a unit's master. The update rule keeps its tensors, which are parts of it."""
+    """Move a unit's master to other memory. The update rule's tensors remain the same objects, views of the master."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:
@@ -62,7 +62,7 @@ class Update:
         """`home`: copies a tensor to where the state is kept."""
         self.optimizer, self.home = optimizer, home
         self.units = [unit for unit in optimizer.units if unit.trained]
-        self.moved: set[Tensor] = set()  # masters whose moments are at home
+        self.moved: set[Tensor] = set()  # masters whose moments have been moved
         beside = any(unit.flat.is_cuda and not unit.master.is_cuda for unit in self.units)
         self.stream = torch.cuda.Stream() if beside else None
 
@@ -82,9 +82,9 @@ class Update:
             group["lr"] = lr
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())  # which sums the gradients
-        coming = map(self.send, [unit.grad_shard for unit in self.units])  # each copy starts when it is asked for
+        coming = map(self.send, [unit.grad_shard for unit in self.units])  # `next` starts each copy
         for unit in self.units:
-            unit.grad_shard = None  # a unit has one while it is updated: so rules know which that is
+            unit.grad_shard = None  # only the unit that is updated has one, so that rules recognise it
         ahead = next(coming, None)
         for unit in self.units:
             (unit.grad_shard, wait), ahead = ahead, next(coming, None)
@@ -106,8 +106,8 @@ class Update:
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
     """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather it, while the GPU computes.
 
-    The stream first waits for the kernels that may still read the memory, which the host has already freed. To wait for
-    the unit is also to wait for this stream: in a group of one there is no collective to wait for.
+    The stream first waits for the kernels that may still read the memory, which the host has already freed. Waiting for
+    the unit also waits for this stream, because in a group of one there is no collective to wait for.
     """
     if unit.gathered:
         return
@@ -121,7 +121,7 @@ def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
 
 
 def on_disk(config: Any, zero: Zero1, mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """`to_file` for the run directory. Raises UserError unless masters and two moments of this node's ranks fit."""
+    """Returns `to_file` for the run directory. Raises UserError unless masters and moments of this node's ranks fit."""
     folder = Path(config.out or "runs")
     folder.mkdir(parents=True, exist_ok=True)
     n_bytes = 3 * sum(unit.master.nbytes for unit in zero.units) * int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
@@ -142,7 +142,7 @@ NEEDS = [("offload_optimizer", "zero", 1, 2, 3), ("offload_params", "zero", 3)] 
 
 
 def attach(config: Any, parts: Parts):
-    """Move masters and shards now, and the moments when the first update has made them. Raises UserError."""
+    """Move masters and shards now, and the moments when the first update has created them. Raises UserError."""
     where, zero = config.offload_optimizer, parts.optimizer
     if where == config.offload_params == "none":
         return

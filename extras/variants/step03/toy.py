@@ -1,4 +1,4 @@
-"""The example in step 3's docstring (`--toy`): four weights on two ranks, in every stage of ZeRO.
+"""Prints the example of step 3's docstring (`--toy`): four weights on two ranks, in every stage of ZeRO.
 
 W = [1,2,3,4]; two ranks have x = 1 and 2 and the loss (sum(W) x)^2 / 2. The gradients are 10 and 40, their mean is 25.
 SGD with learning rate 0.1 takes 2.5 off every weight:
@@ -29,12 +29,12 @@ WEIGHTS, LR = [1.0, 2.0, 3.0, 4.0], 0.1
 
 
 def shown(tensor: Tensor) -> str:
-    """The values in six digits, which hides rounding."""
+    """Formats values with six digits, which hides rounding."""
     return " ".join(f"{x:g}" for x in tensor.flatten().tolist())
 
 
 def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
-    """One step of the example; returns what this rank held and did. x is the rank's number plus one."""
+    """Runs one step of the example, with x = rank + 1; returns a line about this rank's weights and gradient."""
     group, layer = mesh["dp"], nn.Linear(4, 1, bias=False, device=device, dtype=torch.float64)
     x = torch.full((4,), group.rank + 1.0, device=device, dtype=torch.float64)
     if stage == 0:
@@ -78,7 +78,7 @@ REFUSES = [Refusal(dict(toy=SET, dry_run=SET), "it prints numbers, and a dry run
 
 
 def settle(config: Any, world: int):
-    """Train no steps."""
+    """Set --steps to 0, because nothing is trained."""
     if config.toy:
         config.steps = 0
 

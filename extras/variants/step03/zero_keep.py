@@ -1,15 +1,15 @@
-"""ZeRO 3 that keeps gathered weights until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
+"""Lets ZeRO 3 keep gathered weights until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
 
-In a step of m micro-batches, step 3 gathers each layer 2 m times, although its weights do not change. Kept, they are
-gathered once, by the first micro-batch that uses them, and `publish` frees them:
+In a step of m micro-batches, step 3 gathers each layer 2 m times, although its weights do not change. Here they are
+gathered once, by the first micro-batch that uses them, and freed by `publish`:
 
     elements a rank sends, x (n-1)/n    m (3 P - e)   becomes   (m+1) P, as in stage 2
     it holds, beside its shards         two units     becomes   all of its units
 
-Between steps a rank holds as little as in stage 3, within a step as much as in stage 2. No all-gather follows the
-update: it is hidden behind the first forward. `--zero-keep-mb M` keeps only units of at most M MiB, as the persistence
-threshold of DeepSpeed's stage 3 does: a small unit takes little memory, and costs a message each time. In step 3,
-`ShardedUnit.free` would be called by `publish` alone.
+Between steps a rank holds as little as in stage 3, within a step as much as in stage 2. The all-gather is hidden behind
+the next step's first forward, instead of following the update. `--zero-keep-mb M` keeps only units of at most M MiB, as
+the persistence threshold of DeepSpeed's stage 3 does: a small unit takes little memory, and costs a message each time.
+In step 3, `ShardedUnit.free` would be called by `publish` alone.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ def publish(units: list[ShardedUnit]):
 
 @dataclass
 class Flags:
-    """What ZeRO 3 keeps."""
+    """Kept weights of ZeRO 3."""
 
     zero_keep: bool = False  # with --zero 3: gather a unit once a step, and drop it after the update
-    zero_keep_mb: float = 0.0  # with --zero-keep: keep only units of at most so many MiB; 0: all
+    zero_keep_mb: float = 0.0  # with --zero-keep: keep only units of at most this many MiB; 0: all
 
 
 TRIED = dict(zero_keep_mb=0.06)

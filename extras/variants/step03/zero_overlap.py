@@ -1,12 +1,12 @@
-"""ZeRO 1 whose sums start in the last backward (`--zero-overlap`), as step 2's buckets do (Li et al. 2020).
+"""Lets ZeRO 1 start gradient sums during the last backward (`--zero-overlap`), as step 2 does (Li et al. 2020).
 
     backward of the last micro-batch     H   1   0   E                units in the order in which gradients are complete
     step 3's stage 1                                     H 1 0 E      all reduce-scatters after it
     with --zero-overlap                      H   1   0   E            a unit's, while the next one is computed
 
 A unit's sum starts when that unit and all before it have the gradients of all micro-batches, so all ranks send in the
-same order. Only E's is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count additions
-as `BucketSync` of step 2 does.
+same order. Only the sum of E is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count
+additions as `BucketSync` of step 2 does.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Early(BucketSync):
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit))
 
     def begin(self, plain: Callable, n_micro_batches: int):
-        """Around `Zero1.begin`: expect so many additions to each gradient."""
+        """Wraps `Zero1.begin`: expect this many additions to each gradient."""
         plain(n_micro_batches)
         self.unsent, self.pending = self.zero.units[::-1], []
         for unit in self.zero.units:
@@ -57,7 +57,7 @@ NEEDS = [("zero_overlap", "zero", 1)]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the sums after backward by sums that start in it."""
+    """Replace the sums after backward by sums that start during backward."""
     if config.zero_overlap:
         early = Early(parts.optimizer)
         parts.around(parts.sync, "begin", early.begin, by=__name__)

@@ -1,4 +1,4 @@
-"""ZeRO over only some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
+"""Applies ZeRO to groups of dp / R ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
 
 With shards over all dp ranks every all-gather waits for the slowest link. With R replicas, dp / R neighbours (those of
 a node, say) share the weights and gather them among themselves; R ranks hold the same shard.
@@ -9,7 +9,7 @@ a node, say) share the weights and gather them among themselves; R ranks hold th
     once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
 
 A shard takes R times the memory; with R = dp nothing is sharded. In step 3 a unit's group would be "shard", and
-`finish` would have two more lines. Norm and checkpoints read data_dim="shard" in a parameter's record.
+`finish` would have two more lines. Norm and checkpoints read data_dim="shard" from a parameter's layout.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from step03_zero import STAGES
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Around a stage of ZeRO: let it shard over the dimension "shard". Experts keep their own group."""
+    """Wraps a stage of ZeRO: let it shard over the dimension "shard". Experts keep their own group."""
     rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
     shards = rows.reshape(len(rows), config.zero_replicas, -1)
     mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
@@ -41,7 +41,7 @@ def with_replicas(
 
 
 def finish(parts: Parts, sum_over_shard: Callable):
-    """Around `Zero1.finish`: also sum over the replicas."""
+    """Wraps `Zero1.finish`: also sum over the replicas."""
     sum_over_shard()
     shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
     for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:
@@ -60,12 +60,12 @@ NEEDS = [("zero_replicas", "zero", 1, 2, 3)]
 
 
 def prepare(config: Any, parts: Parts):
-    """Let ZeRO shard over fewer ranks."""
+    """Let ZeRO shard over dp / R ranks."""
     if config.zero_replicas > 1 and config.zero:
         parts.around(STAGES, config.zero, with_replicas, by=__name__)
 
 
 def attach(config: Any, parts: Parts):
-    """Sum over the replicas."""
+    """Also sum the shards' gradients over the replicas."""
     if config.zero_replicas > 1:
         parts.around(parts.sync, "finish", partial(finish, parts), by=__name__)

@@ -1,7 +1,7 @@
-"""Hide collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
+"""Hides collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
 
 In step 4 the backward of a block ends with dW of q, k, v, then dx, then the collective of dx, for which all ranks wait.
-But dW does not need it. So here one function computes f and the matrices behind it:
+But dW does not need it. So here one function computes f and the matrices after it, and overlaps the two:
 
     dx ->  all-reduce, or with --sp reduce-scatter  ---------.
            dW of q, k, v (or gate, up)                       '-> the next block's backward
@@ -9,7 +9,7 @@ But dW does not need it. So here one function computes f and the matrices behind
 With --sp, f has gathered s tokens from s/n, and autograd would keep all s for dW. Here a block keeps its s/n, and
 gathers again in backward while dx is computed: two more all-gathers a layer and micro-batch, for 1/n of the memory.
 
-In step 4, f would replace q_proj, k_proj and v_proj, too, as `enter` does below. Experts stay as they are.
+In step 4, f would compute q_proj, k_proj and v_proj, too, as `enter` does below. Experts stay as they are.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class EnterLinears(torch.autograd.Function):
 def enter(
     linears: list[nn.Linear], boxes: list[list], group: Group, gather: Callable, reduce: Callable, x: Tensor
 ) -> Tensor:
-    """Replaces f: compute the outputs of the block's first matrices, and put each into its box."""
+    """Replaces f: compute the outputs of the block's first matrices, and put each into its box, for `hand_over`."""
     outputs = EnterLinears.apply(x, group, gather, reduce, *(linear.weight for linear in linears))
     for box, output in zip(boxes, outputs, strict=True):
         box.append(output)
@@ -94,12 +94,12 @@ def enter(
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """Replaces the forward of such a matrix: return its output, and empty the box, so that the layer frees it."""
+    """Replaces the forward of a first matrix: return its output, and empty the box, so that it can be freed."""
     return box.pop()
 
 
 def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, reduce: Callable, by: str) -> bool:
-    """Replace f of a block whose first matrices are column-parallel. Returns whether it is one: experts are not."""
+    """Replace f of a block if its first matrices are column-parallel. Returns whether they are (not in experts)."""
     linears = [child for name, child in block.named_children() if name in COLUMNS]
     boxes = [[] for _ in linears]
     for linear, box in zip(linears, boxes, strict=True):

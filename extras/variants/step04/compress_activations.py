@@ -1,6 +1,6 @@
-"""Activations sent in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
+"""Sends activations in fewer bits, which is lossy (`--compress-activations bf16` or `int8`).
 
-Blocks and stages round what they send one another, in forward and in backward:
+Blocks and stages round the messages that they send one another, in forward and in backward:
 
     steps 4-7   over tp: f and g of attention and MLP, with their gradients
     steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
@@ -8,13 +8,13 @@ Blocks and stages round what they send one another, in forward and in backward:
     bf16   16 bits (where --dtype has more)                                  2 bytes a value
     int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
 
-    all-gather      each rank rounds its tokens; all ranks use the rounded ones, the sender, too
+    all-gather      each rank rounds its tokens; all ranks, even the sender, use the rounded ones
     reduce-scatter  numbers with different scales cannot be added. So each rank receives its tokens of all ranks
                     (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
-    all-reduce      with --no-sp: both in turn, rounded twice (Li et al. 2024, "Flash Communication")
+    all-reduce      with --no-sp: the second, then the first; rounded twice (Li et al. 2024, "Flash Communication")
 
 Rounding passes gradients unchanged ("straight through"). Embedding, head, loss, experts' rows, and keys and values over
-cp stay exact. In step 4, `Bits` would replace `gather_tokens` and its like; in step 6 `send_receive` would pack and
+cp stay exact. In step 4, `Bits` would replace functions like `gather_tokens`; in step 6 `send_receive` would pack and
 unpack.
 """
 
@@ -99,7 +99,7 @@ def narrow_stages(parts: Parts, bits: Bits):
     """Let stages exchange messages instead of values."""
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
-        """Around forward or backward of a stage: unpack its input, pack its output. A loss, a scalar, stays exact."""
+        """Wraps forward or backward of a stage: unpack its input, pack its output. A loss, a scalar, stays exact."""
         output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
         return bits.pack(output) if output is not None and output.dim() else output
 
@@ -116,7 +116,7 @@ def narrow_stages(parts: Parts, bits: Bits):
 class Flags:
     """Compression of activations."""
 
-    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round messages of layers (tp, pp); lossy
 
 
 WHERE = "--tp above 1, or from step 6 on --pp above 1"

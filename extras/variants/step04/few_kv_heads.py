@@ -1,13 +1,13 @@
-"""More ranks of --tp than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
+"""Allows more --tp ranks than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
 
     tp = 4, two kv heads:      rank 0   rank 1   rank 2   rank 3
     query heads                0 1      2 3      4 5      6 7
     key/value head             0        0        1        1             kv parts 0-2, 1-3      kv copies 0-1, 2-3
 
 k_proj and v_proj are sharded over `kv parts`, one head each. A rank computes only its own queries' terms of the
-gradients of k and v, so these are partial, and summed over `kv copies`. In the record of a parameter these two groups
-replace tp, so sums, global norm and checkpoints need no case for copies. In step 4 this would be another rule in
-`HEADS`.
+gradients of k and v, so these gradients are partial, and summed over `kv copies`. In a parameter's layout these two
+groups replace tp, so sums, global norm and checkpoints treat copies like any other parameter. In step 4 this would be
+another rule in `HEADS`.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Para
 
 
 def prepare(config: Any, parts: Parts):
-    """Replace step 4's rule where it would refuse, because --tp does not divide the key/value heads."""
+    """Replace step 4's rule if --tp does not divide the key/value heads, which that rule would refuse."""
     if PRESETS[config.model].n_kv_heads % config.tp:
         for name in HEADS:
             parts.instead(HEADS, name, copy_heads, by=__name__)

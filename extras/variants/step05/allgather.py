@@ -1,13 +1,14 @@
-"""Gather all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
+"""Gathers all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
 
-One all-gather before attention replaces the n-1 hops that hide behind it, and one reduce-scatter of gradients follows
-its backward. A rank has the same tokens as with zigzag. It keeps k and v of all s tokens for backward, so they are sent
-once. If k and v of s/n tokens have B bytes, and their gradients (fp32) G, a rank sends in a layer and micro-batch
+One all-gather before attention replaces the ring's n-1 hops, which overlap with attention, and one reduce-scatter of
+gradients follows its backward. Tokens are distributed as in zigzag. A rank keeps all k and v for backward, so they are
+sent only once. If k and v of s/n tokens have B bytes, and their fp32 gradients G, a rank sends in a layer and
+micro-batch
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
-Which pairs are visible is an argument, and so is the *kernel*, a pair of functions such as step 5's `part_attention`
-and `part_gradients`: forward and backward of one part of the keys. In step 5, the two collectives would replace
+The function `visible` is an argument, and so is the *kernel*: a pair of functions, such as step 5's `part_attention`
+and `part_gradients`, for forward and backward of one part of the keys. In step 5, the two collectives would replace
 `exchange` in RingAttention's two loops.
 """
 
@@ -84,7 +85,7 @@ def attend(
     visible: Callable = zigzag_visible,
     kernel: tuple = FORMULAS,
 ) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    """Calls `function`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
     return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 

@@ -1,16 +1,16 @@
-"""Documents balanced over ranks (`--cp-mode balanced`): blocks of tokens are dealt by their work.
+"""Balances documents over ranks (`--cp-mode balanced`): blocks of tokens are distributed by their work.
 
 Zigzag balances the work if a sequence is one document. With several documents, a token attends only to its own, so the
-rank with the end of a long one has most work, and all others wait for it. But the ends of documents determine the work
-of each block of tokens (PyTorch's load balancer uses it, too). Two ranks, blocks of one token, documents of 5 and 3:
+rank with the end of a long document has the most work, and all others wait for it. But each block's work is known from
+the ends of documents (PyTorch's load balancer uses it, too). Two ranks, blocks of one token, documents of 5 and 3:
 
     token     0 1 2 3 4 | 5 6 7      From the most to the least expensive, each goes to the rank that has least to do
     pairs     1 2 3 4 5 | 1 2 3      and still has room: 4 7 6 5 (5+3+2+1 = 11) to rank 0, 3 2 1 0 (10) to rank 1
 
-Each sequence is dealt anew, and every rank computes this by itself, because it reads the whole batch. Keys are
-gathered, as with --cp-mode allgather; bytes are the same. Law: with 8 blocks a rank, the busiest rank has at most 1.1
-times the mean of pairs (in the test's batches, of three kinds; with zigzag up to three times). In step 5 `train` would
-take `x[mine].gather(1, here)`, with different positions for each sequence.
+Blocks are distributed anew for each sequence. Every rank computes this by itself, because it reads the whole batch.
+Keys are gathered, as with --cp-mode allgather; bytes are the same. Law: with 8 blocks a rank, the busiest rank has at
+most 1.1 times the mean number of pairs in the test's three kinds of batches (with zigzag, up to 3 times). In step 5
+`train` would take `x[mine].gather(1, here)`, with different positions for each sequence.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Dealt(Documents):
         self.deal, self.rank = partial(deal, n=config.cp), parts.mesh["cp"].rank
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: move each token to a place that its rank takes with zigzag."""
+        """Wraps `Data.batch`: move each token to a place of its rank in zigzag."""
         tensors = super().batch(read, step)
         slots = self.fixed(None).flatten().argsort()  # by place in a sequence: rank and token
         order = torch.cat([one.positions.flatten(1) for one in self.all])[:, slots]
@@ -65,7 +65,7 @@ class Dealt(Documents):
         return self.now.positions[:, self.rank].to(self.device)
 
     def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: positions for RoPE, counted in each document if these restart."""
+        """int64 [batch, this rank's tokens]: positions for RoPE, which restart in each document with `reset`."""
         if self.config.documents == "mask":
             return self.places()
         starts = torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers)

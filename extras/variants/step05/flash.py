@@ -1,16 +1,16 @@
-"""Fused kernels for parts of the keys (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention"; `--cp-kernel cudnn`).
+"""Ring attention by fused kernels (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention"; `--cp-kernel cudnn`).
 
-Step 5's formulas build a matrix of scores, fp32 [batch, heads, queries, keys], which for s/n = 16,384 tokens and 32
-heads has 34 GB. The kernels behind `F.scaled_dot_product_attention` build none. They are called as private operators,
-because the public function does not return lse, and its backward does not take one. Messages stay the same.
+For each part of the keys, step 5 builds a matrix of scores, fp32 [batch, heads, queries, keys], which for s/n = 16,384
+tokens and 32 heads has 34 GB. The kernels of `F.scaled_dot_product_attention` build none. They are called as private
+operators, because the public function does not return lse, and its backward does not take one. Messages stay the same.
 
     on a GPU    dtype      GPU                                             head_dim
     flash       16 bits    Ampere or later                                 a multiple of 8 up to 256
     cudnn       16 bits    Hopper, Blackwell (capability 9.0 or 10.x)      a multiple of 8 up to 128
 
-On a CPU both are `flash`, for any dtype. `cudnn` takes 20 ms or more to plan for each new length, so documents and
-windows, whose parts have many lengths, are refused with it. In step 5, `part_attention` and `part_gradients` would be
-two of the four functions below.
+On a CPU both values use its flash kernel, for any dtype. `cudnn` takes 20 ms or more to plan for each new length, so
+documents and windows, whose parts have many lengths, are refused with it. In step 5, `part_attention` and
+`part_gradients` would be two of the four functions below.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ kernel_ring = partial(attend, KernelRing)
 
 
 def with_kernel(inner: Callable, *qkv: Tensor, kernel: tuple, **more: Any) -> Tensor:
-    """Around a layer's attention: pass it this kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
+    """Wraps a layer's attention: pass it this kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
     if getattr(inner, "func", None) is ring_attention:
         inner = partial(kernel_ring, **inner.keywords)
     return inner(*qkv, kernel=kernel, **more)
@@ -131,7 +131,7 @@ class Flags:
 
 
 WHOLE = "sequences are whole, and PyTorch's fused kernel computes attention already; leave it out"
-PLANS = "cuDNN would make a new plan for each length; use flash"
+PLANS = "cuDNN would make a new plan for each length; use --cp-kernel flash"
 REFUSES = [
     Refusal(dict(cp_kernel=SET, window=(0,), cp=(1,)), WHOLE),
     Refusal(dict(cp_kernel=SET, window=(0,), cp_mode=("ulysses",)), WHOLE),

@@ -1,4 +1,4 @@
-"""The plain ring (`--cp-mode ring`): tokens stay in order, rank r has shard r of n (Liu et al. 2023, "Ring Attention").
+"""Ring without zigzag (`--cp-mode ring`): tokens stay in order, rank r has shard r (Liu et al. 2023, "Ring Attention").
 
     keys of rank ->    0 1 2 3
     queries of rank 0  +               +: the causal half of its own keys
@@ -27,7 +27,7 @@ def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def ordered_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """As `zigzag_visible`: earlier shards are visible, later ones are not; our own is causal."""
+    """Replaces `zigzag_visible`: earlier shards are visible, later ones are not; our own is causal."""
     whole = slice(0, length)
     return [(whole, whole, source == rank)] if source <= rank else []
 

@@ -1,5 +1,5 @@
-"""Ulysses: swap tokens for heads, attend as one device would, swap back (`--cp-mode ulysses`; Jacobs et al. 2023); or
-with the ring of step 5 between the swaps (`--cp-mode usp --ulysses U`; Fang and Zhao 2024, "USP").
+"""Ulysses swaps tokens for heads, computes attention, and swaps back (`--cp-mode ulysses`; Jacobs et al. 2023). USP
+runs step 5's ring between the swaps (`--cp-mode usp --ulysses U`; Fang and Zhao 2024, "USP").
 
     before     rank r has s/n tokens of all heads                 attention cannot be computed
     between    rank r has all s tokens of 1/n of the heads        heads are independent: it can
@@ -11,8 +11,8 @@ tokens, q has Q bytes and k and v together have B, a rank sends in a layer and m
     (n-1)/n (2 Q + B) forward, and as much backward: the more ranks, the less.
 
 But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
-they are repeated before they are sent. The ring has no such limit. In `usp`, of cp ranks U neighbours swap, and R =
-cp / U ranks with the same heads form a ring:
+they are repeated before they are sent. The ring has no such limit. In `usp`, U neighbouring ranks swap, and the R = cp
+/ U ranks with the same heads form a ring:
 
     cp = 4, U = 2, R = 2      rank 0     rank 1     rank 2     rank 3       chunks of 8, as zigzag deals them to 4
     tokens                    0 7        1 6        2 5        3 4
@@ -75,12 +75,12 @@ CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
 
 
 def turn_second(x: Tensor) -> Tensor:
-    """x [batch, sequences, 2, n, ...]: of each two rows of n chunks, reverse the second, as zigzag deals it."""
+    """x [batch, sequences, 2, n, ...]: reverse every second row of n chunks, because zigzag deals these in reverse."""
     return torch.stack((x[:, :, 0], x[:, :, 1].flip(2)), 2)
 
 
 def in_order(x: Tensor, n: int, chunk: int) -> Tensor:
-    """Tokens of n ranks, rank by rank, two chunks of each sequence on each -> sequence by sequence, in order."""
+    """Tokens by rank, each of n with two chunks of every sequence -> by sequence, in order of position."""
     return turn_second(x.unflatten(1, (n, -1, 2, chunk)).movedim(1, 3)).flatten(1, 4)
 
 
@@ -92,21 +92,21 @@ def by_rank(x: Tensor, n: int, chunk: int) -> Tensor:
 def ring_in_order(
     *qkv: Tensor, n: int, group: Group, chunk: int, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
 ) -> Tensor:
-    """Ring attention of tokens that n ranks have swapped: two chunks of `chunk` tokens of each of their sequences.
+    """Ring attention for tokens that n ranks have swapped, two chunks of `chunk` tokens of each sequence a rank.
 
     q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] -> like q.
     """
     return by_rank(kernel_ring(*(in_order(x, n, chunk) for x in qkv), group, visible, kernel), n, chunk)
 
 
-CONTEXT["usp"] = ContextMode(zigzag_positions, ring_in_order)  # which `attach` puts between two swaps
+CONTEXT["usp"] = ContextMode(zigzag_positions, ring_in_order)  # `attach` puts it between two swaps
 
 
 @dataclass
 class Flags:
     """Ulysses and ring together."""
 
-    ulysses: int = 2  # with --cp-mode usp: how many neighbours of the ranks of cp swap tokens for heads
+    ulysses: int = 2  # with --cp-mode usp: number of neighbouring cp ranks that swap tokens for heads
 
 
 TRIED = dict(ulysses=1)

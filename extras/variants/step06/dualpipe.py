@@ -1,15 +1,15 @@
-"""`--schedule dualpipe`: micro-batches enter at both ends (DeepSeek-V3, section 3.2), over two copies of the model.
+"""DualPipe (`--schedule dualpipe`; DeepSeek-V3, 3.2): micro-batches enter at both ends of two copies of the model.
 
     half of the micro-batches    stage 0  stage 1  stage 2  stage 3      Rank r has stage r of the first way and stage
     rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
     the other half               stage 3  stage 2  stage 1  stage 0      has, too.
 
-If F, B and W take the same time, and m >= 2p micro-batches are an even number, the bubble is (p/2-1) / (3 m + p/2-1).
-Ranks r and p-1-r sum their gradients after each step, like ranks of data parallelism. A forward and a backward follow
-one another, unless --ep-overlap computes them together, as DeepSeek does.
+If F, B and W take the same time, and m >= 2p is even, the bubble is (p/2-1) / (3 m + p/2-1). Ranks r and p-1-r sum
+their gradients after each step, like ranks of data parallelism. Forward and backward run one after the other, unless
+--ep-overlap computes them together, as DeepSeek does.
 
-`--schedule dualpipev` (DeepSeek's DualPipe repository) folds it to a V of half as many ranks, as in zbv: the second way
-is that of the same micro-batches back up. Nothing is held twice, so no gradients are summed over pairs.
+`--schedule dualpipev` (DeepSeek's DualPipe repository) folds this to a V of half as many ranks, as in zbv: the second
+way takes the same micro-batches back up. Each layer is held once, so no gradients are summed over pairs.
 
 In step 6, `keep_stage` would note that two stages hold each parameter; the sum over pairs would follow `sync.finish()`.
 """
@@ -27,7 +27,7 @@ from extras.variants.step06.zero_bubble import in_vee, write_out
 
 
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
-    """The paper's eight steps as phases of `write_out`, for `each_way` micro-batches each way: 0 begins near, 1 far.
+    """The paper's eight steps as phases of `write_out`, for `each_way` micro-batches: way 0 begins near, 1 far.
 
     `near`: stages from the near end up to this one. `inner`: ranks between this one and the middle.
     """
@@ -62,7 +62,7 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """A rank's list of `dualpipe` on 2p ranks; the other way is that of the same micro-batches up the V."""
+    """A rank's list: `dualpipe` on 2p ranks, whose second way takes the same micro-batches up the V."""
     row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
     return [action for action in row if action.micro_batch < m]
 

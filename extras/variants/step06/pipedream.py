@@ -1,22 +1,22 @@
-"""A pipeline that is never flushed (`--pipedream N`; PipeDream, Narayanan et al. 2019): N updates, beside flushed ones.
+"""Makes N updates without pipeline flushes, then N with them (`--pipedream N`; PipeDream, Narayanan et al. 2019).
 
-Every micro-batch is an update, and 1F1B continues without end: a rank updates its stage after each backward. A
-micro-batch would then find newer weights in backward than in forward. So a stage *stashes* the weights of each forward,
-and its backward uses them. On 3 ranks, with the version of the weights that each forward and each backward uses:
+Every micro-batch makes an update, and 1F1B never pauses: a rank updates its stage after each backward. A micro-batch
+would then find newer weights in backward than in forward. So a stage *stashes* the weights of each forward, and its
+backward uses them. On 3 ranks, with the version of the weights that each forward and each backward uses:
 
     rank 0    F0:0 F1:0 F2:0 B0:0 F3:1 B1:0 F4:2 B2:0 F5:3 B3:1 ...      version t: after t updates
     rank 1         F0:0 F1:0 B0:0 F2:1 B1:0 F3:2 B2:1 F4:3 ...           micro-batch 3 uses 1, 2, 3
     rank 2              F0:0 B0:0 F1:1 B1:1 F2:2 B2:2 F3:3 ...
 
-Laws. Update t + 1 of stage s = 0 .. p-1 is that of micro-batch t (their section 3.3; before w(0) there is w(0)):
+Laws. Update t + 1 of stage s = 0 .. p-1 uses micro-batch t (their section 3.3; for t < 0, w(t) is w(0)):
 
     w_s(t+1) = w_s(t) - lr dF_t/dw_s (w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))      a gradient of weights of p ages
     rank s keeps p - s versions of its weights, including the newest
-    a rank idles for p-1 turns of m + p-1 after m updates; if each is flushed, for m (p-1) of m p
+    in m updates a rank idles for p-1 of m + p-1 turns; with a flush after each, for m (p-1) of m p
 
 With *vertical sync* (`--stale p-1`) all stages use versions of one age. N updates by SGD (`--lr`; no warm-up, no
-clipping) are made never flushed, and flushed after each, and the losses of both are printed. A micro-batch is a whole
-`--global-batch-size`. In step 6, `backward` would end with the update.
+clipping) are made without flushes, then with a flush after each, and the losses of both are printed. A micro-batch is a
+whole `--global-batch-size`. In step 6, `backward` would end with the update.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ Weights = dict[str, Tensor]  # of one stage, by name
 
 
 def hold(model: Decoder, weights: Weights):
-    """Let the modules of a model compute with these parameters."""
+    """Register these weights as the parameters of a model's modules."""
     for name, weight in weights.items():
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner).register_parameter(last, weight)
@@ -51,7 +51,7 @@ class Stashed(OneForwardOneBackward):
         self.losses: list[Tensor] = []
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Run micro-batch i through the newest weights, as parameters of its own, which get gradients of their own."""
+        """Run micro-batch i through the newest weights, wrapped in new parameters that get gradients of their own."""
         self.stash[i] = {name: nn.Parameter(weight) for name, weight in self.now.items()}
         self.versions = max(self.versions, len({next(iter(w.values())).data_ptr() for w in self.stash.values()}))
         hold(self.model, self.stash[i])
@@ -62,7 +62,7 @@ class Stashed(OneForwardOneBackward):
         return y
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """Go back through the weights of the forward, then update the newest out of place: the stash keeps the old."""
+        """Run backward with the forward's weights, then update the newest out of place: the stash keeps the old."""
         hold(self.model, self.stash[i])  # recomputation uses them, too
         dx = super().backward(i, stage, dy)
         for name, weight in self.stash.pop(i).items():
@@ -71,7 +71,7 @@ class Stashed(OneForwardOneBackward):
 
 
 class Shown(NamedTuple):
-    """N updates: the loss of each; by rank, the most versions that it kept; this rank's weights at the end."""
+    """Of N updates: the loss of each, the most versions that each rank kept, and this rank's final weights."""
 
     losses: list[float]
     versions: list[int]
@@ -93,7 +93,7 @@ def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[
 
 
 def both(config: Any, parts: Parts) -> tuple[Shown, Shown]:
-    """Train from the same weights never flushed, and flushed after each update, in fp32 or wider."""
+    """Train twice from the same weights, in fp32 or wider: without flushes, then with one after each update."""
     params = dict(parts.model.named_parameters())
     weights = {name: param.detach().to(wide(param.dtype), copy=True) for name, param in params.items()}
     hold(parts.model, {name: nn.Parameter(weight) for name, weight in weights.items()})  # x has their dtype
@@ -118,7 +118,7 @@ def table(late: Shown, flushed: Shown) -> list[str]:
 class Flags:
     """PipeDream."""
 
-    pipedream: int = 0  # updates of a pipeline that is never flushed, shown beside one that is, instead of training
+    pipedream: int = 0  # instead of training, make so many updates without flushes, and as many with
 
 
 NEEDS = [("pipedream", "pp"), ("pipedream", "schedule", "1f1b"), ("pipedream", "zero", 0, 1, 2)]

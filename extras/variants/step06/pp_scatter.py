@@ -1,4 +1,4 @@
-"""Boundaries of a pipeline without SP: each tp rank sends a part (`--pp-scatter`; Narayanan et al. 2021, 4.1).
+"""Without SP, lets each tp rank send only a part of x to the next stage (`--pp-scatter`; Narayanan et al. 2021, 4.1).
 
 Without sequence parallelism all tp ranks of a stage have the same x, so the same bytes would be sent tp times. Here
 rank t sends the t-th part of the tokens, and the receivers gather the parts over tp, inside a node:
@@ -28,7 +28,7 @@ class Flags:
     pp_scatter: bool = False  # without SP: each tp rank sends a part over a pipeline boundary; receivers gather them
 
 
-NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp"), ("pp_scatter", "sp", False)]  # with SP, ranks have parts anyway
+NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp"), ("pp_scatter", "sp", False)]  # with SP, ranks have parts already
 
 
 def attach(config: Any, parts: Parts):
@@ -41,7 +41,7 @@ def attach(config: Any, parts: Parts):
         return stage is not None and pipeline.places[stage].rank != pipeline.group.rank
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None, comes: str, goes: str) -> Tensor | None:
-        """Around forward or backward of a stage: gather the part received, [batch, seq/tp, dim], and return a part."""
+        """Wraps forward or backward of a stage: gather the part received, [batch, seq/tp, dim], and return a part."""
         place = pipeline.places[stage]
         output = run(i, stage, gather_tokens(message, tp) if elsewhere(getattr(place, comes)) else message)
         return output.chunk(tp.size, 1)[tp.rank].contiguous() if elsewhere(getattr(place, goes)) else output

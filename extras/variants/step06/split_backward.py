@@ -1,11 +1,11 @@
-"""Backward in two parts, for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Splits backward into dx (B) and dW (W), for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py).
 
-For y = x W^T, B computes dx = dy W, for which the rank before waits. W computes dW = dy^T x, for which no rank waits,
-so it fills gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy are kept until then, attention's graph is not.
+For y = x W^T, B computes dx = dy W, for which the previous rank waits. W computes dW = dy^T x, for which no rank waits,
+so it fills gaps (Qi et al. 2023, "Zero Bubble"). Inputs and dy of matrices are kept until W, attention's graph is not.
 
-B asks autograd for the gradients of a stage's input and of all its parameters but the matrices of layers. Backward of
-such a matrix leaves a function that computes dW. W runs these functions, and adds all gradients of layers to `.grad`;
-those of embedding, final norm and head are added in B. In step 6, `backward` and one more method would do so.
+B asks autograd for the gradients of a stage's input and of all its parameters but the matrices of layers. The backward
+of such a matrix stores a function that computes dW. W runs these functions, and adds all gradients of layers to
+`.grad`; those of embedding, final norm and head are added in B. In step 6, `backward` and one more method would do so.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ UNIT = dict(F=1, B=1, W=1)  # how long the actions of a schedule with W take
 step06.ACTS["W"] = "weights"
 
 
-Left = tuple[nn.Parameter, Callable[[], Tensor]]  # what B leaves for W: a parameter, and what computes its gradient
+Left = tuple[nn.Parameter, Callable[[], Tensor]]  # B leaves this for W: a parameter, and a function for its gradient
 
 
 def parameters_of(model: nn.Module, place: Place) -> list[nn.Parameter]:
@@ -44,7 +44,7 @@ class SplitBackward:
 
     def __init__(self, config: Any, parts: Parts):
         self.pipeline, self.expert_matmul = parts.pipeline, getattr(config, "expert_matmul", "each")
-        self.left: list[Left] = []  # by linear layers, in the B that is running
+        self.left: list[Left] = []  # appended by linear layers in the running B
         self.waiting: dict[tuple[int, int], list[Left]] = {}  # (micro-batch, stage) -> what its B has left
         layers, model = parts.model.model.layers, parts.model
         self.layer = {param: int(n) for n, layer in layers.items() for param in layer.parameters()}
@@ -55,7 +55,7 @@ class SplitBackward:
         mine = {s: place for s, place in enumerate(parts.pipeline.places) if place.rank == parts.pipeline.group.rank}
         self.leaves = {s: [p for p in parameters_of(model, place) if p not in split] for s, place in mine.items()}
         self.tied = model.lm_head.weight if model.config.tied and {0, parts.way[-1]} <= mine.keys() else None
-        self.of_head: Tensor | None = None  # its gradient as head, kept until its gradient as embedding is there
+        self.of_head: Tensor | None = None  # kept until the embedding's gradient is computed
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Replaces a linear layer's forward, or the experts'."""
@@ -75,7 +75,7 @@ class SplitBackward:
                 self.add_tied(gradient, stage)
             else:
                 self.add(param, gradient)
-        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one[0]])  # so ZeRO's units end in turn
+        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one[0]])  # as ZeRO orders units
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):

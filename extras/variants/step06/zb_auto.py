@@ -1,6 +1,6 @@
-"""`--schedule zb-auto`: a zero-bubble list found by search, for given times and memory (Qi et al. 2023, section 3).
+"""Searches for a zero-bubble schedule for given times and memory (`--schedule zb-auto`; Qi et al. 2023, section 3).
 
-The search goes through time and chooses what each free rank does next: B first, because the rank before waits for it;
+The search simulates time, and chooses the next action of each free rank: B first, because the rank before waits for it;
 then F, if memory (--zb-memory) has room for another micro-batch; W fills gaps. It varies how many F a rank does before
 its first B, and whether W may begin in a gap that is shorter than W. Of these lists, and those of zb-h1 and zb-h2 if
 they fit, it takes the one that ends first. It would be one more function in common/schedules.py.
@@ -52,14 +52,14 @@ def choose_costs(config: Any) -> Costs:
 
 
 def time_of(lists: list[list[Action]], costs: Costs) -> float:
-    """The time at which the last of these ranks, with one stage each, ends."""
+    """The time at which the last rank ends, with one stage on each."""
     p = len(lists)
     return simulate(lists, round_robin(p, p, 1), costs._asdict(), costs.message)[-1][0]
 
 
 @lru_cache
 def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
-    """The lists of the best schedule found. From F to W a rank may hold `limit` >= 1 micro-batches."""
+    """The lists of the best schedule found. A rank holds at most `limit` micro-batches from F to W."""
     limit, change = min(limit, m), dict(F=1, B=0, W=-1)
     depths = sorted({1.0, 2.0, (limit - 1) / max(1, p - 1)})
     tries = [greedy(p, m, costs, limit, *variant) for variant in product(depths, (0.0, 0.25, 0.75))]
@@ -71,7 +71,7 @@ def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
 
 
 def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: float) -> list[list[Action]]:
-    """The list of each rank, whose F are at most `depth` (p-1 - rank) + 1 ahead of its B.
+    """Builds the list of each rank, in which F is at most `depth` (p-1 - rank) + 1 micro-batches ahead of B.
 
     W may begin in a gap that is longer than `least` times W.
     """
@@ -114,7 +114,7 @@ def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: floa
 def zb_auto(config: Any) -> Schedule:
     """The schedule that the flags ask for. Raises UserError."""
     if not hasattr(config, "zb_costs"):  # a layout of the planner
-        raise UserError("--schedule zb-auto: the planner has no times to search for; ask --dry-run")
+        raise UserError("--schedule zb-auto: the planner has no times for a search; use --dry-run")
     costs = choose_costs(config)
     if config.zb_memory * config.pp < 1:
         raise UserError(f"--zb-memory {config.zb_memory}: a rank must hold at least one micro-batch, 1 / --pp")
@@ -128,7 +128,7 @@ SCHEDULES["zb-auto"] = zb_auto
 class Flags:
     """The searched schedule."""
 
-    zb_memory: float = 1.0  # zb-auto: activations that a rank may hold at most, in units of 1f1b's (--pp micro-batches)
+    zb_memory: float = 1.0  # zb-auto: most activations of a rank, as a multiple of 1f1b's (--pp micro-batches)
     zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
 
 

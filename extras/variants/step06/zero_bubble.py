@@ -1,5 +1,5 @@
-"""Zero bubble: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble"), `zbv`, `v-half` and `v-min` (2024,
-"Controllable Memory").
+"""Zero-bubble schedules: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble"), `zbv`, `v-half` and `v-min`
+(2024, "Controllable Memory").
 
 Only B is urgent; W, the gradients of the weights (split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F is a
 number, B a letter, W a dash, each one unit of time.
@@ -10,9 +10,9 @@ number, B a letter, W a dash, each one unit of time.
              ...0a1b2c3d-4e-5f----      zbv: no gaps either, with the memory of 1f1b
 
 In zbv, v-half and v-min the stages form a V: rank r has stage r of p on the way down, and stage 2p-1-r on the way up,
-so the loss is on rank 0. In v-half and v-min all micro-batches follow the same times, 6 units apart: F and B of both
-stages, and W in the two units left. A micro-batch takes memory from F to W, so memory is set by four numbers: how many
-units later than its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
+so the loss is on rank 0. In v-half and v-min all micro-batches follow one timetable, 6 units apart: F and B of both
+stages, and W in the two units that are left. A micro-batch takes memory from F to W, so memory is set by four numbers:
+how many units later than its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
 
     v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2, p/2; zbv and 1f1b, p
 
@@ -52,7 +52,7 @@ def write_out(stages: tuple[int, ...], *phases: tuple[int, str]) -> list[Action]
 def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
     """ZB-H1 (2023, figure 2): a rank idles for (p-1)(f+b-w) if w <= f, b (1F1B: (p-1)(f+b+w)). `depth` 2: ZB-H2."""
     warm_up = min(m, depth * (p - 1 - rank))
-    lag = min(m - warm_up, depth * rank)  # so many micro-batches lie between B and W: the last W fill the cool-down
+    lag = min(m - warm_up, depth * rank)  # micro-batches between B and W, so that the last W fill the cool-down
     phases = (warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W")
     return write_out((rank,), *phases)
 
@@ -81,7 +81,7 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
     """The times of F down, F up, B down, B up, W down, W up of micro-batch 0 on each rank, if each takes a unit.
 
-    At the three turns of its way it waits as little as possible, but no rank may have to do two actions at a time.
+    At the three turns of its way it waits as little as possible, but so that no rank has two actions at a time.
     """
     down, up, back, home = delays
     for waits in sorted(product(range(PERIOD), repeat=3), key=sum):

@@ -1,4 +1,4 @@
-"""Messages of experts hidden behind another micro-batch (`--ep-overlap`; DeepSeek-V3, section 3.2: DualPipe's purpose).
+"""Hides the all-to-alls of experts behind another micro-batch (`--ep-overlap`; DualPipe in DeepSeek-V3, 3.2).
 
 Where a rank's list has a forward F and then the backward B of another micro-batch, the two form a *pair* and take
 turns: the one that has started an all-to-all lets the other one compute, and waits for its rows in its next turn.
@@ -6,9 +6,9 @@ turns: the one that has started an all-to-all lets the other one compute, and wa
     F of micro-batch 3    attention, router |~ dispatch ~|             experts |~ combine ~|             attention ...
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
-Law: the share of hidden messages is that of forwards in pairs, on the rank with the fewest pairs, for which all others
-wait; the bytes are the same. In 1F1B the last rank has no pairs, because each forward is followed by the backward of
-the same micro-batch. A step would take nearly twice as long, so 1F1B is refused.
+Law: the share of hidden messages is the share of forwards in pairs on the rank with the fewest pairs, because all other
+ranks wait for it; the bytes are the same. In 1F1B the last rank has no pairs, because each forward is followed by the
+backward of the same micro-batch. Its step would take nearly twice as long, so 1F1B is refused.
 
 F and B are the code of step 7, each in a thread. Only one thread runs at a time, and the turns are the same on all
 ranks, so collectives start in one order. A single thread would need F and B cut into phases by hand: a layer calls its
@@ -47,7 +47,7 @@ class Turns:
         self.thread, self.turn, self.left = ThreadPoolExecutor(1, initializer=begin), 0, set()
 
     def both(self, first: Callable, second: Callable) -> list:
-        """Run both to their ends, beginning with `first`. Returns what they return; raises what one of them raises."""
+        """Run both to their ends, beginning with `first`. Returns both results; raises the exception of either."""
         self.turn, self.left, self.go = 0, {0, 1}, (Semaphore(1), Semaphore(0))
         there = self.thread.submit(self.run, 0, first)
         try:
@@ -79,7 +79,7 @@ class Turns:
 
 
 def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arriving_Ge: Tensor, home: bool) -> Tensor:
-    """`dispatch` of step 7, or `combine` if `home`; while rows are under way, the other function computes."""
+    """Step 7's `dispatch`, or `combine` if `home`; while rows are being sent, the other function computes."""
     sent = transpose_blocks(rows, arriving_Ge.T) if home else rows.contiguous()
     sizes = [blocks.sum(1).tolist() for blocks in (leaving_Ge, arriving_Ge)]
     in_rows, out_rows = reversed(sizes) if home else sizes
@@ -91,7 +91,7 @@ def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arrivin
 
 
 def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, counts_E: Tensor) -> Tensor:
-    """Replaces `visit_experts` of step 7: the same, by `travel`."""
+    """Replaces `visit_experts` of step 7: does the same, with `travel` as its exchange."""
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
@@ -111,10 +111,10 @@ class Flags:
 
 
 PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # schedules with pairs on all ranks
-BOTH = "it knows one micro-batch at a time, and two are computed at once; choose one of them"
+BOTH = "two micro-batches are computed at once, and only one can be tracked; choose one of them"
 FREED = "ZeRO 3 frees weights that the other micro-batch needs"
-NO_PAIRS = "a rank has no pairs, and all wait for it; use --schedule ahead or dualpipe"
-GRADIENTS = "its forward asks autograd for gradients, whose only thread is busy with the backward; choose one"
+NO_PAIRS = "a rank has no forward and backward to pair, and all wait for it; use --schedule ahead or dualpipe"
+GRADIENTS = "its forward needs the only thread of autograd, which is busy with the backward; choose one"
 ONE_STAGE = dict(schedule="ahead", chunks=1)  # forward and backward compute with the same layers
 NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
 REFUSES = [
@@ -129,7 +129,7 @@ REFUSES = [
     Refusal(dict(ep_overlap=SET, batch_ramp=SET), "it leaves micro-batches out of the list; choose one of them"),
     Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
     Refusal(dict(ep_overlap=SET, loss_chunk=SET), GRADIENTS, None),
-    Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run sees one of two threads; leave it out, bytes are equal"),
+    Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run counts one of two threads; leave it out, bytes are equal"),
 ]
 
 

@@ -1,8 +1,8 @@
-"""`--model tiny-moe`, `mixtral-8x7b`, `deepseek-v3-like`: shapes with experts, which also set step 7's flags.
+"""Models with experts (`--model tiny-moe`, `mixtral-8x7b`, `deepseek-v3-like`), which also set step 7's flags.
 
-A preset is a ModelConfig, but experts are flags: a flag that has its default gets the model's own number. In step 7
-these would be entries of PRESETS. (deepseek-v3-like has plain instead of latent attention: 672e9 weights, of which a
-token uses 38e9.)
+A preset is a ModelConfig, but experts are set by flags: a flag with its default gets the model's value. In step 7 these
+would be entries of PRESETS. (deepseek-v3-like has plain instead of latent attention: 672e9 weights, of which a token
+uses 38e9.)
 """
 
 from dataclasses import fields
@@ -23,7 +23,7 @@ EXPERTS: dict[str, dict[str, int]] = {
 }
 
 
-SINCE = object  # earlier steps refuse these models
+SINCE = object  # every step has these models; `settle` refuses them in earlier ones
 
 
 def settle(config: Any, world: int):

@@ -1,13 +1,13 @@
 """Other ways to send tokens to experts: `--ep-mode rows`, `allgather` and `nodes`. Step 7 sends a row for each choice.
 
-    rows        a token is sent once to each rank, however many of its experts are there, together with its gates. The
-                rank that computes also weighs and adds up, so as many rows return
+    rows        a token is sent once to each rank that has experts for it, together with its gates. That rank also
+                weights and sums the experts' outputs, so as many rows return
     nodes       the same in two levels, once over each slow link (DeepEP: DeepSeek-V3, 3.2.2). Of the ranks of ep,
                 --ep-inside N neighbours are in a node. A token that visits experts on three ranks of another node is
                 sent once, to the rank of that node that has the same place as its own, which forwards it inside:
                 node 0, rank 1 -> node 1, rank 1 -> ranks 0, 1, 3 of node 1. One row a node returns
     allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
-                sorting of messages, but also bytes for tokens that no expert here needs
+                sorting of messages, but ranks also receive tokens that none of their experts needs
 
 Bytes that a rank sends over ep in a layer and micro-batch, forward: h = dim, e bytes an element, w a gate (4; fp64: 8),
 T tokens of the rank, R rows sent to other ranks, A received, K = ep / N nodes. Backward sends as many.
@@ -19,9 +19,9 @@ T tokens of the rank, R rows sent to other ranks, A received, K = ep / N nodes. 
 
 For each level of `rows`, and once for the rows of each expert, the CPU waits for a GPU to count what arrives.
 
-WHEN. Of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if choices are
-independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. With --groups-per-token M, and no
-group on two ranks (or nodes), it sends at most M. `allgather` is for tokens that visit nearly all ranks.
+When to use which: of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if
+choices are independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. With --groups-per-token
+M, and no group on two ranks (or nodes), it sends at most M. `allgather` is for tokens that visit nearly all ranks.
 
 In step 7, `by_gates` would be `MoE.forward`.
 """
@@ -66,7 +66,7 @@ def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
 
 
 def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) -> Tensor:
-    """Send rows [n, dim], sorted by the rank that they go to -> the rows received, sorted by the rank they are from."""
+    """Send rows [n, dim], sorted by receiving rank -> the rows received, sorted by sending rank."""
     arrived = rows.new_empty(sum(out_rows), rows.shape[1])
     all_to_all(arrived, rows.contiguous(), group, in_rows, out_rows).wait()
     return arrived
@@ -104,7 +104,7 @@ def by_gates(moe: MoE, visit: Callable, x: Tensor) -> Tensor:
 
 
 def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
-    """Replaces step 7's dispatch, because the rows have arrived already."""
+    """Replaces step 7's dispatch: compute at once, because the rows have arrived already."""
     return experts(*rows)
 
 
@@ -115,7 +115,7 @@ DISPATCH["rows"] = DISPATCH["nodes"] = DISPATCH["allgather"] = at_home
 class Flags:
     """Nodes of experts."""
 
-    ep_inside: int = 2  # with --ep-mode nodes: of the ranks of ep, so many neighbours are in a node
+    ep_inside: int = 2  # with --ep-mode nodes: number of neighbouring ep ranks in a node
 
 
 TRIED = dict(ep_inside=1)
@@ -123,7 +123,7 @@ NEEDS = [("ep_inside", "ep_mode", "nodes")]
 
 
 def check(config: Any, world: int):
-    """Nodes must be full. Raises UserError."""
+    """--ep-inside must divide --ep. Raises UserError."""
     if config.ep_mode == "nodes" and config.ep % config.ep_inside:
         raise UserError(f"--ep-inside {config.ep_inside} must divide --ep {config.ep}")
 
@@ -137,7 +137,7 @@ def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
 
 
 def attach(config: Any, parts: Parts):
-    """Let layers send their tokens this way; with --capacity-factor in any mode, so that ignored choices stay."""
+    """Let layers send tokens this way; with --capacity-factor in any mode, so that ignored choices are not sent."""
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return

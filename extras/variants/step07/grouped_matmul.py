@@ -1,9 +1,9 @@
-"""One matmul for all experts of a layer (`--expert-matmul grouped`), instead of one for each, where a kernel takes it.
+"""Multiplies all experts of a layer in one grouped matmul, if a kernel supports it (`--expert-matmul grouped`).
 
-torch's kernel takes at most 32 bits, and rows whose bytes are a multiple of 16; on a GPU, bf16 on Hopper and Blackwell.
-(On other GPUs it would copy the offsets to the host for each product, and loop there.) Otherwise experts are multiplied
-one by one, as in step 7. The host never waits for the GPU here, because it knows the counts from the dispatch. In step
-7, `ExpertLinear.forward` would be `multiply`.
+torch's kernel takes numbers of at most 32 bits, in rows of a multiple of 16 bytes; on GPUs, only bf16 on Hopper and
+Blackwell. (On other GPUs it would copy the offsets to the host for each product, and loop there.) Otherwise experts are
+multiplied one by one, as in step 7. The host never waits for the GPU here, because it knows the counts from the
+dispatch. In step 7, `ExpertLinear.forward` would be `multiply`.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def ends(counts: list[int], like: Tensor) -> Tensor:
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes these. For a dry run's tensors, which have no data, it knows bf16 alone."""
+    """Whether torch's kernel takes these tensors. Of a dry run's, which have no data, it takes only bf16."""
     if isinstance(tensors[0], FakeTensor) and tensors[0].dtype != torch.bfloat16:
         return False
     if tensors[0].is_cuda:
@@ -68,13 +68,13 @@ def of_experts(way: str, counts: list[int]) -> Product:
 
 
 class ProductLinear(torch.autograd.Function):
-    """A linear layer with any products. With `later`, backward calls `later(weight, function that computes dW)`."""
+    """A linear layer with the given `Product`. With `later`, backward calls `later(weight, function for dW)`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, product: Product, later: Callable | None = None) -> Tensor:
         """x [..., in] -> [..., out]."""
         ctx.save_for_backward(x)
-        ctx.arguments = weight, product, later  # the parameter itself, wherever its values are by then
+        ctx.arguments = weight, product, later  # the parameter, because its values may move
         return product.y(x, weight)
 
     @staticmethod

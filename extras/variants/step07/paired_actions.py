@@ -20,9 +20,9 @@ def paired(row: list[Action]) -> list[tuple[Action, ...]]:
 
 
 def program_of(lists: list[list[Action]], places: list[Place]) -> tuple[list[list[Instruction]], list[set[Action]]]:
-    """As `add_messages` of step 6, with pairs -> each rank's program, and the forwards that begin its pairs.
+    """Like step 6's `add_messages`, with pairs -> each rank's program, and the forwards that begin its pairs.
 
-    A pair starts when both of its inputs have arrived, and its outputs are sent when both are there. Where all ranks
+    A pair starts when both of its inputs have arrived, and its outputs are sent when both are computed. If all ranks
     would wait for one another, the first pair at the front of a list is split: without pairs, lists never block.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
@@ -72,6 +72,6 @@ class InPairs:
         act = partial(self.pipeline.backward, i, stage, dy)
         if self.waiting is None:
             return act()
-        self.output.data, dx = self.both(self.waiting, act)  # `.data`: whatever its shape, as of a loss
+        self.output.data, dx = self.both(self.waiting, act)  # `.data` accepts any shape; a loss is a scalar
         self.waiting = None
         return dx

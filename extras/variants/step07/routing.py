@@ -1,18 +1,18 @@
-"""Which experts a token visits, beyond step 7: groups, capacity, a z-loss, shared experts; no balance, or by bias.
+"""More ways to route tokens: expert groups, capacity, z-loss, shared experts; no balancing, or balancing by bias.
 
     --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
                            (Fedus et al. 2021) and ignores the others. The cp x tp ranks gather their choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
-    --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
+    --shared-experts       number of added experts that every token visits, computed as one MLP (DeepSeek)
     --balance none         no auxiliary loss
-    --balance bias         instead, the choice uses p + b, and the weights p (Wang et al. 2024, "auxiliary-loss-free").
-                           After each step, b_e of each expert moves by --bias-speed: up if fewer than its share of all
-                           ranks' choices were e, else down. b has no gradient, but belongs to the model: a buffer
-                           `bias` [experts], fp32, of each layer
+    --balance bias         no auxiliary loss; experts are chosen by p + b, and weighted by p (Wang et al. 2024,
+                           "auxiliary-loss-free"). After each step, b_e of each expert moves by --bias-speed: up if all
+                           ranks chose e less often than the mean, else down. b has no gradient, but is part of the
+                           model: a buffer `bias` [experts], fp32, of each layer
 
-In step 7, each of these is one to four lines of `MoE.route`, of which the one below is the long form; the biases would
-be updated after `optimizer.step`.
+In step 7, each of these would be one to four lines of `MoE.route`, as in `RoutedMoE.route`; the biases would be updated
+after `optimizer.step`.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ SUMMED = ("data", "tp", "mirror")  # dimensions whose ranks route different toke
 
 
 class RoutedMoE(MoE):
-    """Step 7's layer, whose router has the options of these flags."""
+    """Step 7's MoE layer, whose router has these options."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
@@ -76,11 +76,11 @@ class RoutedMoE(MoE):
         return p, scores, chosen
 
     def choose(self, scores: Tensor) -> Tensor:
-        """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
+        """scores [tokens, experts] -> each token's best experts, int64 [tokens, top_k], from its best groups."""
         groups, most = self.config.expert_groups, self.config.groups_per_token
         if 0 < most < groups:
             by_group = scores.unflatten(1, (groups, -1))
-            each = min(max(1, self.top_k // most), by_group.shape[-1])  # a group is worth its best few
+            each = min(max(1, self.top_k // most), by_group.shape[-1])  # a group's score: the sum of its best few
             best = by_group.topk(each).values.sum(-1).topk(most).indices
             barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
             scores = by_group.masked_fill(barred[..., None], -torch.inf).flatten(1)
@@ -101,7 +101,7 @@ BALANCE["none"] = BALANCE["bias"] = RoutedMoE
 
 
 def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
-    """Around the optimizer's step: move the biases after it."""
+    """Wraps the optimizer's step: update the biases afterwards."""
     step(lr)
     for moe in layers:
         for dim in SUMMED:
@@ -113,13 +113,13 @@ def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr
 
 @dataclass
 class Flags:
-    """More about experts."""
+    """Routing."""
 
     z_loss: float = 0.0  # coefficient of the router's z-loss
     capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
-    expert_groups: int = 1  # groups of experts
+    expert_groups: int = 1  # number of groups of experts
     groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
-    shared_experts: int = 0  # experts that every token visits
+    shared_experts: int = 0  # number of experts that every token visits
     bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
 
 
@@ -140,11 +140,11 @@ def check(config: Any, world: int):
     if most >= groups > 1:
         raise UserError(f"--groups-per-token {most} bars none of the groups: choose it below --expert-groups {groups}")
     if 0 < most < groups and most * config.experts // groups < config.experts_per_token:
-        raise UserError(f"--groups-per-token {most} have less than --experts-per-token {config.experts_per_token}")
+        raise UserError(f"--groups-per-token {most} has less than --experts-per-token {config.experts_per_token}")
 
 
 def prepare(config: Any, parts: Parts):
-    """Let step 7 build the long form of its layer, if a flag asks for more than the short one has."""
+    """Let step 7 build `RoutedMoE` instead of `MoE`, if a flag needs it."""
     asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
     if config.balance == "loss" and any(asked):
         parts.instead(BALANCE, "loss", RoutedMoE, by=__name__)
