@@ -61,7 +61,7 @@ class Refusal(NamedTuple):
         return (value in condition) != isinstance(condition, But)
 
     def text(self, value: Callable[[str], Any], plain: dict[str, Any]) -> str:
-        """One line that names all flags and says what to do."""
+        """Returns one line that names all flags, and says what to do."""
         words = [spelled(name, value(name)) for name in self.flags if name in plain and self.flags[name] != HAS]
         if self.needs:
             given = f", not with {words[1]}" if isinstance([*self.flags.values()][1], But) else ""
@@ -70,7 +70,7 @@ class Refusal(NamedTuple):
 
 
 def need(plain: dict[str, Any], flag: str, other: str, *values: Any) -> Refusal:
-    """Turn a line of NEEDS into a refusal."""
+    """Turns a line of NEEDS into a refusal."""
     if values:
         return Refusal({flag: SET, other: but(*values)}, "", needs=" or ".join(spelled(other, v) for v in values))
     least = plain[other]

@@ -27,7 +27,7 @@ from extras.variants.record import SET, Refusal
 
 
 def sizes(config: Any) -> list[int]:
-    """The number of sequences of each step until the batch is full, and of all later steps. Raises UserError."""
+    """Returns the number of sequences of each step of the ramp, then that of all later steps. Raises UserError."""
     words = config.batch_ramp.split(",")
     if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
         raise UserError(f"--batch-ramp {config.batch_ramp}: write sequences and steps, like 8,100")
@@ -47,7 +47,7 @@ class Ramp:
         self.program = getattr(parts.pipeline, "program", ())
 
     def size(self, step: int) -> int:
-        """The number of sequences of a step."""
+        """Returns the number of sequences of a step."""
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def read(self, step: int) -> tuple[Tensor, Tensor]:

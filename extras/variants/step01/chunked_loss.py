@@ -29,7 +29,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, loss: Callable) -> Tensor:
-        """hidden [batch, seq, dim], weight [vocab, dim], targets int64 [batch, seq] -> the loss, summed over chunks."""
+        """Sums the loss: hidden [batch, seq, dim], weight [vocab, dim], targets int64 [batch, seq] -> scalar."""
         weight, total = weight.detach().requires_grad_(), 0.0
         grad_hidden, grad_weight = hidden.new_empty(hidden.shape), torch.zeros_like(weight, dtype=wide(weight.dtype))
         rows, row_targets, row_grads = hidden.flatten(0, 1), targets.flatten(), grad_hidden.view(-1, hidden.shape[-1])

@@ -22,7 +22,7 @@ def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Te
     """Run a layer's forward while its parameters have no `.grad`.
 
     Dynamo inspects `.grad`. If that is fp32 and the weight bf16, it compiles no operation with this weight. In steps 2
-    to 7, `.grad` is an fp32 view of a buffer already before the first forward.
+    to 7, `.grad` is an fp32 view of a buffer from the beginning.
     """
     gradients = [param.grad for param in params]
     for param in params:

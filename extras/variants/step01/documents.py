@@ -34,7 +34,7 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> runs of one document's tokens: (start, stop, position of the first token, document)."""
+    """Splits tokens by document: int64 [seq], int64 [s] -> runs (start, stop, position of the first, document)."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
@@ -84,7 +84,7 @@ class Documents:
         parts.progress.positions = self.enter
 
     def within(self, core: Callable) -> Callable:
-        """The wrapper for a kind of attention: it passes `visible` parts, or calls `attend` on whole sequences."""
+        """Returns a wrapper for this kind of attention: it passes `visible`, or calls `attend` on whole sequences."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences are concatenated
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])

@@ -31,7 +31,7 @@ WORD = 2**32 - 1
 
 
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four words, int64 that broadcast -> four random words. int64 wraps around, so a product keeps all 64 bits."""
+    """Turns four words (int64 tensors) into four random ones. int64 wraps around, so a product keeps all 64 bits."""
     (a, b, c, d), (k0, k1) = counter, key
     for _ in range(10):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
@@ -41,7 +41,7 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tenso
 
 
 def mask(p: float, key: tuple[int, int], sequences: Tensor, positions: Tensor, place: int, dim: int) -> Tensor:
-    """int64 [batch], int64 [1 or batch, tokens] -> bool [batch, tokens, dim]: which numbers are kept."""
+    """Draws a mask: int64 [batch], int64 [1 or batch, tokens] -> bool [batch, tokens, dim], True for kept numbers."""
     channels = torch.arange(-(-dim // 4), device=positions.device)
     words = philox((channels, positions[..., None], sequences[:, None, None], place), key)
     return torch.stack([word < round((1 - p) * 2**32) for word in words], -1).flatten(-2)[..., :dim]

@@ -43,7 +43,7 @@ def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
 
 
 def attach(config: Any, parts: Parts):
-    """With `full`, too, keep a router's choice. Without a router `full` keeps nothing, because that costs time.
+    """With `full`, too, keep a router's choice. Without a router keep nothing, because keeping costs time.
 
     With --cp attention is recomputed, with its messages, because step 5 changes an operator's output in place.
     """

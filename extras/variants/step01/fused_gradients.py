@@ -51,7 +51,7 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
 
 
 class SummingLinears(torch.autograd.Function):
-    """Linear layers with one input. In backward each adds to the same dx, and adds its dW to the weight's gradient."""
+    """Linear layers that share an input. In backward each adds to the same dx, and adds dW to its weight's gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:

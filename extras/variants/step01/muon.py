@@ -67,7 +67,7 @@ class Muon:
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
     def see(self, parts: Parts):
-        """Before the first step: keep what is needed to gather whole matrices."""
+        """Before the first step: store the objects that are needed to gather whole matrices."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 

@@ -3,9 +3,9 @@
 Occasionally the gradient of one batch damages the weights (Chowdhery et al. 2022, "PaLM", section 5.1, restarted from
 an earlier checkpoint and skipped such batches). Spikes count in the medians, too, so training continues if they last.
 
-The cause may lie some steps before the spike. With `--roll-back N` a rank copies the masters and moments that it
-updates every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next
-batch, so all batches since the copy are left out, as in PaLM. The copy doubles the memory of masters and moments.
+The cause may lie some steps before the spike. With `--roll-back N`, every N steps (and when a run begins or resumes) a
+rank copies the masters and moments that it updates. At a spike it restores the copy and continues with the next batch,
+so all batches since the copy are left out, as in PaLM. The copy doubles the memory of masters and moments.
 
 In step 1, `optimizer.step` would follow `if not spikes.is_spike(loss, norm):`.
 """

@@ -1,12 +1,12 @@
 """Applies each gradient K updates late (`--stale K`): w(t+1) = w(t) - lr g(w(t-K)).
 
-Training in which no rank waits computes this. In asynchronous data parallelism a gradient arrives after other ranks
-have updated the weights (Dean et al. 2012, "DistBelief"); in a pipeline of p stages that is never flushed, PipeDream
-with vertical sync, all gradients are p - 1 updates late (Narayanan et al. 2019, section 3.3). No rank is ever idle, but
-a late gradient was computed for weights that have changed since. This file shows what that costs.
+This is the update of training in which no rank waits. In asynchronous data parallelism a gradient arrives after other
+ranks have updated the weights (Dean et al. 2012, "DistBelief"); in a pipeline of p stages that is never flushed,
+PipeDream with vertical sync, all gradients are p - 1 updates late (Narayanan et al. 2019, section 3.3). No rank is ever
+idle, but a late gradient was computed for weights that have changed since. This file shows what that costs.
 
 The first K steps update nothing. A gradient is clipped in the step that computes it, and applied with the learning rate
-of its update. A rank keeps K more gradients of what it updates; checkpoints do not contain them. In step 1
+of the step that uses it. A rank keeps K more gradients of what it updates; checkpoints do not contain them. In step 1
 `Optimizer.step` would put the gradients into a queue and take the oldest.
 """
 

@@ -62,14 +62,14 @@ def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
 
 
 def neighbours(group: Group, own: int, reach: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(tokens, rank) of the ranks whose last tokens are our halo, the nearest first, and of those that need ours."""
+    """Returns (tokens, rank) of ranks whose last tokens are our halo, nearest first, and of those that need ours."""
     tokens = [min(own, reach - d) for d in range(0, reach, own)]
     before = [(t, group.rank - d) for d, t in enumerate(tokens, 1) if d <= group.rank]
     return before, [(t, group.rank + d) for d, t in enumerate(tokens, 1) if group.rank + d < group.size]
 
 
 def add_halo(kv: Tensor, group: Group, own: int, reach: int) -> Tensor:
-    """k and v [2, batch, own, kv_heads, d] -> the same, preceded by those of up to `reach` earlier tokens."""
+    """Receives the halo: k and v [2, batch, own, kv_heads, d] -> the same, preceded by up to `reach` earlier tokens."""
     before, after = neighbours(group, own, reach)
     received = [(torch.empty_like(kv[:, :, :t]), peer) for t, peer in before]
     exchange([(kv[:, :, own - t :].contiguous(), peer) for t, peer in after], received, group).wait()
@@ -92,7 +92,7 @@ def return_halo(grad: Tensor, group: Group, own: int, reach: int) -> Tensor:
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, group: Group | None = None, kernel: tuple = FORMULAS
 ) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim], in order -> like q. No group: n = 1."""
+    """Attends in windows: q [batch, s/n, heads, d], k and v likewise with kv_heads -> like q. No group: n = 1."""
     if group is not None:
         forwards, backwards = (partial(one, own=k.shape[1], reach=window - 1) for one in (add_halo, return_halo))
         k, v = Conjugate.apply(torch.stack((k, v)), group, forwards, backwards)

@@ -12,12 +12,12 @@ BLOCK = 256  # numbers with one scale
 
 
 def in_blocks(values: Tensor) -> Tensor:
-    """[..., length] -> [..., blocks, 256], padded with zeros."""
+    """Splits [..., length] into [..., blocks, 256], padded with zeros."""
     return F.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def quantise(values: Tensor) -> Tensor:
-    """[..., length] floats -> int8 [..., length + 4 blocks]: multiples of a scale, then the scales, fp32."""
+    """Rounds [..., length] floats to int8 [..., length + 4 blocks]: multiples of a scale, then the scales, fp32."""
     blocks = in_blocks(values)
     scales = (blocks.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
     whole = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : values.shape[-1]]
@@ -32,7 +32,7 @@ def dequantise(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def pick(values: Tensor, fraction: float) -> Tensor:
-    """[n, length] floats -> int32 [n, k]: the bits of each row's largest values, then their places in the row."""
+    """Picks the largest values: [n, length] floats -> int32 [n, k], each row with their bits, then their places."""
     places = values.abs().topk(max(1, int(fraction * values.shape[-1]))).indices
     return torch.cat((values.gather(-1, places).view(torch.int32), places.int()), dim=-1)
 

@@ -29,7 +29,7 @@ class TreeSync(NaiveSync):
     """Sums gradients one by one, by a binomial tree."""
 
     def rounds(self, n: int) -> list[list[tuple[int, int]]]:
-        """The messages up the tree, (child, parent), by round."""
+        """Returns the messages up the tree as (child, parent), by round."""
         distances = [1 << i for i in range((n - 1).bit_length())]
         return [[(child, child - d) for child in range(d, n, 2 * d)] for d in distances]
 

@@ -22,7 +22,7 @@ from step03_zero import ShardedUnit
 
 
 def keep():
-    """Replaces `ShardedUnit.free` by nothing: later micro-batches of this step use the weights."""
+    """Replaces `ShardedUnit.free`: do nothing, because later micro-batches of this step use the weights."""
 
 
 def publish(units: list[ShardedUnit]):

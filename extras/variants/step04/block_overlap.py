@@ -29,7 +29,7 @@ Ending = Callable[[], Tensor]
 
 
 def start_keep(x: Tensor, group: Group) -> Ending:
-    """The identity."""
+    """Starts nothing: the result is x."""
     return lambda: x.view_as(x)  # a view, as `unchanged` of step 4
 
 
@@ -56,11 +56,11 @@ def start_scatter(x: Tensor, group: Group) -> Ending:
 
 
 class EnterLinears(torch.autograd.Function):
-    """f, and the column-parallel matrices that read its output."""
+    """Computes f, the entry of a block, and the column-parallel matrices that read its output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, gather: Callable, reduce: Callable, *weights: Tensor) -> tuple:
-        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> one output each, [batch, seq, out/n].
+        """Multiplies: x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> one output each, [batch, seq, out/n].
 
         `gather` starts the forward of f, and `reduce` its backward: functions such as `start_gather`.
         """

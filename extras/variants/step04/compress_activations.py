@@ -11,7 +11,7 @@ Blocks and stages round the messages that they send one another, in forward and 
     all-gather      each rank rounds its tokens; all ranks, even the sender, use the rounded ones
     reduce-scatter  numbers with different scales cannot be added. So each rank receives its tokens of all ranks
                     (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
-    all-reduce      with --no-sp: the second, then the first; rounded twice (Li et al. 2024, "Flash Communication")
+    all-reduce      with --no-sp: a reduce-scatter, then an all-gather (Li et al. 2024, "Flash Communication")
 
 Rounding passes gradients unchanged ("straight through"). Embedding, head, loss, experts' rows, and keys and values over
 cp stay exact. In step 4, `Bits` would replace functions like `gather_tokens`; in step 6 `send_receive` would pack and

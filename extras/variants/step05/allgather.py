@@ -1,9 +1,8 @@
 """Gathers all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
 
-One all-gather before attention replaces the ring's n-1 hops, which overlap with attention, and one reduce-scatter of
-gradients follows its backward. Tokens are distributed as in zigzag. A rank keeps all k and v for backward, so they are
-sent only once. If k and v of s/n tokens have B bytes, and their fp32 gradients G, a rank sends in a layer and
-micro-batch
+One all-gather before attention replaces the ring's n-1 hops (which overlap with it), and one reduce-scatter of
+gradients follows backward. Tokens are distributed as in zigzag. A rank keeps all k and v for backward, so they are sent
+only once. If k and v of s/n tokens have B bytes, and their fp32 gradients G, a rank sends in a layer and micro-batch
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
@@ -85,7 +84,7 @@ def attend(
     visible: Callable = zigzag_visible,
     kernel: tuple = FORMULAS,
 ) -> Tensor:
-    """Calls `function`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    """Calls `function` with heads before tokens: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
     return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 

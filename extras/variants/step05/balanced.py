@@ -31,7 +31,7 @@ BLOCKS = 8  # a rank
 
 
 def deal(numbers: Tensor, n: int) -> Tensor:
-    """The document of each token, int64 [s] -> the positions of each rank's tokens, int64 [n, s/n], each row sorted."""
+    """Deals tokens to ranks: their documents, int64 [s] -> each rank's positions, int64 [n, s/n], each row sorted."""
     s = len(numbers)
     starts = (numbers.diff(prepend=numbers[:1] - 1) != 0).nonzero().flatten()
     pairs = torch.arange(s) - starts[numbers - numbers[0]] + 1  # of each query with keys of its document

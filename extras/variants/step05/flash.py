@@ -1,4 +1,4 @@
-"""Ring attention by fused kernels (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention"; `--cp-kernel cudnn`).
+"""Attends to parts of the keys by fused kernels (`--cp-kernel flash` or `cudnn`; Dao et al. 2022, "FlashAttention").
 
 For each part of the keys, step 5 builds a matrix of scores, fp32 [batch, heads, queries, keys], which for s/n = 16,384
 tokens and 32 heads has 34 GB. The kernels of `F.scaled_dot_product_attention` build none. They are called as private

@@ -65,7 +65,8 @@ class Swap(torch.autograd.Function):
 
 
 def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend, **more: Any) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q. `attend` gets `more`."""
+    """Attends between swaps: q [batch, s/n, heads, d], k and v likewise with kv_heads -> like q. `attend` gets
+    `more`."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v, **more), group, False)
@@ -75,12 +76,12 @@ CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
 
 
 def turn_second(x: Tensor) -> Tensor:
-    """x [batch, sequences, 2, n, ...]: reverse every second row of n chunks, because zigzag deals these in reverse."""
+    """Reverses every second row of n chunks, as zigzag deals them: x [batch, sequences, 2, n, ...] -> same shape."""
     return torch.stack((x[:, :, 0], x[:, :, 1].flip(2)), 2)
 
 
 def in_order(x: Tensor, n: int, chunk: int) -> Tensor:
-    """Tokens by rank, each of n with two chunks of every sequence -> by sequence, in order of position."""
+    """Sorts tokens: by rank, each of n with two chunks of every sequence -> by sequence, in order of position."""
     return turn_second(x.unflatten(1, (n, -1, 2, chunk)).movedim(1, 3)).flatten(1, 4)
 
 

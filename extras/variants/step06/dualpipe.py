@@ -45,7 +45,7 @@ def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """A rank's list, with at most p + 1 micro-batches in flight. Raises UserError.
+    """Returns a rank's list of actions, with at most p + 1 micro-batches in flight. Raises UserError.
 
     If m < 2p, it is the list for 2p, without the micro-batches from m on.
     """

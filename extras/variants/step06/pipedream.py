@@ -43,7 +43,7 @@ def hold(model: Decoder, weights: Weights):
 
 
 class Stashed(OneForwardOneBackward):
-    """1F1B in which each micro-batch is an update, and its backward uses the weights of its forward."""
+    """1F1B in which each micro-batch makes an update, and its backward uses the weights of its forward."""
 
     def __init__(self, lr: float, weights: Weights, *same: Any):
         super().__init__(*same)
@@ -103,7 +103,7 @@ def both(config: Any, parts: Parts) -> tuple[Shown, Shown]:
 
 
 def table(late: Shown, flushed: Shown) -> list[str]:
-    """The lines that are printed: a mean loss for each tenth of the updates."""
+    """Returns the lines to print, with a mean loss for each tenth of the updates."""
     n, p = len(late.losses), len(late.versions)
     lines = [f"versions of weights on ranks 0 to {p - 1}: {late.versions}, flushed {flushed.versions}"]
     lines += [f"idle turns of a rank: {p - 1} of {n + p - 1}, flushed after each {n * (p - 1)} of {n * p}"]

@@ -9,14 +9,14 @@ at least N >= p do so, in max(1, m // N) rounds of almost equal size. Two ranks,
                          N = 8    F0.0 ... F7.0  F0.2 ... F7.2                            breadth first
 
 For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1). (If m < p, all are one round, and the step takes
-(v p + m - 1) (f + b) of a stage.) N trades memory for time to send messages; N' is the size of the largest round:
+(v p + m - 1) (f + b) of a stage.) A larger N costs memory, and gives messages time. If N' is the largest round:
 
     memory    (v-1) N' + 2 (p-1 - rank) + 1 stages in flight on a rank, at most v m
     messages  a micro-batch has N' - p forwards of time to return from the last rank to the first
 
 `ahead` has rounds of p, and enough forwards before the first backward that each F and the B behind it belong to
 different micro-batches, so that they can be computed together (step07/ep_overlap.py): one more than interleaved, and
-with --chunks 1, 2 (p-1 - rank) + 1 instead of 1F1B's p-1 - rank. A step takes the same time, with as many more stages
+with --chunks 1, 2 (p-1 - rank) + 1 instead of 1F1B's p-1 - rank. A step takes the same time, with so many more stages
 in flight. Rank 1 of 2, v = 1:
 
     1f1b     F0 B0  F1 B1  F2 B2  F3 B3          a backward follows the forward of its own micro-batch

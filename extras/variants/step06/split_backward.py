@@ -55,7 +55,7 @@ class SplitBackward:
         mine = {s: place for s, place in enumerate(parts.pipeline.places) if place.rank == parts.pipeline.group.rank}
         self.leaves = {s: [p for p in parameters_of(model, place) if p not in split] for s, place in mine.items()}
         self.tied = model.lm_head.weight if model.config.tied and {0, parts.way[-1]} <= mine.keys() else None
-        self.of_head: Tensor | None = None  # kept until the embedding's gradient is computed
+        self.of_head: Tensor | None = None  # the head's gradient, kept until the embedding's is computed
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Replaces a linear layer's forward, or the experts'."""
@@ -75,7 +75,7 @@ class SplitBackward:
                 self.add_tied(gradient, stage)
             else:
                 self.add(param, gradient)
-        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one[0]])  # as ZeRO orders units
+        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one[0]])  # ZeRO's units end so
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):

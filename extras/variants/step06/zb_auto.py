@@ -59,7 +59,7 @@ def time_of(lists: list[list[Action]], costs: Costs) -> float:
 
 @lru_cache
 def search(p: int, m: int, costs: Costs, limit: float) -> list[list[Action]]:
-    """The lists of the best schedule found. A rank holds at most `limit` micro-batches from F to W."""
+    """The lists of the best schedule found. A rank holds at most `limit` >= 1 micro-batches from F to W."""
     limit, change = min(limit, m), dict(F=1, B=0, W=-1)
     depths = sorted({1.0, 2.0, (limit - 1) / max(1, p - 1)})
     tries = [greedy(p, m, costs, limit, *variant) for variant in product(depths, (0.0, 0.25, 0.75))]
@@ -81,7 +81,7 @@ def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: floa
     free, now = [0.0] * p, 0.0
 
     def arrival(kind: str, rank: int) -> float:
-        """The time at which the next action of this kind has its inputs; inf if this is not known yet."""
+        """Returns the time at which the next action of this kind has its inputs; inf if not known yet."""
         i, peer = done[rank][kind], rank - 1 if kind == "F" else rank + 1
         if i == m or (kind == "B" and done[rank]["F"] <= i):
             return inf
@@ -112,7 +112,7 @@ def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: floa
 
 
 def zb_auto(config: Any) -> Schedule:
-    """The schedule that the flags ask for. Raises UserError."""
+    """Returns the schedule that the flags ask for. Raises UserError."""
     if not hasattr(config, "zb_costs"):  # a layout of the planner
         raise UserError("--schedule zb-auto: the planner has no times for a search; use --dry-run")
     costs = choose_costs(config)

@@ -53,12 +53,12 @@ def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
 
 
 def places(mask: Tensor, n: int) -> tuple[Tensor, ...]:
-    """Row and column, int64 [n], of the `n` places where bool [a, b] is true. Given n, the CPU need not wait for it."""
+    """Returns rows and columns, int64 [n], of the `n` true places of a bool [a, b]. Given n, the CPU need not wait."""
     return torch.nonzero_static(mask, size=n).unbind(1)
 
 
 def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """tokens [n, dim], gates [n, experts] (0: not chosen) -> the sums of outputs, weighted by gates, [n, dim], wide."""
+    """Computes our experts: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide."""
     visits = (gates != 0).T
     counts = visits.sum(1).cpu()  # the only wait of the CPU
     expert, token = places(visits, sum(counts.tolist()))  # sorted by expert
@@ -73,7 +73,7 @@ def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) 
 
 
 def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, visit: Callable = visit_local) -> Tensor:
-    """As `visit_local`, with experts on several ranks. `visit`: what happens to tokens that have arrived."""
+    """As `visit_local`, with experts on several ranks. `visit` computes the tokens that have arrived."""
     gates = gates.unflatten(1, (group.size, -1))
     visits = (gates != 0).any(-1).T
     leaving = visits.sum(1)

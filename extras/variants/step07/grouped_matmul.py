@@ -21,7 +21,7 @@ from extras.variants import Parts
 
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
-    """int32 [experts]: where each expert's rows end. The copy is from pinned memory, so the host does not wait."""
+    """Returns where each expert's rows end, int32 [experts]. They are copied from pinned memory, without a wait."""
     where = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     return where.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else where
 
@@ -38,14 +38,14 @@ def can_group(*tensors: Tensor) -> bool:
 
 
 def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor:
-    """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
+    """Multiplies by expert: rows [n, in], the first counts[0] by weights[0] [in, out], and so on -> [n, out]."""
     if way == "grouped" and can_group(rows, weights, weights.mT):
         return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
 
 
 def outer(a: Tensor, b: Tensor, counts: list[int], way: str) -> Tensor:
-    """a [n, out], b [n, in] -> [experts, out, in]: a^T b over the rows of each expert, zero if it has none."""
+    """Multiplies by expert: a [n, out], b [n, in] -> [experts, out, in], a^T b over its rows, zero if it has none."""
     if way == "grouped" and can_group(a, b):
         offs = ends(counts, a)
         products, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0

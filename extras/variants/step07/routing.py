@@ -76,7 +76,7 @@ class RoutedMoE(MoE):
         return p, scores, chosen
 
     def choose(self, scores: Tensor) -> Tensor:
-        """scores [tokens, experts] -> each token's best experts, int64 [tokens, top_k], from its best groups."""
+        """Chooses each token's best experts from its best groups: scores [tokens, experts] -> int64 [tokens, top_k]."""
         groups, most = self.config.expert_groups, self.config.groups_per_token
         if 0 < most < groups:
             by_group = scores.unflatten(1, (groups, -1))
@@ -87,7 +87,7 @@ class RoutedMoE(MoE):
         return scores.topk(self.top_k).indices
 
     def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
-        """int64 [tokens, top_k] -> bool: which choices are among the first of their expert, in order of the tokens."""
+        """Keeps each expert's first choices, in order of the tokens: int64 [tokens, top_k] -> bool, True if kept."""
         if self.group.size > 1:
             order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
             chosen = gather_tokens(chosen.unflatten(0, (-1, len(self.positions))), self.group)[:, order]
