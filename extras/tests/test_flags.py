@@ -15,7 +15,7 @@ WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with
     "--batch-ramp 5: write": (2, "step02_ddp", dict(batch_ramp="5")),
     "--batch-ramp 5,2: 5 must be less than, and divide": (2, "step02_ddp", dict(batch_ramp="5,2")),
     "--batch-ramp 3,2: its first number must be a multiple": (2, "step02_ddp", dict(batch_ramp="3,2")),
-    "--stale 2 with --resume auto: no checkpoint holds": (2, "step02_ddp", dict(stale=2, resume="auto")),
+    "--stale 2 with --resume auto: checkpoints do not": (2, "step02_ddp", dict(stale=2, resume="auto")),
     "--pipedream: all 4 ranks must be stages": (4, STEP6, dict(pp=2, pipedream=4)),
     "--pipedream: --model test has one matrix": (4, STEP6, dict(pp=4, pipedream=4, tied=True)),
     "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),

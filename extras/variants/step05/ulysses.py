@@ -65,8 +65,7 @@ class Swap(torch.autograd.Function):
 
 
 def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend, **more: Any) -> Tensor:
-    """Attends between swaps: q [batch, s/n, heads, d], k and v likewise with kv_heads -> like q. `attend` gets
-    `more`."""
+    """Attends between swaps: q [batch, s/n, heads, d], k and v with kv_heads -> like q. `attend` gets `more`."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v, **more), group, False)

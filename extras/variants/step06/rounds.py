@@ -35,7 +35,7 @@ from common.schedules import SCHEDULES, Action, Schedule
 
 
 def rounds(size: int, p: int, m: int, v: int, rank: int, ahead: bool = False) -> list[Action]:
-    """As `one_f_one_b_order`, in rounds of at least max(size, p) micro-batches. `ahead`: with the longer warm-up."""
+    """Like `one_f_one_b_order`, in rounds of at least max(size, p) micro-batches. `ahead` lengthens the warm-up."""
     n = max(1, m // max(size, p))
     parts = [range(*pair) for pair in pairwise(m * i // n for i in range(n + 1))]
     stages = range(rank, p * v, p)
