@@ -23,7 +23,7 @@ from common.comm import Mesh, all_gather, all_reduce
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step01 import sgd  # noqa: F401  # adds --optimizer sgd
-from step03_zero import Zero1, Zero2, Zero3
+from step03_zero import STAGES
 
 WEIGHTS, LR = [1.0, 2.0, 3.0, 4.0], 0.1
 
@@ -49,7 +49,7 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     trunk.embed_tokens, trunk.layers, trunk.norm = nn.Module(), nn.ModuleDict({"0": layer}), nn.Module()
     model.model, model.lm_head, model.config = trunk, nn.Module(), SimpleNamespace(n_layers=1)
     numbers = SimpleNamespace(optimizer="sgd", weight_decay=0.0, seed=0)
-    zero = (Zero1, Zero2, Zero3)[stage - 1](model, numbers, mesh, device, torch.float64)
+    zero = STAGES[stage](model, numbers, mesh, device, torch.float64)
     unit = zero.units[0]
     unit.flat.untyped_storage().resize_(len(unit.flat) * 8)
     unit.flat[: len(WEIGHTS)] = torch.tensor(WEIGHTS)
