@@ -1,7 +1,7 @@
-"""Mistakes of techniques and services that the tests must notice: where a text stands, what it becomes, who sees it.
+"""Mistakes in techniques and services, each with the test that must notice it. tests/faults.py has those of the course.
 
-A fault is put into the source of a function or class, which is compiled anew. One whose text is gone raises KeyError.
-extras/tests/test_faults.py puts in each. The mistakes of the course are in tests/faults.py.
+`injected` replaces a text in the source of a function or class, and compiles it again. It raises KeyError if the text
+is not there. extras/tests/test_faults.py tries each mistake.
 """
 
 import importlib
@@ -18,27 +18,27 @@ from extras.tests.rows import BACK, BIAS, DROP, EXPERTS, GROUPS, MASK, MUON, RAM
 
 
 class Fault(NamedTuple):
-    """One mistake."""
+    """One mistake: in the source of `owner`, the text `old` becomes `new`."""
 
     module: str
     owner: str  # function, or class
     old: str
     new: str
     meaning: str
-    error: str = ""  # words of the error that a run ends with; "": it ends, with a wrong number
+    error: str = ""  # a part of the error that ends the run; "": the run ends with a wrong number
 
 
 def noticed_by(judge: Row | tuple, module: str, *faults: tuple[str, ...]) -> list[tuple[Row | tuple, Fault]]:
     """Faults of a module that one judge notices; "/" stands for extras.variants.
 
-    A judge is a layout that no longer equals one process; or (file, test, its parameters) that fails; or
-    ("resumed", ranks, layout), a layout that resumes what one process has saved, and ends with other numbers.
+    A judge is a Row, which no longer equals one process; or (file, test, parameters), a test that fails; or
+    ("resumed", ranks, layout), a layout that resumes a checkpoint of one process and ends with other numbers.
     """
     return [(judge, Fault(module.replace("/", "extras.variants."), *fault)) for fault in faults]
 
 
 RUNS_AHEAD = "test_the_host_runs_ahead_and_nothing_is_read_early"
-BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # a process with itself
+BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # one process, compared with itself
 
 SPIKE = "enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))"
 
@@ -108,13 +108,13 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("turn_second", "x[:, :, 1].flip(2)", "x[:, :, 1]",
          "after the swap, tokens of second chunks are not in order of position")),
     *noticed_by(Row(2, "step05_cp_ring", dict(cp=2), SGD | MASK), "/step01.documents",
-        ("MicroBatch", "document == other and", "document >= other and", "borders are open"),
+        ("MicroBatch", "document == other and", "document >= other and", "a token attends to earlier documents"),
         ("MicroBatch", "if document == other and", "if source == rank and document == other and",
-         "as if each ended at the cut")),
+         "documents end at the border of a rank")),
     *noticed_by(Row(2, "step05_cp_ring", dict(cp=2, documents="reset"), SGD | MASK), "/step01.documents",
         ("Documents", ".to(self.device)[:, self.here]",
          "[:, self.here] if self.here[0] == 0 else self.here.expand(len(self.now.numbers), -1)",
-         "others rotate by the places in the sequence")),
+         "other ranks rotate by positions in the sequence")),
     *noticed_by(Row(1, "step01_single_gpu", dict(attention="scores"), SGD), "/step01.attention_scores",
         ("attend", "repeat_interleave(q.shape[2] // x.shape[2], dim=1)", "repeat(1, q.shape[2] // x.shape[2], 1, 1)",
          "query head i uses key head i mod kv_heads")),
@@ -183,14 +183,14 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("rounds", "2 if ahead else min(v, 2)", "min(v, 2)", "what a pair sends comes too late")),
     *noticed_by(Row(1, "step01_single_gpu", {}, BACK), "/step01.skip_spikes",
         ("Past", "value.copy_(self.copies[key])", "None", "they know what was undone"),
-        ("Past", "value.clone()", "value", "the copy moves on")),
+        ("Past", "value.clone()", "value", "the copy is an alias of the live state")),
     *noticed_by(Row(2, "step02_ddp", {}, SGD | STALE), "/step01.stale",
         ("update", "len(waiting[name]) > late", "len(waiting[name]) >= late", "K - 1 updates late"),
         ("update", "master.grad.clone()", "master.grad", "what waits is overwritten by the next gradient")),
     *noticed_by(("test_variants", "test_never_flushed_is_a_descent_by_weights_of_several_ages", 3, "full"),
         "/step06.pipedream",
         ("Stashed", "hold(self.model, self.stash[i])  #", "hold(self.model, self.stash[max(self.stash)])  #",
-         "weights that the micro-batch has not met"),
+         "backward uses other weights than forward"),
         ("Stashed", "self.now[name] = self.now[name] - self.lr * weight.grad",
          "self.now[name].sub_(self.lr * weight.grad)", "all versions are one")),
     *noticed_by(Row(3, "step02_ddp", dict(sync="server"), SGD), "/step02.tree_sync",
@@ -224,17 +224,17 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("Muon", "rate * decay", "decay", "as if lr were 1"),
         ("orthogonal", "range(iterations)", "range(iterations - 1)", "one is left out")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "loss scale"), "/step01.fp16",
-        ("LossScaling", "% GROWTH == 0", "% (GROWTH + 1) == 0", "after a step more"),
+        ("LossScaling", "% GROWTH == 0", "% (GROWTH + 1) == 0", "the scale grows one step too late"),
         ("LossScaling", "0 if self.skipping else self.good_steps + 1", "self.good_steps + (not self.skipping)",
-         "they need not be in a row"),
+         "good steps need not be consecutive"),
         ("LossScaling", "not math.isfinite(grad_norm)", "False", "no update is skipped")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "biases"), "/step07.routing",
-        ("update", "moe.load.mean() - moe.load", "moe.load - moe.load.mean()", "who has much gets more")),
+        ("update", "moe.load.mean() - moe.load", "moe.load - moe.load.mean()", "overloaded experts get more tokens")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "deepseek-v3"), "/step07.routing",
         ("RoutedMoE", "p.gather(1, chosen)", "(p if self.bias is None else (p + self.bias).to(p)).gather(1, chosen)",
-         "it is for the choice alone")),
+         "the gates contain the bias, which is for the choice alone")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "switch"), "/step07.routing",
-        ("RoutedMoE", "ceil(", "int(", "a place less")),
+        ("RoutedMoE", "ceil(", "int(", "the capacity is rounded down")),
     *noticed_by(Row(4, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2), SGD), "/step02.hierarchical_sync",
         ("HierarchicalSync", "shards[(place + 1) % n]", "shards[place]", "not the one that is complete in this node")),
     *noticed_by(Row(3, "step02_ddp", dict(sync="tree"), SGD), "/step02.tree_sync",
@@ -253,7 +253,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("Piece", "shard_of(whole, shard)", "whole[: shard.stop - shard.start]",
          "all ranks of tp read the rows of the first")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "plain"), "common.model",
-        ("summed_cross_entropy", "return F", "logits.sum().item(); return F", "the host looks at a sum"),
+        ("summed_cross_entropy", "return F", "logits.sum().item(); return F", "the host reads a sum"),
         ("apply_rope", "x * cos", "x * cos.cpu()", "a table is on the host", "device")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "ring"), "common.layout",
         ("global_norm", "(square, mesh", "(square.cpu(), mesh", "NCCL gets a tensor of the host", "tensor on cpu")),
@@ -263,7 +263,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(("test_gpu", RUNS_AHEAD, "offloaded"), "/step03.offload",
         ("Update", "            wait()", "            0", "the update does not wait for its gradient")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "offloaded, alone"), "/step03.offload",
-        ("gather_beside", "*pending.works, arrived", "*pending.works", "nobody waits for the copy of the weights")),
+        ("gather_beside", "*pending.works, arrived", "*pending.works", "the copy of the weights is never waited for")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "experts"), "step07_moe_ep",
         ("visit_experts", "torch.stack((leaving_Ge, arriving_Ge)).cpu()", "leaving_Ge, arriving_Ge",
          "the host asks twice for counts"),
@@ -282,7 +282,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("attach", "CHOICE", "[]", "recomputation chooses again")),
 ]
 
-PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of extras/tests/rows.py)
+PATCHES = {  # not mistakes: both sides of a comparison have them (`patch` of extras/tests/rows.py)
     "frozen": Fault("common.layout", "materialize", "param.requires_grad)",
         'param.requires_grad and not name.endswith(("1.mlp.up_proj.weight", "0.input_layernorm.weight")))',
         "a matrix and a norm do not train"),
@@ -303,7 +303,7 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of ext
 
 
 def functions_of(thing: Any) -> dict[str, FunctionType]:
-    """A function, or all methods of a class, by name; of static and decorated ones, what is inside."""
+    """By name, a function or all methods of a class. Static and decorated ones are unwrapped."""
     members = vars(thing).items() if inspect.isclass(thing) else [("", thing)]
     plain = {name: inspect.unwrap(getattr(member, "__func__", member)) for name, member in members}
     return {name: member for name, member in plain.items() if isinstance(member, FunctionType)}
@@ -311,7 +311,7 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 
 @lru_cache
 def mistaken(right: Any, fault: Fault) -> dict[str, CodeType]:
-    """The code of a function, or of each method of a class, with the fault's text in the place of the right one."""
+    """The code of a function, or of each method of a class, with the fault's text in place of the correct one."""
     source = textwrap.dedent(inspect.getsource(right))
     if fault.old not in source:
         raise KeyError(f"{fault.old!r} is not in {fault.module}.{fault.owner}")
@@ -322,9 +322,9 @@ def mistaken(right: Any, fault: Fault) -> dict[str, CodeType]:
 
 @contextmanager
 def injected(fault: str | Fault) -> Iterator[None]:
-    """Inside, a mistake (or the patch of this name; "": none) is in the program: code that holds its text is exchanged.
+    """Inside this context, the program has a mistake, or the patch of this name ("": none).
 
-    The functions stay the objects that they are, so menus, importers and `super()` meet the mistake too.
+    Only the code objects of functions are replaced, so menus, importers and `super()` also run the mistake.
     """
     if not fault:
         yield
@@ -343,6 +343,6 @@ def injected(fault: str | Fault) -> Iterator[None]:
 
 
 def with_fault(fault: str | Fault, function: Callable, *args: Any) -> Any:
-    """Runs on every rank: a function, with a mistake in the program, or with none."""
+    """Runs on every rank: call a function, with a mistake in the program or without."""
     with injected(fault):
         return function(*args)

@@ -1,4 +1,4 @@
-"""`--profile`: the trace of each rank has its messages, inside the ranges that the chapters name."""
+"""`--profile` writes a trace of each rank, which has its messages inside the ranges that the chapters name."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def test_a_pipelines_trace(pools, tmp_path):
 
 
 def test_buckets_overlap_with_backward(pools, tmp_path):
-    """Sums of buckets are started before the last operator of backward has run. ZeRO 3 names what it gathers.
+    """Sums of buckets start before the last operator of backward has run. ZeRO 3 names the units that it gathers.
 
     Too few steps are refused.
     """

@@ -1,4 +1,4 @@
-"""Schedules of the techniques, as data: complete, in order, free of deadlock; the papers' laws of time and memory."""
+"""Schedules of techniques: complete, in order and free of deadlock; the papers' laws of time and memory hold."""
 
 import random
 from collections import Counter
@@ -92,7 +92,7 @@ def test_every_size_is_complete_and_ends(name):
 
 
 def test_places():
-    """Stages in a V; two opposite ways; stages of unequal size."""
+    """Stages form a V, or two opposite ways; --pp-split gives them unequal sizes."""
     assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
     ways = made("dualpipe", 2, 2)[1]
     assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
@@ -162,7 +162,7 @@ HALVES = {
 
 
 def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
-    """The time and memory in HALVES."""
+    """Time and memory are as HALVES says."""
     units, least, most = HALVES[name]
     assert all(in_flight(row, "W") <= most(p) for row in lists)
     if m >= least(p) and p > 1 and not (name == "dualpipe" and m % 2):

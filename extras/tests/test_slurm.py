@@ -1,4 +1,4 @@
-"""extras/launch/slurm.sh under a real SLURM, with two nodes in one machine.
+"""Runs extras/launch/slurm.sh under a real SLURM, with two nodes in one machine.
 
 It needs root and `apt-get install slurmctld slurmd slurm-client munge`.
 """

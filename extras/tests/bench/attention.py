@@ -1,4 +1,4 @@
-"""Who computes what in a ring: the pairs of a query and a key on each rank, tokens in order and zigzag (figure)."""
+"""The work of ring attention: each rank's share of the query-key pairs, in order and zigzag (draws a figure)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Config:
 
 
 def work(visible: Callable, n: int) -> list[list[float]]:
-    """By rank and hop: the share of all pairs that a ring of n ranks computes. In hop i, rank r has r - i's keys."""
+    """By rank and hop: the share of all pairs that is computed there. In hop i, rank r has the keys of rank r - i."""
 
     def pairs(queries: slice, keys: slice, causal: bool) -> float:
         n_q, n_k = (len(range(LENGTH)[tokens]) for tokens in (queries, keys))
