@@ -23,7 +23,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Sort tests by `ORDER`. Techniques add to the course's menus, so the course's own tests need another pytest."""
+    """Sort tests by `ORDER`. The course's own tests need another process, because techniques add to its menus."""
     if others := {item.path.parent.name for item in items if Path(__file__).parent not in item.path.parents}:
         raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}

@@ -97,7 +97,7 @@ class Served(Seeing, ServedRun):
 
 
 def config_of(step_name: str, options: dict[str, Any]) -> Any:
-    """The Config of a small model, with all flags. `options`: flags of the step, and fields of the model's shape."""
+    """Make a small model's Config with all flags. `options`: flags of the step, or fields of the model's shape."""
     PRESETS["test"] = ModelConfig(**SHAPE | {name: options[name] for name in FIELDS if name in options})
     flags = {name: value for name, value in (BASE | options).items() if name not in FIELDS}
     return compose(importlib.import_module(step_name))(model="test", **flags)
@@ -161,5 +161,5 @@ def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int
 
 
 def on_rank(step_name: str, options: dict, theirs: SimpleNamespace, bound: float = 0.0, kind: type = Watch):
-    """Runs on every rank: train under the layout and compare with the reference."""
+    """Runs on every rank: train with `options`, and compare with the reference `theirs`."""
     compare(record(step_name, options, kind), theirs, bound or BOUND[options.get("dtype", "fp64")], world())

@@ -71,7 +71,7 @@ class Stream:
         self.after: dict[Stream, int] = {}  # by stream: how many of its launches our next one follows
 
     def now(self) -> dict["Stream", int]:
-        """By stream, the launches that are complete when everything launched here is complete."""
+        """By stream, the number of launches that are complete when all launches of this stream are complete."""
         return self.after | {self: self.launched}
 
     def catch_up(self, moment: dict["Stream", int]):
@@ -84,7 +84,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event."""
+    """Simulates a CUDA event: `record` stores what a stream has launched, and others wait for it."""
 
     def __init__(self, watch: "Watch"):
         self.watch, self.at = watch, {}
@@ -104,7 +104,7 @@ class Event:
 
 
 class Call(NamedTuple):
-    """A collective, or a message, as each of its ranks launches it: the same on all of them."""
+    """A collective or a message; all of its ranks launch an equal one."""
 
     kind: str
     group: str  # name of the communicator
@@ -126,7 +126,7 @@ def place() -> str:
 
 
 def bytes_of(tensor: Tensor) -> tuple[tuple[str, int], tuple[int, int]]:
-    """Its storage, and the bytes [start, stop) that it occupies there, gaps included."""
+    """A tensor's storage, and the bytes [start, stop) that it occupies there, gaps included."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.itemsize
     stop = start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
@@ -140,7 +140,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found, self.rows = [], 0  # rows that go to experts: told by `route`
         self.inside = False  # from the first forward of a step to the end of its sums
-        self.waits: Counter[str] = Counter()  # of the host for the GPU, inside
+        self.waits: Counter[str] = Counter()  # of the host for the GPU, while `inside`
         self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
         # By storage and its bytes [start, stop): the stream that writes them, and the number of its launch.
         self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
@@ -167,7 +167,7 @@ class Watch(TorchDispatchMode):
         return right(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator, and note whether it makes the host wait or reads early."""
+        """Run an operator, and record whether it makes the host wait, or reads data too early."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -214,7 +214,7 @@ class Watch(TorchDispatchMode):
             self.stream.catch_up(self.nccl.now())
 
     def collective(self, func: Callable, args: tuple):
-        """Record a call. NCCL wants contiguous CUDA tensors of one dtype; raises AssertionError for others."""
+        """Record a call. NCCL needs contiguous CUDA tensors of one dtype; raises AssertionError for others."""
         name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
         group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
         sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
@@ -264,7 +264,7 @@ class Watched(OpenRun):
         return gradients()
 
     def hear(self, phase: str):
-        """Listen to the clock's phases."""
+        """Called at each phase of a step: start to watch when forward begins."""
         self.watch.inside |= phase == "forward"
 
 
@@ -328,10 +328,10 @@ BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16
 
 
 def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: Any = (9, 0)) -> SimpleNamespace | None:
-    """Train as one of `world` ranks with `options` (flags, and fields of the model's shape). None if there is no shim.
+    """Train as one of `world` ranks with `options` (flags, or fields of the model's shape). None if there is no shim.
 
-    Returns the host's `waits`, the `early` reads and the `calls` of collectives. Needs a process of its own, as the
-    shim cannot be unloaded.
+    Returns the host's `waits`, the `early` reads, and the `calls` of collectives. Run it in a process of its own, since
+    the shim cannot be unloaded.
     """
     if not can_fake_cuda():
         return None

@@ -47,7 +47,7 @@ class Flag(NamedTuple):
 
     values: tuple  # the first means: without the flag
     beside: Options  # other flags without which it has no effect
-    computed: bool  # it changes what is computed, not how
+    computed: bool  # it changes the numbers that are computed
 
 
 Rule = dict[str, frozenset]  # flags that are refused together, each with the values that are refused
@@ -55,7 +55,7 @@ Rule = dict[str, frozenset]  # flags that are refused together, each with the va
 
 @lru_cache
 def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
-    """A step's flags that are not in APART, without values that it always refuses; and its rules of what it refuses."""
+    """A step's flags that are not in APART, with their values; and its rules, which say what it refuses."""
     cls, flags, found = compose(importlib.import_module(step)), {}, []
     owners = {field.name: file for file in offered(cls, "Flags") for field in fields(file.Flags)}
     for field in [field for field in fields(cls) if field.name not in APART]:
@@ -124,7 +124,7 @@ def ranks_of(run: Options) -> int:
 
 
 def comparable(run: Options) -> bool:
-    """Whether a run fits on four ranks, with whole micro-batches, and one process can tell what is right."""
+    """Whether a run fits on four ranks, with whole micro-batches, and can be compared with one process."""
     ranks, pp, cp, start = ranks_of(run), run.get("pp", 1), run.get("cp", 1), run["batch_ramp"].split(",")[0]
     data, batches = ranks // pp // run.get("tp", 1), [run["global_batch_size"], *([int(start)] if start else [])]
     divides = ranks // pp % run.get("ep", 1) == 0 and data % run.get("zero_replicas", 1) == 0

@@ -32,7 +32,7 @@ def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
 
 
 def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
-    """Start `python words`, or on ranks `torchrun words`, with one thread each. `options` are those of Popen."""
+    """Start `python words`, or `torchrun words` if `ranks` > 0, with one thread each. `options` are those of Popen."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     ours = {key: value for key, value in os.environ.items() if not key.startswith((*OUTER, "PYTHONPATH"))}
     options["env"] = ours | dict(OMP_NUM_THREADS="1") | options.pop("env", {})
@@ -40,7 +40,7 @@ def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
 
 
 def run(ranks: int, words: list[str], log: Path, **env: str) -> tuple[int, str]:
-    """Run a launch line; returns (exit status, all output). With 0 ranks: without torchrun. `env` adds variables."""
+    """Run a launch line, by torchrun if `ranks` > 0; returns (exit status, all output). `env` adds variables."""
     with log.open("w") as file:
         return start(ranks, words, stdout=file, stderr=file, env=env).wait(400), log.read_text()
 

@@ -133,7 +133,7 @@ def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[di
 
 @pytest.mark.parametrize("step, layout", [("step06_pipeline", dict(pp=2, tp=2, zero=3)), ("step02_ddp", {})])
 def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, layout):
-    """Two ranks resume, and `hub` exports, what four plain ranks have saved. The first to read it writes an index."""
+    """Two ranks resume what four plain ranks have saved, and `hub` exports it. Its first reader writes an index."""
     out, resumed = f"{tmp_path}/first", f"{tmp_path}/first/checkpoints/step-00000002"
     options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """It prints whether there is a checkpoint, and which flags differ; it keeps all metrics but a torn line."""
+    """It prints whether there is a checkpoint, and which flags differ. It keeps all metrics except a torn line."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """fp16's scale, its number of good steps, and the numbers of skip_spikes' median are as without a break."""
+    """A broken run saves the same scale of fp16, good steps and skip_spikes' numbers as an unbroken one."""
     options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)
@@ -272,7 +272,7 @@ def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, life):
 
 
 def test_any_flipped_byte_is_noticed(tmp_path, capsys):
-    """A flipped byte in any file: the previous checkpoint is taken. Without one, the error is one line."""
+    """If a byte of any file flips, the previous checkpoint is taken. Without a previous one, the error is one line."""
     save(tmp_path, 1), save(tmp_path, 2)
     last = newest(tmp_path)
     for path in list(last.iterdir()):

@@ -142,7 +142,7 @@ def is_counted(step: str, run: dict) -> bool:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_every_value_is_counted(part):
-    """Each value of each flag is in some dry run, unless it is refused. Runs have many flags each (pairs.py)."""
+    """Each value of each flag, unless it is refused, is in some dry run. A run has many flags (pairs.py)."""
     step = STEPS[-1]
     runs = {frozenset([single]): complete(step, dict([single])) for single in singles(step)}
     values = [dict(single) for single, run in runs.items() if is_counted(step, run)]
@@ -160,7 +160,7 @@ def test_every_value_is_counted(part):
     ],
 )
 def test_a_dry_run_says_what_it_counted(name, flags, capsys):
-    """Called as `main` calls it: a ServedRun around a replacement of the step's `train`."""
+    """It is called as in `main`: a ServedRun, with a replacement of the step's `train`."""
     step = importlib.import_module(name)
     config = compose(step)(**flags)
     with ServedRun(config) as run:

@@ -1,4 +1,4 @@
-"""Conversion to Hugging Face and back keeps all weights and the loss; validation and generation in little memory."""
+"""Conversion to Hugging Face and back keeps weights and loss; validation and generation never hold all logits."""
 
 import json
 import os
@@ -27,7 +27,7 @@ OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save
 
 
 def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
-    """Those of a validation exist chunk by chunk, as in a training step; generation computes those of one token."""
+    """Validation computes logits chunk by chunk, as a training step does; generation, those of one token at a time."""
     monkeypatch.setattr(evaluation.generate, "__defaults__", (3, 0))
     out, none = str(tmp_path / "run"), str(tmp_path / "none")
     for options, tokens in (dict(out=out, loss_chunk=5), 5), (dict(out=none, resume=out, generate="x"), 1):
@@ -37,7 +37,7 @@ def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
 
 
 def their_loss(model: torch.nn.Module, run: str) -> torch.Tensor:
-    """The mean loss of a model of transformers over eight held-out sequences, in the shape of a run's model."""
+    """The mean loss, by transformers, of `model` over eight held-out sequences of the default text."""
     data = evaluation.Data("", ModelConfig(**find(run, Path(run)).index["model"]), 24, 0)
     tokens, targets = evaluation.held_out(data, 8, 1)
     with torch.no_grad():

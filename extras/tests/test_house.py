@@ -57,7 +57,7 @@ def room_of(module: str) -> str:
 
 @lru_cache
 def tree_of(module: str) -> ast.Module:
-    """The parsed file."""
+    """Parse the file of a module."""
     return ast.parse(FILES[module].read_text())
 
 
@@ -158,7 +158,7 @@ def test_a_technique_is_one_small_file_of_one_shape(module):
 
 
 def test_the_table_of_techniques_is_what_their_files_say():
-    """README.md is what `python -m extras.variants` prints."""
+    """extras/variants/README.md is what `python -m extras.variants` prints."""
     assert (ROOT / "extras/variants/README.md").read_text() == table() + "\n"
 
 

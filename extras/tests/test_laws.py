@@ -85,7 +85,7 @@ def swapped(n: int, kv_heads: int = KV) -> int:
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Ulysses over `swap` ranks, times a ring of n / swap, which has `swap` times fewer hops than one of n."""
+    """Ulysses over `swap` ranks, and a ring over n / swap ranks, which has `swap` times fewer hops than one over n."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -103,7 +103,7 @@ def window_law(n: int, rank: int, window: int, seq: int) -> Law:
 
 
 def tp_law(flags: dict) -> Law:
-    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; norms' gradients, and their square.
+    """tp sends (n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; norms' gradients and square.
 
     With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256.
     """
@@ -116,7 +116,7 @@ def tp_law(flags: dict) -> Law:
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all four experts: forward, and again backward. Ranks of tp route different tokens."""
+    """Each token visits all four experts, and its gradient returns the same way. Ranks of tp route different tokens."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
@@ -134,7 +134,7 @@ def parts_law(schedule: str, n_layers: int, boundaries: int) -> Law:
 
 
 def nodes_law() -> Law:
-    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and there goes to both ranks.
+    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and then goes to both ranks.
 
     `rows` sends it to each of the other node's ranks, so twice as much crosses.
     """

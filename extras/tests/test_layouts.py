@@ -17,7 +17,7 @@ LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro
 
 
 def equals(pools, reference, row: Row, folder: Path):
-    """Losses, norms, gathered gradients, final parameters (extras/tests/equal.py): in fp64 to 1e-10, on every rank."""
+    """Losses, norms, gathered gradients and final parameters equal one process's to 1e-10 in fp64, on every rank."""
     pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound)
 
 
@@ -74,7 +74,7 @@ BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evalu
 
 
 def label(row: Row) -> str:
-    """A test id."""
+    """The id of a row's tests."""
     flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
     return f"{row.step[:6]}-{row.ranks}-{flags}"
 

@@ -141,14 +141,14 @@ def test_every_link_leads_somewhere(pages):
 
 
 def frames_of(pages: Path, page: str, title: str) -> dict[str, dict]:
-    """The frames of a picture, as they stand on its page."""
+    """Read the frames of a figure from its page."""
     text = (pages / f"{page}.html").read_text()
     found = dict(re.findall(r"<h2[^>]*>([^<]*)</h2>.*?application/json>(.*?)</script>", text, re.DOTALL))
     return json.loads(found[title])
 
 
 def rows_of(frame: dict, state: int = -1) -> dict[str, list]:
-    """The rows of a table in a state: by name, the cells."""
+    """The rows of a figure's table in one state: name -> cells."""
     return {name: [frame["cells"][n] for n in row] for name, row in frame["states"][state][1].items()}
 
 
@@ -185,7 +185,7 @@ def test_chapter_2_buckets_leave_in_order(pages):
 
 
 def test_chapter_3_ranks_hold_what_the_table_says(pages):
-    """Bytes at rest: weights 2, masters and moments 12 a parameter, sharded by stage; two units whole in stage 3.
+    """Bytes a parameter at rest: weights 2, masters and moments 12, sharded by stage. Stage 3 has two whole units.
 
     In stage 0 the buckets of gradients stay: 4 more.
     """
@@ -233,7 +233,7 @@ def test_chapter_5_every_pair_is_computed_once(pages):
 
 
 def test_chapter_7_tokens_come_home(pages):
-    """Each rank gets rows for its own experts, sorted by them; no row is lost; home is in the order of sorted."""
+    """Each rank gets rows for its own experts, sorted by expert. No row is lost; outputs return in the rows' order."""
     for frame in frames_of(pages, "step07_moe_ep", "Tokens go to experts and come home").values():
         rows = {name: [[c[0] for c in cell if c != "|"] for cell in row] for name, row in rows_of(frame).items()}
         assert rows["home"] == rows["sorted"] and sorted(chain(*rows["there"])) == sorted(chain(*rows["sorted"]))
@@ -263,7 +263,7 @@ def test_a_missing_run_is_one_line(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, headless."""
+    """Chromium without a window."""
     webdriver = pytest.importorskip("selenium.webdriver")
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not binary or not driver:
@@ -279,7 +279,7 @@ def browser():
 
 
 def show(browser, pages: Path, page: str, width: int = 1280):
-    """Open a page in a window of a width, and wait until its script has run: `get` may return before."""
+    """Open a page in a window of this width. Wait until its script has run, since `get` may return earlier."""
     from selenium.webdriver.support.wait import WebDriverWait
 
     size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)

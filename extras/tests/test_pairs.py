@@ -52,7 +52,7 @@ def text_of_refusal(step: str, options: Options) -> str:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_every_flag_is_combined(step):
-    """Each flag has two values to combine with those of other flags, or is in APART. No table names unknown flags."""
+    """Each flag has two values to combine with those of other flags, or is in APART. Tables name only known flags."""
     flags = table(step)[0]
     for field in fields(compose(import_module(step))):
         known = field.name in APART or len(flags[field.name].values) > 1
@@ -88,7 +88,7 @@ def goes_wrong(pools, reference, folder: Path, step: str, options: Options, trai
 
 
 def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, str]:
-    """Reduce a run that goes wrong to the flags that it needs for this; returns them, and the error with them alone."""
+    """Remove all flags without which a run still goes wrong; returns the others, and the error with them alone."""
     for name, value in plain(step).items():
         fewer = options | {name: value}
         if fewer != options and not text_of_refusal(step, fewer) and (found := wrong(fewer)):

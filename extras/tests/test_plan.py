@@ -1,4 +1,4 @@
-"""The planner: its layouts are legal, its bytes are the dry run's, its search is complete, its errors are bounded."""
+"""The planner: layouts are legal, bytes are those of the dry run, the search is complete, errors are bounded."""
 
 import csv
 import importlib
@@ -51,7 +51,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
 
 
 def counted(x: Layout, shape: dict, rank: int = 0, **flags) -> Counted:
-    """The dry run of a layout, in 16 bits."""
+    """Dry-run a layout in 16 bits."""
     config = config_of(x, shape, dtype="bf16", **flags)
     return run_rank((step07 if "experts" in flags else step06).train, config, rank)
 
@@ -157,7 +157,7 @@ def test_the_bound_of_the_peak(name):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_a_layer_keeps_what_the_dry_run_counts(recompute):
-    """What one more layer (without experts) keeps for backward is equal to the byte."""
+    """The bytes that one more layer (without experts) keeps for backward are those that the dry run counts."""
     for tp, sp in (1, True), (2, True), (2, False):
         x = Layout(tp=tp, sp=sp, recompute=recompute, global_batch_size=1)
         few, more = (counted(x, SMALL | dict(n_layers=n)).held["activations"] for n in (1, 2))
@@ -343,7 +343,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_a_mistake_is_one_line(capsys, arguments):
-    """On stderr, with status 2; a model that fits nowhere says what would be needed."""
+    """The line goes to stderr, with status 2. For a model that fits nowhere, it says how much memory is missing."""
     assert plan.main(shlex.split(arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and MISTAKES[arguments] in error

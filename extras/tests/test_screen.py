@@ -47,7 +47,7 @@ def count_on_rank(name: str, options: dict, world: int) -> list[tuple[dict, dict
 
 
 def cells(screen: str) -> dict[str, list[str]]:
-    """The reduction table: by parameter its row, without the full shape; the header under "parameter"."""
+    """Parse the reduction table: parameter -> its row without the full shape. The header's key is "parameter"."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in screen.splitlines()]
     rows = [row for row in rows if len(row) > 2 and (row[1].startswith("[") or row[:2] == ["parameter", "full shape"])]
     return {row[0].removeprefix("model.").removesuffix(".weight"): row[2:] for row in rows}
@@ -169,7 +169,7 @@ def test_messages_through_the_host(pools):
 
 
 def test_one_line_for_a_mistake(monkeypatch):
-    """Flags that differ; a full memory; a GPU that this torch cannot use, unless the user has hidden it."""
+    """It names flags that differ, a full memory, or a GPU that this torch cannot use and the user has not hidden."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
         devices.require_same_flags([dict(lr=1), dict(lr=2)])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
@@ -201,7 +201,7 @@ def slow_on_rank(*args) -> list[dict]:
 
 
 def test_others_wait_for_a_slow_rank(pools, tmp_path):
-    """The metrics have the seconds, and which share of the token pairs attention computes: that of a mask."""
+    """The metrics have the seconds waited, and the share of token pairs that attention computes, as of a mask."""
     options = dict(save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
     rows = pools(2).run(slow_on_rank, "step03_zero", options | dict(documents="mask", end_token=32))[0]
     assert sum(row["waited_seconds"]["dp"] for row in rows) > 0.15 * len(rows)  # half of what rank 1 sleeps

@@ -11,10 +11,10 @@ from extras.variants import ORDER, Parts, name_of
 
 
 class Part:
-    """Something with a method."""
+    """An object whose method is wrapped."""
 
     def add(self, text: str) -> str:
-        """Its own."""
+        """The method of the class."""
         return f"own {text}"
 
 

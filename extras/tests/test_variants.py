@@ -38,7 +38,7 @@ from tests.tape import Tape
 
 
 def overflow_on_rank(options: dict) -> tuple[list[int], float]:
-    """In the second of three steps the last rank's gradient is infinite -> steps with an update, and the scale."""
+    """Make the last rank's gradient infinite in step 2 of 3; returns the steps that had an update, and the scale."""
     begun, updated, gradients, update = count(1), [], LossScaling.gradients, LossScaling.update
 
     def infinite(self, inner):
@@ -75,7 +75,7 @@ def test_spikes_are_left_out_and_become_normal():
 
 
 def with_spikes(spikes: set[int], **flags) -> equal.Watch:
-    """A run of one process with spikes in these steps."""
+    """Train in one process, where these steps count as spikes."""
     step = count()
     with mock.patch.object(skip_spikes.Spikes, "is_spike", lambda *_: next(step) in spikes):
         return equal.watch("step01_single_gpu", dict(global_batch_size=4, skip_spikes=2.0) | flags)
@@ -83,7 +83,7 @@ def with_spikes(spikes: set[int], **flags) -> equal.Watch:
 
 @pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
 def test_a_spike_goes_back_past_what_came_before_it(rule):
-    """Copies before steps 0, 3, 6, a spike in step 5: the same bits as if steps 3, 4 and 5 had not been trained."""
+    """Copies before steps 0, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
     back = with_spikes({5}, steps=8, optimizer=rule, roll_back=3)
     left_out = with_spikes({3, 4, 5}, steps=8, optimizer=rule)
     assert [row.get("back_to") for row in back.history] == [3 if n == 5 else None for n in range(8)]
@@ -233,7 +233,7 @@ LENGTHS = {  # of a document: one long among short ones; lognormal, as texts of 
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_documents_are_balanced(kind):
-    """In 100 drawn sequences of 8,192 tokens on 4 ranks, and on 8: the busiest has at most 1.1 times the mean of pairs.
+    """For 100 random sequences of 8,192 tokens on 4 or 8 ranks, the busiest has at most 1.1 times the mean of pairs.
 
     In zigzag's chunks it has more than 1.5 times as much in some of them.
     """
@@ -269,7 +269,7 @@ def test_a_window_equals_a_mask(window):
 
 
 def in_files(options: dict) -> list[bool]:
-    """Runs on every rank: of all masters and moments, whether they are in a file without a name."""
+    """Runs on every rank: for each master and moment, whether its memory is in a file without a name."""
     zero, maps = equal.watch("step03_zero", options).parts.optimizer, Path("/proc/self/maps").read_text()
     files = re.findall(r"^(\w+)-(\w+) (?!.*/dev/shm).*\(deleted\)", maps, re.MULTILINE)
     moments = [t for state in zero.torch_optimizer.state.values() for t in state.values() if t.dim()]
@@ -280,7 +280,7 @@ def in_files(options: dict) -> list[bool]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux where memory is")
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_state_is_where_the_flag_says(pools, where):
-    """All masters, and both moments of AdamW, are in files, or none is."""
+    """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
     for found in pools(2).run(in_files, dict(zero=1, offload_optimizer=where)):
         assert len(found) > 3 and {*found} == {where == "disk"}
 
@@ -301,7 +301,7 @@ def test_prints_the_example(pools):
 
 
 def ramp_on_rank(options: dict) -> tuple[list[int], list[int]]:
-    """Runs on every rank: tokens of each step as recorded, and the sum of the tokens of each call of the decoder."""
+    """Runs on every rank: the recorded tokens of each step, and for each call of the decoder the sum of its tokens."""
     calls, forward = [], Decoder.forward
 
     def called(model, tokens, *rest):
@@ -332,7 +332,7 @@ def test_a_ramp_trains_each_sequence_once(pools):
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_late_gradients_are_a_delayed_descent(late):
-    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient of the weights that were there K updates ago."""
+    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient is applied K updates after it was computed."""
     options = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.0, steps=6, global_batch_size=4)
     seen = equal.record("step01_single_gpu", options | dict(stale=late))
     rates = [learning_rate(step, equal.config_of("step01_single_gpu", options)) for step in range(6)]

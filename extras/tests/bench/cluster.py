@@ -12,7 +12,7 @@ cable.
                messages a rank. all-gather: 2 (n-1); all-to-all: n-1; reduce-scatter is an all-to-all here
     off        counted / (law + messages) - 1
 
-A sum that is sent twice, behind the observer's back, changes no number of a run, but it is counted here.
+A sum that is sent twice, unseen by the observer, changes no number of a run, but it is counted here.
 """
 
 import math
