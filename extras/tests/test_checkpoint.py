@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """A broken run saves the same scale of fp16, good steps and skip_spikes' numbers as an unbroken one."""
+    """An interrupted run saves the scale and the good steps of fp16, and skip_spikes' numbers, of an unbroken one."""
     options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)

@@ -25,7 +25,7 @@ class Job:
     """A training run in a cluster: `say` types a line, `until` waits for steps."""
 
     def __init__(self, out: Path, step: str, training: dict, *options: str, **flags: object):
-        """`options`: those of torchrun, before the step. `flags`: the cluster's."""
+        """`options` of torchrun come before the step. `flags` are the cluster's."""
         before, line = ([spelled(*flag) for flag in each.items()] for each in (flags, training | dict(out=out)))
         words = ["-m extras.services.cluster", *before, "--", *options, "-m extras", step, *line]
         command = [sys.executable, *" ".join(words).split()]
@@ -76,7 +76,7 @@ def job(allowed, tmp_path):
 
 
 def test_two_nodes_train_as_one_process(job, pools, tmp_path):
-    """README's launch line for two nodes, with fewer ranks and a stage on each; in between, the cable is pulled."""
+    """README's launch line for two nodes, with fewer ranks and a stage on each. Meanwhile the cable is pulled."""
     (tmp_path / "text.txt").write_text((ROOT / "RESULTS.md").read_text())
     flags = TRAINING | dict(dataset=str(tmp_path / "text.txt"))
     run = job("step07_moe_ep.py", equal.SMALL | flags | dict(pp=2), nodes=2, gbit=0.1)

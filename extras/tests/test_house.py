@@ -48,7 +48,7 @@ VARIANTS = [name for name in FILES if name.startswith("extras.variants.step0")]
 
 
 def room_of(module: str) -> str:
-    """ "step", "common", "proof"; below extras/ "variants", "services", ...; or "" for what is not ours."""
+    """The folder of a module: "step", "common", "proof", or one in extras/ such as "variants"; "" if it is not ours."""
     first, *rest = module.split(".")
     if first == "extras":
         return rest[0] if rest and rest[0] in MAY else first

@@ -13,7 +13,7 @@
     --dropout: random words                  Random123's known answers of Philox 4x32-10
 
 Each rule is a function that raises AssertionError if ours differs; faults.py has mistakes that each must notice.
-Theirs rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
+Their code rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
 """
 
 from collections.abc import Callable, Iterator
@@ -206,7 +206,7 @@ def shape(**more: Any) -> dict[str, Any]:
 
 
 def mixtral():
-    """Two experts a token, whose scores sum to one. Their loss counts a token top_k times; a micro-batch is 1 of 6."""
+    """Mixtral: two experts a token, scores that sum to one. Its loss counts a token top_k times."""
     from transformers.models.mixtral import modeling_mixtral as hf
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """Groups by their two best, a bias for the choice alone, shared experts. Our softmax replaces their sigmoid."""
+    """DeepSeek-V3: groups by their two best, a bias for the choice alone, shared experts; softmax, not sigmoid."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -232,7 +232,7 @@ def deepseek_v3():
 
 
 def deepseek_v2():
-    """Groups are chosen by their best expert: the choices are the same."""
+    """DeepSeek-V2 ranks groups by their best expert: the choices are the same."""
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
 
     more = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, num_key_value_heads=4)
@@ -244,7 +244,7 @@ def deepseek_v2():
 
 
 def switch():
-    """An expert takes the first tokens of a sequence, up to its capacity."""
+    """Switch Transformers: an expert takes the first tokens of a sequence, up to its capacity."""
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
@@ -259,7 +259,7 @@ def switch():
 
 
 def biases():
-    """b_e += u sign(mean load - load of e), after each step, by the choices of all its tokens; p + b chooses."""
+    """Wang et al.: after a step, b_e += u sign(mean load - load of e), of all its tokens' choices; p + b chooses."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def arrived(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def largest_first():
-    """What is sent plus what is owed equals the gradient plus the previous debt, to the bit. The largest is sent."""
+    """Sent plus owed values equal the gradient plus the previous debt, to the bit. The largest values are sent."""
     compression = Compression(SimpleNamespace(compress="topk", topk_fraction=0.1), SimpleNamespace(pending=[]))
     key, owed = type("Part", (), dict(group=ALONE))(), np.zeros(1000, np.float32)
     for step in range(5):

@@ -196,7 +196,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
 @pytest.mark.parametrize("kind", WORDS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_lost_is_owed(pools, kind, whole):
-    """What has arrived plus what is owed equals the sum. Most has arrived."""
+    """The values that arrived plus those that are owed equal the true sum. Most have arrived."""
     for with_debt, without, n_bytes in pools(3).run(sums_on_rank, kind, whole):
         assert with_debt < 1e-4 < without < LOST[kind]
         assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * 3000 * WORDS[kind])

@@ -35,7 +35,7 @@ def work(visible: Callable, n: int) -> list[list[float]]:
 
 
 def draw(shares: dict[str, list[list[float]]], n: int):
-    """A bar for each rank, made of its hops; a colour for each rank whose keys they are."""
+    """Draw a bar for each rank, made of its hops, in the colour of the rank whose keys they use."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(10, 4), layout="constrained")

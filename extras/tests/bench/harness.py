@@ -1,4 +1,4 @@
-"""What the contests share: contestants that take turns, times with their spread, peak memory, and the table.
+"""Shared by the contests: contestants that take turns, times with their spread, peak memory, and the table.
 
 A contestant is a `train(config, run)`: a step's own, or one of peers.py, which trains by PyTorch's own parallelism. It
 runs in a thread that waits before each step, so that several take turns in the same processes: whatever else the

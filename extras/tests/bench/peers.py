@@ -130,7 +130,7 @@ def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 
 def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """PyTorch's tensor parallelism. `how`: plain (every matrix gathers its own input), prepared (each block gathers it
+    """PyTorch's tensor parallelism. `how`: plain (each matrix makes its input a DTensor), prepared (each block does so
     once), or sequence (as prepared, with SequenceParallel on the norms).
     """
     device, dtype = choose_device(config)

@@ -110,7 +110,7 @@ def shape_of(row: dict[str, str]) -> Shape:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The layout of a row. Defaults: ZeRO 1, and sequence parallelism, except in Megatron's rows."""
+    """The layout of a row. Defaults: ZeRO 1, and sequence parallelism (in Megatron's rows only with sel+SP)."""
     megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
