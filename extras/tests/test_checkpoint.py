@@ -162,7 +162,7 @@ def test_debts_of_another_layout_are_left_out(pools, tmp_path):
 
 
 def test_what_does_not_fit_is_one_line(tmp_path):
-    """Another model, precision or rule, or a missing checkpoint, gives an error of one line."""
+    """Another model, precision or update rule, or a missing checkpoint, gives an error of one line."""
     out = str(tmp_path / "run")
     train_on_rank("step01_single_gpu", dict(out=out, steps=1))
     for change, says in [

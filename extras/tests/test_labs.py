@@ -36,7 +36,7 @@ def command(*words: object, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-# --- What stands in a folder ----------------------------------------------------------------------------------------
+# --- What a folder contains ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -280,7 +280,7 @@ def biases():
     assert b.any()
 
 
-# --- what travels
+# --- messages, and random words
 
 
 def arrived(output: Tensor, tensor: Tensor, group: Group) -> Pending:

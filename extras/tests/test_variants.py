@@ -105,7 +105,7 @@ def test_logits_of_one_chunk_exist(chunk):
     assert max(sizes) == (chunk or 64)
 
 
-# --- graphs
+# --- compiled graphs
 
 SEEN = "attach", "torch.compile(", 'partial(torch.compile, backend="eager")('
 LAYERS = {  # step, flags
@@ -163,7 +163,7 @@ def test_collectives_hide_behind_matrices(pools, name):
     assert pools(2).run(order, name) == [(events, [1, tokens, 4])] * 2
 
 
-# --- fewer bits
+# --- compressed sums
 
 WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; 1,000 numbers have four scales
 LOST = {"bf16": 0.1, "int8": 0.3, "topk": 20.0}  # at most, after five sums
@@ -224,7 +224,7 @@ def test_whole_sequences_equal_a_mask():
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
 
 
-LENGTHS = {  # of a document: one long among short ones; lognormal, as texts of the web; any up to 2,000
+LENGTHS = {  # lengths of documents: one long among short ones; lognormal, as on the web; uniform up to 2,000
     "long": lambda rng: rng.randint(10, 300),
     "lognormal": lambda rng: int(rng.lognormvariate(6, 1.3)) + 1,
     "uniform": lambda rng: rng.randint(1, 2000),
@@ -265,7 +265,7 @@ def test_a_window_equals_a_mask(window):
         assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
-# --- where it lives
+# --- where optimizer state is kept
 
 
 def in_files(options: dict) -> list[bool]:
@@ -327,7 +327,7 @@ def test_a_ramp_trains_each_sequence_once(pools):
         assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
 
 
-# --- late
+# --- late gradients
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
@@ -344,7 +344,7 @@ def test_late_gradients_are_a_delayed_descent(late):
     assert (seen.losses == plain.losses) == (late == 0)
 
 
-# --- never flushed
+# --- a pipeline that is never flushed
 
 UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
