@@ -220,7 +220,7 @@ class Zero2(Zero1):
             unit.missing = len(unit.trained)  # in the next micro-batch
 
     def finish(self):
-        """After the last micro-batch: wait for the last unit's sum."""
+        """After the last micro-batch: finish the last unit."""
         self.land()
 
 
