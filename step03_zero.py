@@ -87,7 +87,7 @@ class Zero1:
         return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
 
     def finish(self):
-        """After the last micro-batch: when it returns, every `grad_shard` is complete."""
+        """After the last micro-batch: complete every `grad_shard`."""
         for unit, pending in [(unit, self.reduce(unit)) for unit in self.units]:
             pending.wait()
             unit.grad_shard = unit.reduced_shard
@@ -187,7 +187,7 @@ class Zero2(Zero1):
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: `grad_shard` is zeros like `master`; all trained gradients are `missing`."""
+        """Before the first micro-batch: set `grad_shard` to zeros, and count all trained gradients as `missing`."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.missing = len(unit.trained)

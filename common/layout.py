@@ -1,4 +1,4 @@
-"""Initial values, and one small record per parameter: how it is sharded, over which ranks its gradient is summed.
+"""Initial values, and one small record per parameter: how it is sharded, and over which ranks its gradient is summed.
 
 Chapter 1 needs `draw` and `materialize`. From chapter 2 on, each dimension of parallelism notes in a parameter's record
 what it changes. Initial weights, gradient sums, shards of optimizer state and the global norm follow the record.

@@ -56,7 +56,7 @@ PRESETS = {
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for what needs more than 16 bits (sums, masters, angles): fp32, or fp64 for fp64."""
+    """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 

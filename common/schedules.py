@@ -118,7 +118,7 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict, messag
 
 
 def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> str:
-    """A line for each rank, a character for a unit of time: F of micro-batch 0 is 0, its B is a; a dot is idle."""
+    """Draw a line for each rank, a character for a unit of time: F of micro-batch 0 is 0, its B is a; a dot is idle."""
     spans = simulate(lists, places, costs)
     rows = [["."] * spans[-1][0] for _ in lists]
     for end, rank, start, (kind, i, _) in spans:

@@ -162,7 +162,7 @@ def test_gradients(stage, bound, options):
 @ranks(2)
 @task("stage 3", 2)
 def test_stage_3_is_never_whole():
-    """Not even at initialisation. Under no_grad the loss is right; then only norm and head stay, until `publish`."""
+    """No rank ever holds the model. Under no_grad the loss is right; then only norm and head stay, until `publish`."""
     whole, fill, plain = [], step.materialize, built(None)
     count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
     with mock.patch.object(step, "materialize", count):

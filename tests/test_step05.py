@@ -44,7 +44,7 @@ def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: 
 
 
 def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-10, when: str = ""):
-    """Each of these values must be close to the expected one."""
+    """Require that each of these values is close to the expected one."""
     for name, x, right in zip(names.split(), found, expected, strict=True):
         close(x, right, f"{name} {when}", n, bound)
 
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Alive are k and v: own, of this hop, of the next; in backward also three sums; and the last part's results."""
+    """Live are k and v, own, of this hop and the next; in backward also three sums; and the last part's results."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()

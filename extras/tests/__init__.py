@@ -1,16 +1,16 @@
-"""The proof of techniques and services: README.md says what is proved where. (Of the course: tests/.)
+"""Tests of the techniques and services. README.md says what is tested where; tests/ at the root tests the course.
 
-    python -m pytest extras/tests                 the default run; without -n: `-n 0`
+    python -m pytest extras/tests                 the default run, in one process; README.md has the parallel one
     python -m pytest -m exhaustive extras/tests/FILE     sweeps: every layout, every pair of flags
     python -m pytest extras/tests/test_layouts.py -k "step04 and tp=2"          one row
     python -m extras.tests.bench                         lists the measurements; no test judges by seconds
 
     pools(4).run(function, *args)   runs a function on four ranks, and returns its four results (conftest.py, pool.py)
     equal.record(step, options)     trains, and keeps every loss, norm, gradient and final parameter
-    equal.compare(ours, theirs, b)  raises if one is further apart than b, norm-wise: which is first, and how far
-    bounds.py                       what b is: by dtype and operation, not by what one processor showed
-    faults.injected(fault)          inside, the mistake is in the program
+    equal.compare(ours, theirs, b)  raises at the first number that differs by more than b (relative, norm-wise)
+    bounds.py                       derives b from dtype and operation, not from measurements on one processor
+    faults.injected(fault)          inside this context, the program has the mistake
 
-A rank is a process of its own with one thread, joined by gloo through a file. Models are tiny, numbers have 64 bits.
-A test that is slow is marked `exhaustive`; one case of it stays in the default run.
+Each rank is a process with one thread; ranks communicate over gloo. Models are tiny and, by default, in fp64. Slow
+tests are marked `exhaustive`; of most, one case also runs by default.
 """

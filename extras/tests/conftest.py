@@ -1,4 +1,4 @@
-"""Shared by all tests: pools of ranks, and what one process has seen."""
+"""Pytest hooks and the fixtures that all tests share: pools of ranks, and the reference numbers of one process."""
 
 import gc
 import json
@@ -11,24 +11,24 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-# Files in the order in which they begin; then all others. Ranks compute for one test at a time (pool.py): here files
-# that need ranks and files that do not follow one another, and short ones are last.
+# The order in which files start; all others follow. Only one pool of ranks computes at a time (pool.py), so files that
+# need ranks alternate with files that do not. Short files come last.
 ORDER = ["layouts", "cluster", "launch", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
 ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Three processes share the files if all tests here are to be run: many tests use one core, or wait."""
+    """Use three workers if all tests are run: many tests use one core, or wait."""
     return 3 if Path(__file__).parent in map(Path.absolute, map(Path, config.args)) else 0
 
 
 def pytest_collection_modifyitems(items):
-    """In `ORDER`. What attaches to the course adds to its menus: the course's own tests want a process without it."""
+    """Sort tests by `ORDER`. The course's own tests need another process, because techniques add to its menus."""
     if others := {item.path.parent.name for item in items if Path(__file__).parent not in item.path.parents}:
         raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-    gc.freeze()  # what has been imported is no garbage: a quarter of a dry run was the collector looking for some in it
+    gc.freeze()  # imported modules are not garbage, and scanning them takes a quarter of a dry run
     gc.set_threshold(100_000)
 
 
@@ -45,7 +45,7 @@ def pools():
 
 @pytest.fixture(scope="session")
 def reference(pools):
-    """`reference(row)`: what one process has seen, made once for each base."""
+    """`reference(row)` returns the numbers of one process, computed once for each base."""
     from extras.tests import equal
 
     made = {}

@@ -1,4 +1,4 @@
-"""What one chapter adds to the one before: the diff of two neighbours' `train`, without blank lines.
+"""Prints what one chapter adds to the one before: the diff of the two steps' `train`, without blank lines.
 
 python -m extras.tests.diff 3 4
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(argv: list[str]):
-    """Print the diff of the `train`s of two steps."""
+    """Print the diff of the `train` functions of two steps."""
     paths = [next(Path(__file__).parents[2].glob(f"step{int(word):02d}_*.py")) for word in argv]
     sources = [inspect.getsource(importlib.import_module(path.stem).train) for path in paths]
     old, new = ([line for line in source.splitlines() if line.strip()] for source in sources)

@@ -1,8 +1,8 @@
-"""Whether a layout trains to the numbers of one process, with the techniques that its flags ask for.
+"""Checks that a layout, with the techniques that its flags select, trains to the numbers of one process.
 
 `record` trains with a step's own `train` and keeps every loss, gradient norm, gathered gradient and final parameter. A
-layout is right if what its ranks gather equals what step 1 has in one process, to a norm-wise relative 1e-10 in fp64.
-What a rank holds, how it is put together and when two numbers are equal is said in tests/equal.py.
+layout is correct if these equal step 1's numbers in one process, to a norm-wise relative 1e-10 in fp64. tests/equal.py
+defines which pieces a rank keeps, how they are assembled, and when two numbers are equal.
 """
 
 import functools
@@ -29,8 +29,8 @@ from tests.equal import SHAPE, close, distance, together
 
 SMALL = {name: size for name, size in SHAPE.items() if name != "tied"}
 FIELDS = list(ModelConfig.__dataclass_fields__)
-BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
-# Two steps: the second shows what one update leaves to the next. The peak is given, so it is not measured.
+BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: one process with itself
+# Two steps: the second shows whether the first update left the right state. The peak is given, so it is not measured.
 BASE = equal.BASE | dict(steps=2, dataset="", peak_tflops=1.0)
 
 data.READERS[""] = functools.lru_cache(data.READERS[""])  # reading the default text takes longer than a tiny run
@@ -38,12 +38,12 @@ data.READERS[""]("")
 
 
 def read_named(plain: Callable, source: str) -> tuple[Any, Any]:
-    """Around the reader of the hub, which does not know the tests' data set `uneven`."""
+    """Wrap the hub's reader, which does not know the tests' data set `uneven`."""
     return equal.read(source) if source == "uneven" else plain(source)
 
 
 class Seeing(equal.Watch):
-    """What a run keeps of what it sees: a base beside `OpenRun`, or one of its kind."""
+    """A mixin for `OpenRun` or a subclass of it: keeps the gradients and weights of a run."""
 
     def __enter__(self) -> Any:
         run = super().__enter__()
@@ -51,12 +51,12 @@ class Seeing(equal.Watch):
         return run
 
     def pieces(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Masters, or their gradients, of all ranks -> whole tensors by name. A collective: all show theirs to all."""
+        """Masters, or their gradients -> whole tensors by name, assembled from all ranks' pieces. A collective."""
         return together([piece for theirs in gather_objects(super().pieces(local)) for piece in theirs])
 
 
 def calls(parts: dict[str, Any]) -> dict[tuple[int, str], Any]:
-    """By object and name: what a call of the parts of a run is; None if it is the method of the object's class."""
+    """(id of object, name) of each method of a run's parts -> the object's replacement of it, or None."""
     owners = [*parts["model"].modules(), *(part for part in parts.values() if hasattr(part, "__dict__"))]
     names = [(one, name) for one in owners for name in {*vars(one), *dir(type(one))}]
     callables = [(one, name) for one, name in names if callable(vars(one).get(name, getattr(type(one), name, None)))]
@@ -64,10 +64,10 @@ def calls(parts: dict[str, Any]) -> dict[tuple[int, str], Any]:
 
 
 class Watch(Seeing, OpenRun):
-    """A run that draws and writes nothing, and keeps what it sees."""
+    """A run that draws and writes nothing, and keeps its gradients and weights."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """With what attaches to its parts, and nothing else. Calls are changed by `around` and `instead` alone."""
+        """Attach the techniques. Raises AssertionError if one changes a call other than by `around` or `instead`."""
         before = calls(parts)
         self.open(**parts)
         known = {(id(change.owner), change.name) for change in self.parts.attached}
@@ -78,7 +78,7 @@ class Watch(Seeing, OpenRun):
 
 
 class Served(Seeing, ServedRun):
-    """A run with everything around it but pictures, which keeps what it sees, and writes into `--out`."""
+    """A run with all services except pictures. It writes into `--out`, and keeps its gradients and weights."""
 
     def __enter__(self) -> "Served":
         self.silence = ExitStack()
@@ -97,25 +97,25 @@ class Served(Seeing, ServedRun):
 
 
 def config_of(step_name: str, options: dict[str, Any]) -> Any:
-    """A small model's Config, with all flags: `options` are flags of the step, and fields of the model's shape."""
+    """Make a small model's Config with all flags. `options`: flags of the step, or fields of the model's shape."""
     PRESETS["test"] = ModelConfig(**SHAPE | {name: options[name] for name in FIELDS if name in options})
     flags = {name: value for name, value in (BASE | options).items() if name not in FIELDS}
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
 
 def one_process(row: Any) -> str:
-    """What a row of rows.py is compared with: step 1, but for flags that only step 7 has."""
+    """The step that one process trains as a row's reference: step 1, or the row's own if step 1 lacks a flag."""
     known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *FIELDS, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
 
 
 def world() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing:
-    """Train under `options` of `config_of`; `patch` names changes of extras/tests/faults.py."""
+    """Train with `options` (see `config_of`); `patch` in them names changes in PATCHES of extras/tests/faults.py."""
     options = dict(out=tempfile.gettempdir(), patch="") | options
     patch, config = options.pop("patch"), config_of(step_name, options)
     check(config, world())
@@ -128,9 +128,9 @@ def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing
 
 
 def record(step_name: str, options: dict[str, Any], kind: type = Watch) -> SimpleNamespace:
-    """What `watch` has seen: losses, norms and bytes of each step, gradients, and parameters after the last.
+    """Train, and return each step's loss, gradient norm, bytes sent and gradients, and the final parameters.
 
-    Tensors are numpy's arrays, which pickle takes faster.
+    Tensors are returned as numpy arrays, which pickle faster.
     """
     run = watch(step_name, options, kind)
     losses, norms, sent = ([row[key] for row in run.history] for key in ("loss", "grad_norm", "sent"))
@@ -141,7 +141,7 @@ def record(step_name: str, options: dict[str, Any], kind: type = Watch) -> Simpl
 
 
 def difference(a: Any, b: Any) -> float:
-    """Norm-wise relative difference |a - b| / |b|: unlike a cosine it sees a wrong scale."""
+    """The norm-wise relative difference |a - b| / |b|. Unlike a cosine, it also notices a wrong scale."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     return distance(a, b) if a.shape == b.shape else float("inf")
 
@@ -161,5 +161,5 @@ def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int
 
 
 def on_rank(step_name: str, options: dict, theirs: SimpleNamespace, bound: float = 0.0, kind: type = Watch):
-    """Runs on every rank: train under the layout and compare with the reference."""
+    """Runs on every rank: train with `options`, and compare with the reference `theirs`."""
     compare(record(step_name, options, kind), theirs, bound or BOUND[options.get("dtype", "fp64")], world())

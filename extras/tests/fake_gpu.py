@@ -1,10 +1,10 @@
 """Trains on simulated GPUs, so that the branches for CUDA and NCCL run on a CPU build of torch.
 
-Tensors have a device, a dtype and a shape, and no numbers; ranks are alone (services/dry_run.py). A few lines of C++
-(fake_cuda.cpp) add what such a build lacks for tensors on "cuda". `train` of every step runs unchanged, for example as
-rank 3 of 8 GPUs. `Watch` sees each operator and each collective on its way: where the host waits for the GPU, whether
-streams wait for what they read, and in which order collectives are launched. It does not see kernels, time, or memory
-that is given away too early.
+Tensors have a device, a dtype and a shape, but no numbers; a process plays one rank (services/dry_run.py). A few lines
+of C++ (fake_cuda.cpp) add what such a build lacks for tensors on "cuda". Every step's `train` runs unchanged, for
+example as rank 3 of 8 GPUs. `Watch` intercepts each operator and collective. It records where the host waits for the
+GPU, whether streams wait for what they read, and in which order collectives are launched. It cannot see kernels, time,
+or memory that is freed too early.
 """
 
 import ctypes
@@ -44,9 +44,9 @@ SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
 def can_fake_cuda() -> bool:
-    """Build fake_cuda.cpp in the user's cache, if it is not there, and load it. False: a build for GPUs, or no g++."""
+    """Build fake_cuda.cpp in the user's cache (once), and load it. False: torch is a GPU build, or there is no g++."""
     if torch.version.cuda or torch.version.hip:
-        return False  # which has hooks of its own
+        return False  # such a build has hooks of its own
     folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llm-training-parallelism"
     home = Path(torch.__file__).parent
     about = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + str(home).encode()).hexdigest()[:16]
@@ -68,14 +68,14 @@ class Stream:
 
     def __init__(self):
         self.launched = 0
-        self.after: dict[Stream, int] = {}  # how many launches of other streams come before its next one
+        self.after: dict[Stream, int] = {}  # by stream: how many of its launches our next one follows
 
     def now(self) -> dict["Stream", int]:
-        """By stream, the launches that are complete when everything launched here is complete."""
+        """By stream, the number of launches that are complete when all launches of this stream are complete."""
         return self.after | {self: self.launched}
 
     def catch_up(self, moment: dict["Stream", int]):
-        """Wait for such launches."""
+        """Wait for the launches of a moment that `now` returned."""
         self.after |= {stream: max(n, self.after.get(stream, 0)) for stream, n in moment.items()}
 
     def wait_stream(self, other: "Stream"):
@@ -84,7 +84,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event."""
+    """Simulates a CUDA event: `record` stores what a stream has launched, and others wait for it."""
 
     def __init__(self, watch: "Watch"):
         self.watch, self.at = watch, {}
@@ -94,17 +94,17 @@ class Event:
         self.at = self.watch.stream.now()
 
     def wait(self):
-        """The current stream waits."""
+        """Make the current stream wait for the event."""
         self.watch.stream.catch_up(self.at)
 
     def synchronize(self):
-        """The host waits."""
+        """Make the host wait for the event."""
         self.watch.wait("an event")
         self.watch.host.catch_up(self.at)
 
 
 class Call(NamedTuple):
-    """A collective, or a message, as each of its ranks launches it: the same on all of them."""
+    """A collective or a message; all of its ranks launch an equal one."""
 
     kind: str
     group: str  # name of the communicator
@@ -113,12 +113,12 @@ class Call(NamedTuple):
 
 
 def tensors_of(*args: Any) -> list[Tensor]:
-    """The tensors among these, and in lists among them."""
+    """All tensors among the arguments, also inside lists."""
     return [part for part in tree_iter(args) if isinstance(part, Tensor)]
 
 
 def place() -> str:
-    """The innermost line that is being executed, of the project without this simulation."""
+    """The innermost line of the project that is being executed, except for lines of this simulation."""
     unseen = tuple(str(ROOT / part) for part in ("extras/tests", "extras/services/dry_run.py", ".venv"))
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
     frames = [f for f in frames if not f.filename.startswith(unseen)]
@@ -126,7 +126,7 @@ def place() -> str:
 
 
 def bytes_of(tensor: Tensor) -> tuple[tuple[str, int], tuple[int, int]]:
-    """Its storage, and the bytes [start, stop) that it occupies there, gaps included."""
+    """A tensor's storage, and the bytes [start, stop) that it occupies there, gaps included."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.itemsize
     stop = start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
@@ -134,46 +134,46 @@ def bytes_of(tensor: Tensor) -> tuple[tuple[str, int], tuple[int, int]]:
 
 
 class Watch(TorchDispatchMode):
-    """Sees each operator of a rank, and notes what must not happen on a GPU."""
+    """Intercepts each operator of a rank, and records what must not happen on a GPU."""
 
     def __init__(self):
         super().__init__()
         self.found, self.rows = [], 0  # rows that go to experts: told by `route`
         self.inside = False  # from the first forward of a step to the end of its sums
-        self.waits: Counter[str] = Counter()  # of the host for the GPU, inside
+        self.waits: Counter[str] = Counter()  # of the host for the GPU, while `inside`
         self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
-        # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
+        # By storage and its bytes [start, stop): the stream that writes them, and the number of its launch.
         self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
-        self.early: set[str] = set()  # where something is read that its reader has not waited for
+        self.early: set[str] = set()  # places that read data before they have waited for it
         self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Instead of `torch.cuda.stream`."""
+        """Replaces `torch.cuda.stream`."""
         before, self.stream = self.stream, stream
         yield
         self.stream = before
 
     def wait(self, reason: str):
-        """The host waits for the GPU."""
+        """Record that the host waits for the GPU."""
         if self.inside:
             self.waits[f"{reason} in {place()}"] += 1
         self.host.catch_up(self.stream.now())
 
     def asks(self, right: Callable, tensor: Tensor) -> Any:
-        """Call a method whose answer the host needs."""
+        """Call a method, such as `item`, whose result the host must wait for."""
         if tensor.is_cuda:
             self.wait(right.__name__)
         return right(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator, and note whether it makes the host wait or reads early."""
+        """Run an operator, and record whether it makes the host wait, or reads data too early."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             self.collective(func, args)
-        if name == "_pin_memory":  # memory of the host is as good as another
+        if name == "_pin_memory":  # pinned memory is simulated by ordinary memory
             return args[0].clone()
         if name == "_grouped_mm":  # the real one copies the offsets to the host where it has no fast path
             a, b, offs = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
@@ -190,7 +190,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def order(self, func: Callable, args: tuple, kwargs: dict, out: Any):
-        """Note reads of what another stream may not have written yet, and what is written. NCCL has its own stream."""
+        """Record writes, and reads of data that another stream may not have written yet. NCCL has its own stream."""
         name, schema = func.overloadpacket.__name__, func._schema.arguments
         inputs, made = tensors_of(args, kwargs), tensors_of(out)
         reader = self.stream if any(t.is_cuda for t in (*inputs, *made)) else self.host
@@ -214,7 +214,7 @@ class Watch(TorchDispatchMode):
             self.stream.catch_up(self.nccl.now())
 
     def collective(self, func: Callable, args: tuple):
-        """Record a call. NCCL wants contiguous CUDA tensors of one dtype; raises AssertionError for others."""
+        """Record a call. NCCL needs contiguous CUDA tensors of one dtype; raises AssertionError for others."""
         name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
         group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
         sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
@@ -259,18 +259,18 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def asked(self, gradients: Callable) -> dict[str, Tensor]:
-        """Around the optimizer's `gradients`: the norm comes next, for which the host waits in any case."""
+        """Wrap the optimizer's `gradients`: the norm follows, for which the host must wait in any case."""
         self.watch.inside = False
         return gradients()
 
     def hear(self, phase: str):
-        """Listen to the clock's phases."""
+        """Called at each phase of a step: start to watch when forward begins."""
         self.watch.inside |= phase == "forward"
 
 
 @contextmanager
 def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, this process is rank `rank` of `world` with a GPU each, and tensors have no numbers."""
+    """Inside this context, this process is rank `rank` of `world`, each with a GPU, and tensors have no numbers."""
 
     def pend(pending: comm.Pending, *given: Any, right: Callable = comm.Pending.__init__, **how: Any):
         right(pending, *given, **how)
@@ -328,10 +328,10 @@ BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16
 
 
 def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: Any = (9, 0)) -> SimpleNamespace | None:
-    """Train as a rank of so many under `options` (flags, and fields of the model's shape); None: no shim.
+    """Train as one of `world` ranks with `options` (flags, or fields of the model's shape). None if there is no shim.
 
-    `waits` of the host, what is read `early`, and the `calls` of collectives. Runs in a process of its own, because the
-    shim stays.
+    Returns the host's `waits`, the `early` reads, and the `calls` of collectives. Run it in a process of its own, since
+    the shim cannot be unloaded.
     """
     if not can_fake_cuda():
         return None
@@ -348,7 +348,7 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: Any
 def stuck(queues: list[list[list[Call]]]) -> list[str]:
     """Carry out each rank's launches in order, as if each blocked its rank; returns a line for each rank that hangs.
 
-    A call ends when all of its ranks have it among what they launch next; a launch, when all of its calls have.
+    A call ends when it is in the next launch of all of its ranks; a launch ends when all of its calls have ended.
     """
     left = [deque(map(Counter, queue)) for queue in queues]
     moving = True

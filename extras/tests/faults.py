@@ -1,7 +1,7 @@
-"""Mistakes of techniques and services that the tests must notice: where a text stands, what it becomes, who sees it.
+"""Mistakes in techniques and services, each with the test that must notice it. tests/faults.py has those of the course.
 
-A fault is put into the source of a function or class, which is compiled anew. One whose text is gone raises KeyError.
-extras/tests/test_faults.py puts in each. The mistakes of the course are in tests/faults.py.
+`injected` replaces a text in the source of a function or class, and compiles it again. It raises KeyError if the text
+is not there. extras/tests/test_faults.py tries each mistake.
 """
 
 import importlib
@@ -18,35 +18,35 @@ from extras.tests.rows import BACK, BIAS, DROP, EXPERTS, GROUPS, MASK, MUON, RAM
 
 
 class Fault(NamedTuple):
-    """One mistake."""
+    """One mistake: in the source of `owner`, the text `old` becomes `new`."""
 
     module: str
     owner: str  # function, or class
     old: str
     new: str
     meaning: str
-    error: str = ""  # words of the error that a run ends with; "": it ends, with a wrong number
+    error: str = ""  # a part of the error that ends the run; "": the run ends with a wrong number
 
 
 def noticed_by(judge: Row | tuple, module: str, *faults: tuple[str, ...]) -> list[tuple[Row | tuple, Fault]]:
     """Faults of a module that one judge notices; "/" stands for extras.variants.
 
-    A judge is a layout that no longer equals one process; or (file, test, its parameters) that fails; or
-    ("resumed", ranks, layout), a layout that resumes what one process has saved, and ends with other numbers.
+    A judge is a Row, which no longer equals one process; or (file, test, parameters), a test that fails; or
+    ("resumed", ranks, layout), a layout that resumes a checkpoint of one process and ends with other numbers.
     """
     return [(judge, Fault(module.replace("/", "extras.variants."), *fault)) for fault in faults]
 
 
 RUNS_AHEAD = "test_the_host_runs_ahead_and_nothing_is_read_early"
-BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # a process with itself
+BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # one process, compared with itself
 
 SPIKE = "enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))"
 
 # fmt: off
 FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(Row(1, "step01_single_gpu", dict(fused_gradients=True), SGD), "/step01.fused_gradients",
-        ("add_product", "total.addmm_(dy.T, x)", "dy.T @ x", "the last micro-batch's"),
-        ("SummingLinears", "dx.addmm_(dy, weight)", "dx", "q and k have no part in dx")),
+        ("add_product", "total.addmm_(dy.T, x)", "dy.T @ x", "only the last micro-batch counts"),
+        ("SummingLinears", "dx.addmm_(dy, weight)", "dx", "dx lacks the terms of q and k")),
     *noticed_by(("test_laws", "test_formulas_are_the_kernels", "cudnn", "float64"), "/step05.flash",
         ("cudnn_attention", "is_causal=causal", "is_causal=False", "no mask")),
     *noticed_by(("resumed", 1, {}), "extras.services.pieces",
@@ -60,7 +60,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("update", "all_reduce(moe.load, mesh[dim]).wait()", "pass", "ranks choose by other biases")),
     *noticed_by(Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True, sp=False), SGD), "/step04.block_overlap",
         ("start_total", "pending = all_reduce(x, group)", "pending = all_reduce(x.clone(), group)",
-         "each rank goes on with its part of dx")),
+         "each rank continues with its own term of dx")),
     *noticed_by(("test_laws", "test_law", "int8, overlap"), "/step04.block_overlap",
         ("EnterLinears", "gathering = ctx.gather(x, ctx.group)", "gathering = start_gather(x, ctx.group)",
          "not rounded as it was in forward")),
@@ -82,7 +82,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("Ramp", "sum(map(self.size, range(step)))", "step * self.config.global_batch_size",
          "sequences are left out, as if all batches were full")),
     *noticed_by(Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03), "/step02.narrow",
-        ("dequantise", "view(torch.float32)", "view(torch.float32).roll(1, 0)", "values are read with them")),
+        ("dequantise", "view(torch.float32)", "view(torch.float32).roll(1, 0)", "values get the scales of other rows")),
     *noticed_by(Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03),
         "/step04.compress_activations",
         ("Bits", "all_to_all(received, ours, group)", "all_to_all(received, ours, group); received[1:] = 0",
@@ -108,19 +108,19 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("turn_second", "x[:, :, 1].flip(2)", "x[:, :, 1]",
          "after the swap, tokens of second chunks are not in order of position")),
     *noticed_by(Row(2, "step05_cp_ring", dict(cp=2), SGD | MASK), "/step01.documents",
-        ("MicroBatch", "document == other and", "document >= other and", "borders are open"),
+        ("MicroBatch", "document == other and", "document >= other and", "a token attends to earlier documents"),
         ("MicroBatch", "if document == other and", "if source == rank and document == other and",
-         "as if each ended at the cut")),
+         "documents end at the border of a rank")),
     *noticed_by(Row(2, "step05_cp_ring", dict(cp=2, documents="reset"), SGD | MASK), "/step01.documents",
         ("Documents", ".to(self.device)[:, self.here]",
          "[:, self.here] if self.here[0] == 0 else self.here.expand(len(self.now.numbers), -1)",
-         "others rotate by the places in the sequence")),
+         "other ranks rotate by positions in the sequence")),
     *noticed_by(Row(1, "step01_single_gpu", dict(attention="scores"), SGD), "/step01.attention_scores",
         ("attend", "repeat_interleave(q.shape[2] // x.shape[2], dim=1)", "repeat(1, q.shape[2] // x.shape[2], 1, 1)",
          "query head i uses key head i mod kv_heads")),
     *noticed_by(("test_laws", "test_law", "selective recomputation"), "/step01.attention_scores",
         ("again", "checkpoint(core, *qkv, use_reentrant=False)", "core(*qkv)",
-         "nothing is done again")),
+         "nothing is recomputed")),
     *noticed_by(Row(2, "step04_tp_sp", dict(tp=2), SGD | DROP), "/step01.dropout",
         ("Dropout", "shards[self.mesh.rank % len(shards)]", "shards[0]", "all ranks of tp drop as the first one does")),
     *noticed_by(Row(2, "step06_pipeline", dict(pp=2, recompute="full"), SGD | DROP), "extras.variants",
@@ -140,9 +140,9 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         "/step06.dualpipe",
         ("dualpipev", "max(m, 2 * p)", "max(m, 2 * p) - 1", "a micro-batch is left out")),
     *noticed_by(("test_laws", "test_a_message_of_experts_is_hidden", "ahead", 8), "/step07.ep_overlap",
-        ("travel", "turns.switch()", "pass", "right numbers, one after the other")),
+        ("travel", "turns.switch()", "pass", "right numbers, but nothing overlaps")),
     *noticed_by(Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes"), EXPERTS | SGD), "/step07.expert_rows",
-        ("over_nodes", ".swapaxes(1, 2)", "", "rows come where the experts are not")),
+        ("over_nodes", ".swapaxes(1, 2)", "", "rows arrive at ranks without their experts")),
     *noticed_by(Row(2, "step07_moe_ep", dict(ep=2, ep_mode="rows"), EXPERTS | SGD), "/step07.expert_rows",
         ("send_rows", "gates[token, rank]", "gates[token, group.rank]", "rows and gates do not belong together")),
     *noticed_by(Row(4, "step04_tp_sp", dict(tp=4), SGD), "/step04.few_kv_heads",
@@ -151,10 +151,10 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(Row(1, "step01_single_gpu", {}, FP16), "/step01.fp16",
         ("LossScaling", "gradient.mul_(1 / self.scale)", "pass", "the update sees the loss scale")),
     *noticed_by(Row(2, "step04_tp_sp", dict(tp=2), MUON), "/step01.muon",
-        ("Muon", "for shard in shards:", "for shard in ():", "each part is made orthogonal alone")),
+        ("Muon", "for shard in shards:", "for shard in ():", "each shard is made orthogonal by itself")),
     *noticed_by(Row(2, "step03_zero", dict(zero=1), MUON), "/step01.muon",
         ("Muon", "all_gather(whole, own, unit.group).wait()",
-         "whole.zero_()[unit.first : unit.first + unit.length].copy_(own)", "what lies on other ranks counts as zero")),
+         "whole.zero_()[unit.first : unit.first + unit.length].copy_(own)", "shards on other ranks count as zero")),
     *noticed_by(Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), SGD), "/step03.offload",
         ("Update", "zero.publish()", "pass", "the host updates masters, and the weights stay as they are"),
         ("move", "zero.masters[name].data = unit.view_shard(master, name)", "pass",
@@ -183,14 +183,14 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("rounds", "2 if ahead else min(v, 2)", "min(v, 2)", "what a pair sends comes too late")),
     *noticed_by(Row(1, "step01_single_gpu", {}, BACK), "/step01.skip_spikes",
         ("Past", "value.copy_(self.copies[key])", "None", "they know what was undone"),
-        ("Past", "value.clone()", "value", "the copy moves on")),
+        ("Past", "value.clone()", "value", "the copy is an alias of the live state")),
     *noticed_by(Row(2, "step02_ddp", {}, SGD | STALE), "/step01.stale",
         ("update", "len(waiting[name]) > late", "len(waiting[name]) >= late", "K - 1 updates late"),
         ("update", "master.grad.clone()", "master.grad", "what waits is overwritten by the next gradient")),
     *noticed_by(("test_variants", "test_never_flushed_is_a_descent_by_weights_of_several_ages", 3, "full"),
         "/step06.pipedream",
         ("Stashed", "hold(self.model, self.stash[i])  #", "hold(self.model, self.stash[max(self.stash)])  #",
-         "weights that the micro-batch has not met"),
+         "backward uses other weights than forward"),
         ("Stashed", "self.now[name] = self.now[name] - self.lr * weight.grad",
          "self.now[name].sub_(self.lr * weight.grad)", "all versions are one")),
     *noticed_by(Row(3, "step02_ddp", dict(sync="server"), SGD), "/step02.tree_sync",
@@ -219,28 +219,28 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(Row(4, "step03_zero", dict(zero=1, zero_replicas=2), SGD), "/step03.zero_replicas",
         ("finish", "for unit in parts.units if", "for unit in [] if", "each replica trains on its own tokens")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "muon"), "/step01.muon",
-        ("Muon", "shard.grad.lerp(momentum, MOMENTUM)", "momentum.clone()", "U is M"),
-        ("Muon", "max(sides)", "sides[0]", "not by the longer side"),
+        ("Muon", "shard.grad.lerp(momentum, MOMENTUM)", "momentum.clone()", "without Nesterov's gradient"),
+        ("Muon", "max(sides)", "sides[0]", "not scaled by the longer side"),
         ("Muon", "rate * decay", "decay", "as if lr were 1"),
-        ("orthogonal", "range(iterations)", "range(iterations - 1)", "one is left out")),
+        ("orthogonal", "range(iterations)", "range(iterations - 1)", "one iteration is left out")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "loss scale"), "/step01.fp16",
-        ("LossScaling", "% GROWTH == 0", "% (GROWTH + 1) == 0", "after a step more"),
+        ("LossScaling", "% GROWTH == 0", "% (GROWTH + 1) == 0", "the scale grows one step too late"),
         ("LossScaling", "0 if self.skipping else self.good_steps + 1", "self.good_steps + (not self.skipping)",
-         "they need not be in a row"),
+         "good steps need not be consecutive"),
         ("LossScaling", "not math.isfinite(grad_norm)", "False", "no update is skipped")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "biases"), "/step07.routing",
-        ("update", "moe.load.mean() - moe.load", "moe.load - moe.load.mean()", "who has much gets more")),
+        ("update", "moe.load.mean() - moe.load", "moe.load - moe.load.mean()", "overloaded experts get more tokens")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "deepseek-v3"), "/step07.routing",
         ("RoutedMoE", "p.gather(1, chosen)", "(p if self.bias is None else (p + self.bias).to(p)).gather(1, chosen)",
-         "it is for the choice alone")),
+         "the gates contain the bias, which is for the choice alone")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "switch"), "/step07.routing",
-        ("RoutedMoE", "ceil(", "int(", "a place less")),
+        ("RoutedMoE", "ceil(", "int(", "the capacity is rounded down")),
     *noticed_by(Row(4, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2), SGD), "/step02.hierarchical_sync",
         ("HierarchicalSync", "shards[(place + 1) % n]", "shards[place]", "not the one that is complete in this node")),
     *noticed_by(Row(3, "step02_ddp", dict(sync="tree"), SGD), "/step02.tree_sync",
         ("TreeSync", "whole = [(gradient,", "whole = [(gradient.clone(),", "others keep what they had added up")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "int8"), "/step02.narrow",
-        ("quantise", "(blocks / scales).round()", "(blocks / scales)", "to zero")),
+        ("quantise", "(blocks / scales).round()", "(blocks / scales)", "values are cut off, not rounded")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "top-k"), "/step02.narrow",
         ("pick", "values.abs().topk", "values.topk", "large negative ones are not sent")),
     *noticed_by(("resumed", 3, dict(zero=1)), "extras.services.pieces",
@@ -253,7 +253,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("Piece", "shard_of(whole, shard)", "whole[: shard.stop - shard.start]",
          "all ranks of tp read the rows of the first")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "plain"), "common.model",
-        ("summed_cross_entropy", "return F", "logits.sum().item(); return F", "the host looks at a sum"),
+        ("summed_cross_entropy", "return F", "logits.sum().item(); return F", "the host reads a sum"),
         ("apply_rope", "x * cos", "x * cos.cpu()", "a table is on the host", "device")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "ring"), "common.layout",
         ("global_norm", "(square, mesh", "(square.cpu(), mesh", "NCCL gets a tensor of the host", "tensor on cpu")),
@@ -263,12 +263,12 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(("test_gpu", RUNS_AHEAD, "offloaded"), "/step03.offload",
         ("Update", "            wait()", "            0", "the update does not wait for its gradient")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "offloaded, alone"), "/step03.offload",
-        ("gather_beside", "*pending.works, arrived", "*pending.works", "nobody waits for the copy of the weights")),
+        ("gather_beside", "*pending.works, arrived", "*pending.works", "the copy of the weights is never waited for")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "experts"), "step07_moe_ep",
         ("visit_experts", "torch.stack((leaving_Ge, arriving_Ge)).cpu()", "leaving_Ge, arriving_Ge",
          "the host asks twice for counts"),
         ("MoE", "F.one_hot(ids_TK.flatten(), p_TE.shape[-1])", "torch.bincount(ids_TK.view(-1))",
-         "it sizes its result by the largest number", "bincount")),
+         "its result has the size of the largest number, so the host waits", "bincount")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "experts"), "/step07.grouped_matmul",
         ("ends", ", non_blocking=True", "", "the host waits for a copy")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "experts, A100"), "/step07.grouped_matmul",
@@ -282,7 +282,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("attach", "CHOICE", "[]", "recomputation chooses again")),
 ]
 
-PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of extras/tests/rows.py)
+PATCHES = {  # not mistakes: both sides of a comparison have them (`patch` of extras/tests/rows.py)
     "frozen": Fault("common.layout", "materialize", "param.requires_grad)",
         'param.requires_grad and not name.endswith(("1.mlp.up_proj.weight", "0.input_layernorm.weight")))',
         "a matrix and a norm do not train"),
@@ -303,7 +303,7 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of ext
 
 
 def functions_of(thing: Any) -> dict[str, FunctionType]:
-    """A function, or all methods of a class, by name; of static and decorated ones, what is inside."""
+    """By name, a function or all methods of a class. Static and decorated ones are unwrapped."""
     members = vars(thing).items() if inspect.isclass(thing) else [("", thing)]
     plain = {name: inspect.unwrap(getattr(member, "__func__", member)) for name, member in members}
     return {name: member for name, member in plain.items() if isinstance(member, FunctionType)}
@@ -311,7 +311,7 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 
 @lru_cache
 def mistaken(right: Any, fault: Fault) -> dict[str, CodeType]:
-    """The code of a function, or of each method of a class, with the fault's text in the place of the right one."""
+    """The code of a function, or of each method of a class, with the fault's text in place of the correct one."""
     source = textwrap.dedent(inspect.getsource(right))
     if fault.old not in source:
         raise KeyError(f"{fault.old!r} is not in {fault.module}.{fault.owner}")
@@ -322,9 +322,9 @@ def mistaken(right: Any, fault: Fault) -> dict[str, CodeType]:
 
 @contextmanager
 def injected(fault: str | Fault) -> Iterator[None]:
-    """Inside, a mistake (or the patch of this name; "": none) is in the program: code that holds its text is exchanged.
+    """Inside this context, the program has a mistake, or the patch of this name ("": none).
 
-    The functions stay the objects that they are, so menus, importers and `super()` meet the mistake too.
+    Only the code objects of functions are replaced, so menus, importers and `super()` also run the mistake.
     """
     if not fault:
         yield
@@ -343,6 +343,6 @@ def injected(fault: str | Fault) -> Iterator[None]:
 
 
 def with_fault(fault: str | Fault, function: Callable, *args: Any) -> Any:
-    """Runs on every rank: a function, with a mistake in the program, or with none."""
+    """Runs on every rank: call a function, with a mistake in the program or without."""
     with injected(fault):
         return function(*args)

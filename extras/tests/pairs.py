@@ -1,7 +1,7 @@
-"""Runs of many flags at once: the values of all flags, which of them go together, and few runs that have all pairs.
+"""Pairwise tests of flags: the values of all flags, which of them go together, and few runs that cover all pairs.
 
-A technique's values, and what it refuses, stand in its own file (extras/variants/record.py). Here are the values of the
-flags of steps and services, and what decides whether four ranks can show a combination.
+A technique declares its values and its refusals in its own file (extras/variants/record.py). This file has the values
+of the flags of steps and services, and decides whether a combination can be compared on four ranks.
 """
 
 import importlib
@@ -17,8 +17,8 @@ STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step
 STEPS += ["step07_moe_ep"]
 Options = dict[str, Any]
 
-# Values of the flags of steps and services, the first as without the flag; of a menu or a switch all others are added.
-# COMPUTED changes what is computed, so one process has it, too; HOW does not; LOOKS only looks on.
+# Values of the flags of steps and services. The first stands for no flag. `table` adds the others of a menu or switch.
+# COMPUTED flags change the numbers, so one process gets them, too; HOW flags do not; LOOKS flags only observe a run.
 COMPUTED = dict(steps=(2, 3), global_batch_size=(4, 8), micro_batch_size=(1, 2), seed=(0, 1), optimizer=("adamw",))
 COMPUTED |= dict(lr=(0.05, 0.02), warmup_steps=(2, 0), weight_decay=(0.1, 0.0), grad_clip=(0.5, 0.0))
 COMPUTED |= dict(dataset=("", "uneven"))  # many targets do not count: tests/equal.py
@@ -31,31 +31,31 @@ HOW = dict(dtype=("fp64",), zero=(0,), bucket_mb=(1.0, 0.01), tp=(1, 2), cp=(1, 
 HOW |= dict(chunks=(2, 1), pp_split=("", "cost"))
 LOOKS = dict(eval_every=(0, 1), eval_sequences=(64, 5), save_every=(0, 1), save_async=(False, True))
 LOOKS |= dict(profile_memory=(0, 1))
-BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # where their effect shows
+BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # other flags that it needs
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
-# Flags that end a run early, need what a test's machine lacks, or stand for others; and the file that tests them.
+# Flags that are not combined: they end a run early, need other hardware, or set other flags -> the file of a test.
 APART = dict(model="experts", device="gpu", backend="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", toy="variants", out="layouts", peak_tflops="screen")
-# Gradients of experts that no token visits are rounding alone, and Adafactor divides them by themselves.
+# The gradients of experts that no token visits are only rounding errors, and Adafactor divides them by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
-TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that want 4 layers
+TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
 
 
 class Flag(NamedTuple):
     """One flag of a step."""
 
-    values: tuple  # the first: without it
-    beside: Options  # other flags with which its effect shows
-    computed: bool  # it changes what is computed, not how
+    values: tuple  # the first means: without the flag
+    beside: Options  # other flags without which it has no effect
+    computed: bool  # it changes the numbers that are computed
 
 
-Rule = dict[str, frozenset]  # flags that are refused together: of each, the values that are refused beside the others
+Rule = dict[str, frozenset]  # flags that are refused together, each with the values that are refused
 
 
 @lru_cache
 def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
-    """The flags of a step that are not APART, without values that it always refuses; and which values it refuses."""
+    """A step's flags that are not in APART, with their values; and its rules, which say what it refuses."""
     cls, flags, found = compose(importlib.import_module(step)), {}, []
     owners = {field.name: file for file in offered(cls, "Flags") for field in fields(file.Flags)}
     for field in [field for field in fields(cls) if field.name not in APART]:
@@ -80,14 +80,14 @@ def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
 
 
 def plain(step: str) -> Options:
-    """All flags of a step, as without them."""
+    """All flags of a step with their first values, which mean: without the flag."""
     return {name: flag.values[0] for name, flag in table(step)[0].items()}
 
 
 def broken(step: str, run: Options) -> Rule | None:
-    """A rule that a run breaks."""
+    """The first rule that a run breaks, or None."""
     for rule in table(step)[1]:
-        for name, values in rule.items():  # asked a million times: `all` takes three times as long
+        for name, values in rule.items():  # called a million times; `all` would take three times as long
             if run[name] not in values:
                 break
         else:
@@ -96,9 +96,9 @@ def broken(step: str, run: Options) -> Rule | None:
 
 
 def complete(step: str, given: Options) -> Options:
-    """All flags of a step: the given ones, with those that show their effect, and those that they need.
+    """Complete the given flags to all flags of a step, with those that they need and those that show their effect.
 
-    As long as the run breaks a rule, one flag of it that is not given takes its next value that the rule allows.
+    While the run breaks a rule, one of the rule's flags that is not given takes its next value that the rule allows.
     """
     flags, run, seen = table(step)[0], plain(step), set()
     new = {name: value for name, value in given.items() if name in flags}
@@ -116,7 +116,7 @@ def complete(step: str, given: Options) -> Options:
 
 
 def ranks_of(run: Options) -> int:
-    """How many ranks show what the flags do: two that share no layout, and as many more as shards need for replicas."""
+    """How many ranks show the flags' effect: pp x cp x tp, or twice that if below four. ZeRO replicas need four."""
     if "sync" not in run:
         return 1
     taken = run.get("pp", 1) * run.get("cp", 1) * run.get("tp", 1)
@@ -124,7 +124,7 @@ def ranks_of(run: Options) -> int:
 
 
 def comparable(run: Options) -> bool:
-    """Whether four ranks can show it, each with whole micro-batches, and one process says what is right."""
+    """Whether a run fits on four ranks, with whole micro-batches, and can be compared with one process."""
     ranks, pp, cp, start = ranks_of(run), run.get("pp", 1), run.get("cp", 1), run["batch_ramp"].split(",")[0]
     data, batches = ranks // pp // run.get("tp", 1), [run["global_batch_size"], *([int(start)] if start else [])]
     divides = ranks // pp % run.get("ep", 1) == 0 and data % run.get("zero_replicas", 1) == 0
@@ -139,7 +139,7 @@ def trains(step: str, run: Options) -> bool:
 
 
 def join(step: str, chosen: Options, more: Options, most: int | None = None) -> Options | None:
-    """Chosen flags with more of them and what these need; None if they contradict, are refused, or set too many."""
+    """Add `more` flags, and those that they need. None if they contradict `chosen`, are refused, or are too many."""
     if any(chosen.get(name, value) != value for name, value in more.items()):
         return None
     run, without = complete(step, chosen | more), plain(step)
@@ -149,9 +149,9 @@ def join(step: str, chosen: Options, more: Options, most: int | None = None) -> 
 
 
 def covering(step: str, wanted: Iterable[Options], most: int | None = None) -> list[Options]:
-    """Few runs that have all of the wanted flags, which go together: a run takes all that still fit, one after another.
+    """A few runs that cover all `wanted` combinations of flags: each run takes all that still fit, one after another.
 
-    A run sets at most so many flags, unless the first ones that it takes need more.
+    A run sets at most `most` flags, unless its first combination needs more.
     """
     runs, left = [], list(wanted)
     while left:
@@ -167,13 +167,13 @@ def covering(step: str, wanted: Iterable[Options], most: int | None = None) -> l
 
 
 def lighter(run: Options) -> Options:
-    """Two layers fewer, half of the time, unless a rank has two stages, or some layers have no experts."""
+    """Remove two of step 7's layers to halve the time, unless a rank has two stages or the first layers are dense."""
     deep = run.get("schedule") in TWO_STAGES or run.get("dense_layers")
     return run if deep or "moe_every" not in run else run | dict(n_layers=run["n_layers"] - 2)
 
 
 def singles(step: str) -> list[tuple[str, Any]]:
-    """All (flag, value) of a step."""
+    """All pairs (flag, value) of a step."""
     return [(name, value) for name, flag in table(step)[0].items() for value in flag.values]
 
 

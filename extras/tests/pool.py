@@ -1,4 +1,4 @@
-"""Launch lines, and the course's pools of ranks (tests/pool.py): their server has also imported what is around it."""
+"""Starts launch lines, and extends the course's pools of ranks (tests/pool.py): their server also imports extras."""
 
 import fcntl
 import os
@@ -18,12 +18,12 @@ from tests.pool import RankError as RankError
 pool.PRELOADED.extend(["step07_moe_ep", "extras.services.run", "extras.tests.equal"])
 
 
-# What a torchrun around us has set for its own ranks begins so; OMP_: it also lets each rank have one thread.
+# Prefixes of the variables that an outer torchrun sets for its ranks (OMP_: it gives each rank one thread).
 OUTER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_")
 
 
 def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
-    """Runs on every rank: what the error of this kind says with which a function ends; "" if it ends without one."""
+    """Runs on every rank: call a function, and return the message of an error of this kind, or "" without an error."""
     try:
         function(*args)
     except kind as error:
@@ -32,7 +32,7 @@ def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
 
 
 def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
-    """Start `python words` with one thread; with ranks, by torchrun, whose own words come first. `options`: Popen's."""
+    """Start `python words`, or `torchrun words` if `ranks` > 0, with one thread each. `options` are those of Popen."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     ours = {key: value for key, value in os.environ.items() if not key.startswith((*OUTER, "PYTHONPATH"))}
     options["env"] = ours | dict(OMP_NUM_THREADS="1") | options.pop("env", {})
@@ -40,13 +40,13 @@ def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
 
 
 def run(ranks: int, words: list[str], log: Path, **env: str) -> tuple[int, str]:
-    """(exit status, everything printed) of a launch line; ranks 0: without torchrun. `env` adds variables."""
+    """Run a launch line, by torchrun if `ranks` > 0; returns (exit status, all output). `env` adds variables."""
     with log.open("w") as file:
         return start(ranks, words, stdout=file, stderr=file, env=env).wait(400), log.read_text()
 
 
 def alone(function: Callable, *args: Any) -> Any:
-    """Runs in a pool of one: a process as `python step01_single_gpu.py` has it, which a dry run can make any rank."""
+    """Runs in a pool of one: call a function without process group or torchrun's variables, as in plain `python`."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -55,10 +55,10 @@ def alone(function: Callable, *args: Any) -> Any:
 
 
 class Pool(pool.Pool):
-    """One pool of a user computes at a time: ranks wait for one another, so two pools at once are slower."""
+    """A pool that computes only while no other pool of this user does: two at once would be slower than in turn."""
 
     def run(self, function: Callable, *args: Any, seconds: float = 300.0) -> list[Any]:
-        """Raises RankError; the workers then start anew on next use."""
+        """Call a function on all ranks. Raises RankError; the next call then starts new workers."""
         with open(os.path.join(tempfile.gettempdir(), f"ranks-{os.getuid()}.lock"), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
             return super().run(*([alone] if self.world == 1 else []), function, *args, seconds=seconds)

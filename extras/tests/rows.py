@@ -1,10 +1,10 @@
-"""The table of layouts x behaviours: what a row does, one process does too.
+"""The table of layouts and behaviours: each row must do the same as one process.
 
-A row has what pairs of flags (pairs.py) do not show: a bound of a lossy technique, sizes and numbers of ranks that they
-do not have, or a behaviour beside `equals`. Layouts of the course alone are in tests/ (test_step02.py and on).
+A row covers what pairs of flags (pairs.py) do not: a lossy technique with its bound, other sizes and numbers of ranks,
+or a behaviour besides `equals`. Layouts of the course alone are in tests/ (test_step02.py and later files).
 
-Row(ranks, step, layout, base)     `layout` are the flags of the run that is tested; `base` those that it has in common
-                                   with the one process that it is compared with
+Row(ranks, step, layout, base)     `layout`: flags of the tested run alone; `base`: flags that it shares with the one
+                                   process with which it is compared
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads
 LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
-    (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing, by the messages of the others
+    (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing, but sends the same kind of messages
     (dict(compress="bf16"), 0.02),
     (dict(compress="int8"), 0.2),
     (dict(compress="topk", topk_fraction=0.8), 0.4),
@@ -30,12 +30,12 @@ UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
-MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
+MASK = dict(documents="mask", end_token=32)  # each space ends a document
 DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
 
 
 class Row(NamedTuple):
-    """One layout."""
+    """A layout, what it shares with its reference, and what it must do."""
 
     ranks: int
     step: str
@@ -46,14 +46,14 @@ class Row(NamedTuple):
 
 
 def sized(row: Row) -> Row:
-    """With a batch of three micro-batches on each rank, or in a pipeline of two for each stage, of a layer more."""
+    """Give a row two layers and three micro-batches a rank; in a pipeline three layers, two micro-batches a stage."""
     pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
     batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
     return row._replace(base=dict(global_batch_size=batch, n_layers=2 + (pp > 1)) | row.base)
 
 
 ROWS = [
-    # each step in a layout that has all that came before, with every behaviour; others: tests/test_step02.py ...
+    # each step in a layout with the flags of all earlier steps, with every behaviour; others: tests/test_step02.py ...
     Row(2, "step02_ddp", dict(bucket_mb=0.01), does=ALL),
     Row(2, "step03_zero", dict(zero=3), TIED, does=ALL),
     Row(4, "step04_tp_sp", dict(tp=2, zero=1), does=ALL),

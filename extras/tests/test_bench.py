@@ -1,4 +1,4 @@
-"""The measurements' tables of rows: every flag is one of the step's, every value one that its menu has."""
+"""The rows of the measurements are legal command lines, and every measurement is listed."""
 
 import importlib
 
@@ -18,7 +18,7 @@ ROWS += [(entry.step, 2, entry.flags) for entry in rows().values()]
 
 @pytest.mark.parametrize("step, ranks, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, _, flags in ROWS])
 def test_a_row_is_a_legal_command_line(step, ranks, flags):
-    """It says the same as the row, and suits its number of ranks."""
+    """Parsed as a command line, a row gives the same flags, and they suit its number of ranks."""
     given = {name: value for name, value in flags.items() if name != "peer"}
     config = parse(compose(importlib.import_module(step)), " ".join(spelled(*flag) for flag in given.items()).split())
     assert {name: getattr(config, name) for name in given} == given
@@ -26,7 +26,7 @@ def test_a_row_is_a_legal_command_line(step, ranks, flags):
 
 
 def test_every_measurement_is_listed(capsys):
-    """With a line that says what it is; another name is refused. And --only can name each contestant."""
+    """Each has a line that describes it; an unknown name is refused; --only can name each contestant."""
     assert not any("," in name for contest in CONTESTS.values() for name in contest.rows)
     assert bench.main([]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -35,7 +35,7 @@ def test_every_measurement_is_listed(capsys):
 
 
 def test_a_ratio_compares_neighbours_of_a_round():
-    """A slow round hits both alike: twice as long is twice as long."""
+    """If both contestants are ten times slower in one round, the ratio stays the same."""
     ours, theirs = [1.0, 10.0, 2.0], [2.0, 20.0, 4.0]
     found = dict(ours=Result(ours, ours, 0), theirs=Result(theirs, theirs, 0))
     assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"

@@ -1,4 +1,4 @@
-"""Checkpoints: resumed equals uninterrupted, under any two layouts; a death while saving, or damage, costs little."""
+"""Checkpoints: a resumed run equals an uninterrupted one, in any two layouts; death or damage leaves a valid one."""
 
 import importlib
 import os
@@ -40,7 +40,7 @@ LAYOUTS = [  # the flags that all have, and (ranks, flags); a default test saves
 
 
 def train_on_rank(step_name: str, options: dict, killed_at: int = 0, number: int = signal.SIGTERM) -> list[dict]:
-    """Runs on every rank: a run with everything around it but pictures; returns its metrics.
+    """Runs on every rank: train with all services except pictures; returns the metrics.
 
     In the step `killed_at`, the last rank receives the signal `number`.
     """
@@ -60,7 +60,7 @@ def train_on_rank(step_name: str, options: dict, killed_at: int = 0, number: int
 
 
 def train(pools, base: dict, layout: tuple[int, dict], fault: str | Fault = "", **options) -> list[dict]:
-    """The same, on a pool of ranks, with a mistake in the program, or none."""
+    """Call `train_on_rank` on a pool of ranks, perhaps with a mistake in the program."""
     ranks, flags = layout
     step = "step07_moe_ep" if "experts" in base else "step06_pipeline"
     given = base | flags | {name: str(value) for name, value in options.items()}
@@ -68,14 +68,14 @@ def train(pools, base: dict, layout: tuple[int, dict], fault: str | Fault = "", 
 
 
 def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Tensor]:
-    """All whole tensors of the last checkpoint of a run, which is of this step."""
+    """All whole tensors of a run's last checkpoint, which must be that of `step`."""
     found = Checkpoint(newest(folder))
     assert found.index["step"] == step
     return {(kind, name): found.whole(kind, name) for name, kinds in found.stored.items() for kind in kinds}
 
 
 def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], bound: float = 0.0):
-    """The same tensors: by default bit for bit."""
+    """Require that both have the same tensors, by default bit for bit."""
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert difference(tensor, expected[key]) <= bound, key
@@ -85,8 +85,8 @@ def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str,
 def continues(pools, tmp_path_factory):
     """`continues(base, saved, resumed)` compares a run of two layouts with an uninterrupted run of one process.
 
-    Losses, the validation loss, masters and moments are the same; else AssertionError. The second part of the run can
-    have a mistake in the program.
+    Raises AssertionError unless losses, the validation loss, masters and moments are equal. The second part of the run
+    can have a mistake in the program.
     """
     made: dict[str, tuple] = {}
 
@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """Neighbours in LAYOUTS; the sweep has all pairs of a list."""
+    """Pairs of layouts, to save and to resume: by default neighbours in LAYOUTS, in the sweep all pairs of a list."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
@@ -118,12 +118,12 @@ def cases() -> list:
 
 @pytest.mark.parametrize("base, saved, resumed", cases())
 def test_saved_under_one_layout_resumed_under_another(continues, base, saved, resumed):
-    """As if one process had never stopped."""
+    """The run equals that of one process that never stopped."""
     continues(base, saved, resumed)
 
 
 def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[dict]:
-    """Runs on every rank: the run of the course alone; returns its metrics."""
+    """Runs on every rank: train without services, as the course alone does; returns the metrics."""
     cls, served = importlib.import_module(step_name).Config, config_of(step_name, STEPS | options)
     config = cls(**{field.name: getattr(served, field.name) for field in fields(cls)} | dict(model=model))
     with mock.patch("common.trainer.draw_loss"), Run(config) as run:
@@ -133,7 +133,7 @@ def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[di
 
 @pytest.mark.parametrize("step, layout", [("step06_pipeline", dict(pp=2, tp=2, zero=3)), ("step02_ddp", {})])
 def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, layout):
-    """On four ranks; its files get an index when they are first read: by two ranks, or to be exported."""
+    """Two ranks resume what four plain ranks have saved, and `hub` exports it. Its first reader writes an index."""
     out, resumed = f"{tmp_path}/first", f"{tmp_path}/first/checkpoints/step-00000002"
     options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
@@ -143,7 +143,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
 
 
 def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
-    """Under the same flags, to the same bits."""
+    """With the same flags, a plain run resumes it, and computes the same bits."""
     options = dict(tp=2, zero=2, out=f"{tmp_path}/first")
     history = pools(4).run(train_on_rank, "step04_tp_sp", options)[0]
     more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")
@@ -152,7 +152,7 @@ def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
 
 
 def test_debts_of_another_layout_are_left_out(pools, tmp_path):
-    """Three ranks go on without what compressed sums of two ranks still owed, and then owe their own."""
+    """Three ranks resume without the residuals of two ranks' compressed sums, and later save their own."""
     base = dict(compress="topk", zero=2)
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "two")
     train(pools, base, (3, {}), out=tmp_path / "three", resume=tmp_path / "two")
@@ -162,7 +162,7 @@ def test_debts_of_another_layout_are_left_out(pools, tmp_path):
 
 
 def test_what_does_not_fit_is_one_line(tmp_path):
-    """Another model, precision or rule; no checkpoint at all, or none where one is needed."""
+    """Another model, precision or update rule, or a missing checkpoint, gives an error of one line."""
     out = str(tmp_path / "run")
     train_on_rank("step01_single_gpu", dict(out=out, steps=1))
     for change, says in [
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_one_line(tmp_path):
 
 
 def test_a_run_directory_has_one_run(pools, tmp_path):
-    """Another one is refused on every rank, and what is there stays as it is."""
+    """A second run is refused on every rank, and the files of the first stay as they are."""
     (tmp_path / "metrics.jsonl").touch()
     with resume.hold(tmp_path):
         said = pools(2).run(error_of, UserError, train_on_rank, "step02_ddp", dict(out=str(tmp_path)))
@@ -190,7 +190,7 @@ def test_a_run_directory_has_one_run(pools, tmp_path):
 
 @pytest.mark.parametrize("kind, wrong", [(Run, dict(dataset="x.py")), (ServedRun, dict(resume="x"))])
 def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wrong):
-    """Nothing moves aside, and no file is opened, before data, layout and checkpoint are known to be sound."""
+    """No file is moved or opened before data, layout and checkpoint are known to be sound."""
     options = STEPS | dict(out=str(tmp_path / "run"), steps=1)
     train_on_rank("step01_single_gpu", options)
     there = {path: path.read_bytes() for path in tmp_path.glob("run/*.json*")}
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """Whether there is something to go on from; the flags that are others; metrics but for a line that is torn."""
+    """It prints whether there is a checkpoint, and which flags differ. It keeps all metrics except a torn line."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """As without a break: the scale of fp16, how long it has been good, and the numbers of which a median is taken."""
+    """An interrupted run saves the scale and the good steps of fp16, and skip_spikes' numbers, of an unbroken one."""
     options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)
@@ -225,13 +225,13 @@ def test_a_variants_own_state_is_kept(tmp_path):
 
 
 def save(out: Path, step: int):
-    """A checkpoint of a small run."""
+    """Save a checkpoint of one small tensor."""
     some = Piece("master", "w", torch.full((3, 4), float(step)), (3, 4))
     Saver(out).save(step, [some, some.like("step", torch.tensor(step))], dict(config={}, model={}))
 
 
 class Death(BaseException):
-    """The process is gone: nothing after this runs."""
+    """Simulates that the process dies: nothing after this runs."""
 
 
 @pytest.fixture(scope="session")
@@ -250,7 +250,7 @@ def life():
 
 
 def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, life):
-    """At each call that changes the disk: the checkpoint before, or the new one, is there and whole."""
+    """Whichever file operation is the last, the previous or the new checkpoint is there and complete."""
     save(tmp_path / "count", 10), save(tmp_path / "count", 20)
     life.left = -1
     save(tmp_path / "count", 30)
@@ -266,13 +266,13 @@ def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, life):
         step = found.index["step"]
         assert step in (20, 30), dies_at
         assert torch.equal(found.whole("master", "w"), torch.full((3, 4), float(step)))
-        save(out, 40)  # and the next one finds a clean place
+        save(out, 40)  # the next save removes what is left
         left = sorted(path.name for path in (out / "checkpoints").iterdir())
         assert left == [f"step-000000{step}", "step-00000040"]
 
 
 def test_any_flipped_byte_is_noticed(tmp_path, capsys):
-    """In any file: then the one before is taken. Without one before, it is one line."""
+    """If a byte of any file flips, the previous checkpoint is taken. Without a previous one, the error is one line."""
     save(tmp_path, 1), save(tmp_path, 2)
     last = newest(tmp_path)
     for path in list(last.iterdir()):
@@ -293,7 +293,7 @@ def test_any_flipped_byte_is_noticed(tmp_path, capsys):
 
 
 def save_on_a_full_disk(options: dict) -> str:
-    """Runs on two ranks: train, while the disk of rank 1 is full in step 4; the error."""
+    """Runs on two ranks: train while the disk of rank 1 is full in step 4; returns the error."""
     write = Path.write_bytes
 
     def full(path: Path, content: bytes) -> int:
@@ -307,7 +307,7 @@ def save_on_a_full_disk(options: dict) -> str:
 
 @pytest.mark.parametrize("how", [dict(save_async=False), dict(save_async=True)])
 def test_a_full_disk_ends_the_run_in_one_line(pools, tmp_path, how):
-    """Which says on all ranks whose disk it is. The checkpoint before stays as it is."""
+    """On all ranks the line names the rank with the full disk. The previous checkpoint stays as it is."""
     options = how | dict(out=str(tmp_path / "run"), steps=6)
     said = pools(2).run(save_on_a_full_disk, options)
     assert said == [f"--out {tmp_path / 'run'}: rank 1 cannot write (No space left on device)"] * 2
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_run_in_one_line(pools, tmp_path, how):
 
 
 def test_a_whole_tensor_is_cut_and_assembled():
-    """In rows over four ranks, and again over two, with padding, each part in two slices as ZeRO's."""
+    """Rows are sharded over four ranks and again over two, with padding; each part is in two slices, as ZeRO's."""
     whole, pieces = torch.arange(21).view(7, 3), []
     for i, j, (first, n) in product(range(4), range(2), ((0, 1), (1, 2))):
         shards = Shard(0, "tp", 2 * i, 2 * i + 2, 7), Shard(0, "ep", j, j + 1, 2)

@@ -1,4 +1,4 @@
-"""Nodes that are namespaces, joined by cables: two machines train as one process does, and leave nothing behind."""
+"""Emulated nodes (services/cluster.py): two machines train as one process does, and leave nothing behind."""
 
 import os
 import re
@@ -22,10 +22,10 @@ LONG = dict(equal.BASE, steps=16, save_every=4) | equal.SMALL
 
 
 class Job:
-    """A cluster that trains: `say` types a line, `until` waits for steps."""
+    """A training run in a cluster: `say` types a line, `until` waits for steps."""
 
     def __init__(self, out: Path, step: str, training: dict, *options: str, **flags: object):
-        """`options`: those of torchrun, before the step. `flags`: the cluster's."""
+        """`options` of torchrun come before the step. `flags` are the cluster's."""
         before, line = ([spelled(*flag) for flag in each.items()] for each in (flags, training | dict(out=out)))
         words = ["-m extras.services.cluster", *before, "--", *options, "-m extras", step, *line]
         command = [sys.executable, *" ".join(words).split()]
@@ -44,7 +44,7 @@ class Job:
         return [(row["loss"], row["grad_norm"]) for row in read_metrics(self.out)]
 
     def until(self, steps: int):
-        """Wait for so many steps."""
+        """Wait until so many steps are done."""
         end = time.monotonic() + 200
         while len(self.numbers()) < steps:
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
@@ -76,7 +76,7 @@ def job(allowed, tmp_path):
 
 
 def test_two_nodes_train_as_one_process(job, pools, tmp_path):
-    """README's line for two nodes, with fewer ranks: stages on different nodes. In the middle the cable is pulled."""
+    """README's launch line for two nodes, with fewer ranks and a stage on each. Meanwhile the cable is pulled."""
     (tmp_path / "text.txt").write_text((ROOT / "RESULTS.md").read_text())
     flags = TRAINING | dict(dataset=str(tmp_path / "text.txt"))
     run = job("step07_moe_ep.py", equal.SMALL | flags | dict(pp=2), nodes=2, gbit=0.1)
@@ -94,7 +94,7 @@ def test_two_nodes_train_as_one_process(job, pools, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left(job, number):
-    """However it is told to end: processes of all nodes are gone, and no network of theirs is seen outside."""
+    """After either signal, the processes of all nodes end. Their network is never visible outside."""
     run = job("step02_ddp.py", equal.BASE | equal.SMALL | dict(steps=1000), nodes=3)
 
     def alive() -> int:
@@ -126,8 +126,8 @@ def test_nothing_is_left(job, number):
     ],
 )
 def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
-    """Before anything is made; also where the kernel refuses."""
-    monkeypatch.setattr(cluster, "USERS", 1)  # no flag of unshare's: it refuses, and has done nothing
+    """The line comes before anything is created, also if the kernel refuses namespaces."""
+    monkeypatch.setattr(cluster, "USERS", 1)  # not a flag of unshare, so it refuses and does nothing
     assert cluster.main(words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and says in error
@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
 
 @pytest.mark.parametrize("only, gbit", [(" --sync ring", 0.1), pytest.param("", 10.0, marks=pytest.mark.exhaustive)])
 def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(allowed, only, gbit):
-    """Within 1 %. So nothing is sent twice, or behind the observer's back."""
+    """Both agree within 1 %, so nothing is sent twice, or without the observer's knowledge."""
     line = [sys.executable, "-m", "extras.tests.bench", "cluster-bytes", f"--only={only}", f"--gbit={gbit}"]
     said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
@@ -144,7 +144,7 @@ def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(allowed, 
     assert found and all(abs(float(off)) < 1 for off in found), said
 
 
-FAULTS = {  # options of torchrun; after how many steps these lines are typed, or seconds waited; the end
+FAULTS = {  # torchrun's options; steps before the first line; lines to type, or seconds to wait; how it ends
     "a cable is pulled for a while": ([], 6, ["cable 1 off", 3, "cable 1 on"], "same bits"),
     "a cable is pulled for good": ([], 6, ["cable 1 off"], "error"),
     "a node dies and comes back": (["--max-restarts=3"], 6, ["kill 1", 5, "start 1"], "same bits"),
@@ -156,9 +156,9 @@ FAULTS = {  # options of torchrun; after how many steps these lines are typed, o
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_as_the_table_says(job, pools, monkeypatch, name):
-    """That of extras/tests/README.md. A job that is restarted resumes from its last checkpoint.
+    """See the table in extras/tests/README.md. A restarted job resumes from its last checkpoint.
 
-    The torchruns share a store, whose address node 0 publishes in the first round alone (torch 2.13): a torchrun that
+    The torchruns share a store, whose address node 0 publishes only in the first round (torch 2.13): a torchrun that
     joins a later round would wait for it in vain. The variable turns this sharing off.
     """
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

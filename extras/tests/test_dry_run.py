@@ -1,4 +1,4 @@
-"""The dry run counts what real ranks send, compute and hold, in layouts drawn from a seed; and a GPU's kernels."""
+"""The dry run counts what real ranks send, compute and hold, in random layouts; and it counts a GPU's kernels."""
 
 import importlib
 import random
@@ -30,7 +30,7 @@ SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 
 
 def draw(seed: int) -> tuple[str, dict]:
-    """(step, options) that the step takes: the table's flags in a drawn order, each with a drawn value if it fits."""
+    """Draw a step and legal options: flags in a random order, each with a random value if it fits the others."""
     rng, chosen = random.Random(seed), {}
     step = rng.choice([*STEPS[1:], *STEPS[5:]])
     for name in rng.sample(names := COUNTED.split(), len(names)):
@@ -41,46 +41,46 @@ def draw(seed: int) -> tuple[str, dict]:
 
 
 def counts(run: Counted) -> SimpleNamespace:
-    """What is compared of a step."""
+    """The numbers of a step that are compared: traffic, FLOPs and peak memory."""
     flops = sum(count["flops"] for count in run.meter.count.values())
     return SimpleNamespace(sent=run.taken, flops=flops, peak=sum(run.meter.peak().values()))
 
 
 def flat(traffic: dict) -> dict[str, int]:
-    """By "dimension operation"."""
+    """Traffic with keys "dimension operation"."""
     return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
 
 
 def dry(step: str, options: dict, ranks: int, rank: int = 0) -> Counted:
-    """A step of one rank, by the dry run. Raises UserError for flags that cannot work."""
+    """Dry-run a step of one rank. Raises UserError for flags that cannot work."""
     config = config_of(step, options | dict(dry_run=ranks))
     check(config, 1)
     return run_rank(importlib.import_module(step).train, config, rank)
 
 
 def dry_ends(step: str, options: dict, ranks: int) -> list[SimpleNamespace]:
-    """Runs in one process: what is compared of the first and the last rank."""
+    """Runs in one process: the `counts` of a dry run of the first and of the last rank."""
     return [counts(dry(step, options, ranks, rank)) for rank in (0, ranks - 1)]
 
 
 def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
-    """Instead of the best: one expert after the other."""
+    """Replaces the choice of the best experts: takes one expert after another."""
     return torch.arange(len(scores) * layer.top_k).view(-1, layer.top_k) % scores.shape[1]
 
 
 def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
-    """Runs on every rank: the same of a step with numbers."""
+    """Runs on every rank: the `counts` of a step of real training."""
     config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
-    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # its own reduce-scatter, which has no tensor of ours
+    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # gloo's own reduce-scatter: ours allocates a tensor
     with loops, balanced, whole, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
         importlib.import_module(name).train(config, run)
     return counts(run)
 
 
 def compare(pools, step: str, options: dict, ranks: int):
-    """Train for real, and dry: all bytes, calls and FLOPs; the peak to 1%. A real message that is under way beside
-    others may hold a unit's tensors longer, as long as it takes: 8% where there are such.
+    """Compare real training with the dry run: bytes, calls and FLOPs are equal, the peak to 1%. Where messages overlap,
+    the peak may differ by 8%, because a real message may hold a unit's tensors for longer.
     """
     under_way = options.get("zero") == 3 or options.get("zero_overlap") or options.get("offload_optimizer") == "cpu"
     real = pools(ranks).run(counted_on_rank, step, options)
@@ -92,20 +92,20 @@ def compare(pools, step: str, options: dict, ranks: int):
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n >= 2)) for n in range(200)])
 def test_real_ranks_are_as_the_dry_run_counts(pools, seed):
-    """The first and the last rank of a drawn layout."""
+    """Compare the first and the last rank of a random layout."""
     step, options = draw(seed)
     compare(pools, step, options, ranks_of(options))
 
 
 @pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather", "nodes"])
 def test_choices_are_balanced(pools, mode):
-    """Two of four experts, both of one group; each takes half of what it is asked."""
+    """A token chooses two of four experts, both in one group; an expert takes half of the tokens that choose it."""
     options = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5)
     compare(pools, "step07_moe_ep", options | dict(ep=2, ep_mode=mode, global_batch_size=2, n_layers=1), 2)
 
 
 def test_matmuls_are_those_that_torch_counts():
-    """torch's own counter, around a run with numbers. It counts all scores of a CPU's attention, before 2.15 none."""
+    """torch's own counter agrees. Of a CPU's attention it counts all scores, before torch 2.15 none."""
     options = SHAPE | dict(n_layers=2, recompute="full")
     count = dry("step01_single_gpu", options, 1).meter.count
     with FlopCounterMode(display=False) as theirs:
@@ -116,7 +116,7 @@ def test_matmuls_are_those_that_torch_counts():
 
 
 def test_kernels_are_those_of_a_gpu():
-    """RMSNorm is one kernel each way; an update reads four numbers of a parameter, and writes three."""
+    """RMSNorm is one kernel each way. An update reads four numbers a parameter, and writes three."""
     seen = dry("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full"), 1)
     layers, passes = 2 * SHAPE["n_layers"], SHAPE["global_batch_size"]  # norms in layers are done again
     x, count = 2 * SMALL["seq_len"] * SMALL["dim"], seen.meter.count
@@ -128,13 +128,13 @@ def test_kernels_are_those_of_a_gpu():
 
 @pytest.mark.parametrize("flags", [dict(documents="mask"), dict(sync="torch", zero=0), dict(toy=True)], ids=str)
 def test_what_asks_for_numbers_is_refused(flags):
-    """In one line, before anything is built."""
+    """Flags that need the numbers in tensors are refused in one line."""
     with pytest.raises(UserError, match="--dry-run"):
         dry("step05_cp_ring", flags, 2)
 
 
 def is_counted(step: str, run: dict) -> bool:
-    """Whether no file refuses --dry-run beside these flags."""
+    """Whether no file refuses --dry-run together with these flags."""
     plain = defaults(compose(importlib.import_module(step)))
     refused = [one for one in refusals(compose(importlib.import_module(step))) if "dry_run" in one.flags]
     return not any(one.holds((plain | run | dict(dry_run=1)).get, plain) for one in refused)
@@ -142,7 +142,7 @@ def is_counted(step: str, run: dict) -> bool:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_every_value_is_counted(part):
-    """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py)."""
+    """Each value of each flag, unless it is refused, is in some dry run. A run has many flags (pairs.py)."""
     step = STEPS[-1]
     runs = {frozenset([single]): complete(step, dict([single])) for single in singles(step)}
     values = [dict(single) for single, run in runs.items() if is_counted(step, run)]
@@ -160,7 +160,7 @@ def test_every_value_is_counted(part):
     ],
 )
 def test_a_dry_run_says_what_it_counted(name, flags, capsys):
-    """As `main` does it: the run around the step, whose `train` is replaced."""
+    """It is called as in `main`: a ServedRun, with a replacement of the step's `train`."""
     step = importlib.import_module(name)
     config = compose(step)(**flags)
     with ServedRun(config) as run:

@@ -1,4 +1,4 @@
-"""Experts beyond the table of layouts: kernels for all experts at once, and presets."""
+"""Experts: the grouped matmul equals a loop over experts, and presets have the published sizes and set their flags."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from extras.variants.step07.grouped_matmul import can_group, multiply
 
 
 def test_grouped_is_expert_by_expert():
-    """Outputs and gradients in fp32 and bf16; an expert without a row gets a gradient of zero."""
+    """Outputs and gradients are equal in fp32 and bf16; an expert without a row gets a gradient of zero."""
     torch.manual_seed(0)
     counts = [3, 0, 5]
     for dtype, bound in (torch.float32, 1e-5), (torch.bfloat16, 2e-2):
@@ -38,7 +38,7 @@ SIZES = {"tiny-moe": 2_430_336, "mixtral-8x7b": 46_702_792_704, "deepseek-v3-lik
 
 @pytest.mark.parametrize("name", SIZES)
 def test_presets_have_their_size(name):
-    """All weights, as step 7 builds them."""
+    """Count all weights of the model that step 7 builds."""
     config = compose(step07)(model=name)
     check(config, 1)
     parts = Parts(Run(config))
@@ -53,7 +53,7 @@ def test_presets_have_their_size(name):
 
 
 def test_presets_set_the_flags():
-    """What the user gives stays; a step without experts refuses."""
+    """A preset sets the flags that the user has not given; a step without experts refuses it."""
     config = compose(step07)(model="deepseek-v3-like", experts_per_token=4)
     check(config, 1)
     assert (config.experts, config.experts_per_token, config.dense_layers, config.shared_experts) == (256, 4, 3, 1)

@@ -1,4 +1,4 @@
-"""Each fault is noticed: a layout ends with another number, or the error that it names; or a test of a law fails."""
+"""Each mistake of faults.py is noticed: by another number, by the error that it names, or by a test that fails."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ NAMES = [f"{fault.module.rpartition('.')[2]}: {fault.new[:40]}" for _, fault in 
 
 @pytest.mark.parametrize("fault", [fault for _, fault in FAULTS], ids=NAMES)
 def test_a_fault_is_in_the_program(fault: Fault):
-    """Its text is there, the changed text compiles, and afterwards all is as before."""
+    """The fault's text is in the source, the new text compiles, and afterwards the code is as before."""
     owner = getattr(importlib.import_module(fault.module), fault.owner)
     right = {key: function.__code__ for key, function in functions_of(owner).items()}
     assert fault.meaning and fault.old in inspect.getsource(owner)
@@ -34,7 +34,7 @@ class Mistaken:
         self.pool, self.fault = pool, fault
 
     def run(self, *call: Any, **more: Any) -> list[Any]:
-        """As the pool's."""
+        """Call a function on all ranks, with the mistake."""
         return self.pool.run(with_fault, self.fault, *call, **more)
 
 
@@ -63,13 +63,13 @@ JUDGES = {str(judge): judge for judge, _ in FAULTS if isinstance(judge, Row) or 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("judge", JUDGES.values(), ids=lambda judge: label(judge) if isinstance(judge, Row) else None)
 def test_the_right_program_passes(ask, judge):
-    """What the faults are held against. (A law is tested by itself.)"""
+    """Without a fault, each judge passes. (Laws have tests of their own.)"""
     ask(judge)
 
 
 @pytest.mark.parametrize("judge, fault", FAULTS, ids=NAMES)
 def test_a_fault_is_noticed(ask, judge, fault: Fault):
-    """By a wrong number, or by the error that the table names. No other error is expected, nor waiting for ever."""
+    """The judge finds a wrong number, or the error that the table names. Another error, or a hang, does not count."""
     with pytest.raises(AssertionError) as noticed:
         ask(judge, fault)
     error, said = fault.error or "AssertionError", str(noticed.value)

@@ -1,4 +1,4 @@
-"""Flags whose sizes do not fit: the same line on every rank, before anything is sent. (Pairs: test_pairs.py.)"""
+"""Flags whose sizes do not fit give the same line on every rank, before anything is sent. (Pairs: test_pairs.py.)"""
 
 import pytest
 
@@ -8,7 +8,7 @@ from extras.tests.pool import error_of
 from extras.tests.rows import EXPERTS, GROUPS
 
 STEP6 = "step06_pipeline"
-WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with the flag
+WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fit
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
     "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
     "--ranks-per-node 2 must divide": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
@@ -58,7 +58,7 @@ WRONG = {  # ranks, step, flags, of which sizes do not fit; the line begins with
 
 @pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))
 def test_every_rank_refuses_in_one_line(pools, flag):
-    """All with the same words."""
+    """All ranks raise the same line, which begins with the flag."""
     ranks, *call = WRONG[flag]
     first, *others = pools(ranks).run(error_of, UserError, equal.record, *call, seconds=60)
     assert first.startswith(flag) and "\n" not in first, first

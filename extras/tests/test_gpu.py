@@ -1,6 +1,6 @@
-"""What the paths for CUDA and NCCL must not do: make the host wait, read early, launch in an order that never ends.
+"""The paths for CUDA and NCCL must not make the host wait, read data too early, or launch collectives that deadlock.
 
-Tests with `seen` train on GPUs that are not there (extras/tests/fake_gpu.py), in a process that loads a shim of C++.
+Tests with `seen` train on simulated GPUs (extras/tests/fake_gpu.py), in a process that loads a shim in C++.
 faults.py has mistakes that each of them must notice.
 """
 
@@ -53,14 +53,14 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
 
 
 def seen(pools, step: str, options: dict, *how: Any) -> SimpleNamespace:
-    """What a rank does under these flags (`see`), in a process of its own that has loaded the shim."""
+    """Call `see`, which trains as one rank with these flags, in a process of its own that has loaded the shim."""
     (found,) = pools(1, "fake GPUs").run(see, step, options, *how)
     return found or pytest.skip("fake GPUs want a CPU build of torch, and g++")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_runs_ahead_and_nothing_is_read_early(pools, name):
-    """In forward and backward it waits for the counts of experts alone; streams and NCCL wait for what they read."""
+    """In forward and backward the host waits only for the experts' counts; streams and NCCL wait for what they read."""
     step, options, world, capability, waits = CASES[name]
     found = seen(pools, step, options, 0, world, capability)
     assert found.waits.total() == waits, found.waits
@@ -68,13 +68,13 @@ def test_the_host_runs_ahead_and_nothing_is_read_early(pools, name):
 
 
 def test_all_ranks_launch_in_an_order_that_ends(pools):
-    """As if each call blocked its rank."""
+    """No rank would hang even if each call blocked its rank."""
     options = dict(pp=2, tp=2, steps=1, n_layers=2, global_batch_size=2)
     assert not stuck([seen(pools, "step06_pipeline", options, rank, 4).calls for rank in range(4)])
 
 
 USP, NODES = dict(cp=8, cp_mode="usp", n_heads=8), MOE | dict(experts=8, ep=8, ep_mode="nodes")
-GROUPS = {  # step, flags; the mesh is made of what is left. What activations are sent by, or their dtype
+GROUPS = {  # step, flags, and the operation that sends activations, or their dtype ("": not tested)
     "dp": ("step03_zero", dict(zero=1), ""),
     "all": ("step06_pipeline", dict(pp=2, cp=2, tp=2, zero=1), ""),
     "mirrored": ("step06_pipeline", dict(pp=4, schedule="dualpipe"), ""),
@@ -91,10 +91,10 @@ GROUPS = {  # step, flags; the mesh is made of what is left. What activations ar
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_communicators(pools, name):
-    """As many as the plan counts: those in which a rank launches something, and one of all ranks, for services.
+    """There are as many as the planner counts: those in which a rank launches something, and one of all ranks.
 
-    Activations do not queue behind weights. In the communicator in which ZeRO gathers them, a layer would wait
-    until the weights of the next one are there.
+    Activations do not share a communicator with ZeRO's all-gathers: a layer would wait until the weights of the next
+    layer have arrived.
     """
     step, options, sent_by = GROUPS[name]
     x = layout_of_flags(equal.config_of(step, options | dict(global_batch_size=32)), 8)
@@ -109,7 +109,7 @@ def test_communicators(pools, name):
 
 
 def test_all_forwards_in_pairs_have_one_thread(monkeypatch):
-    """It sets its device once: CUDA's current device and cuDNN's plans belong to a thread."""
+    """The thread sets its device once: CUDA's current device and cuDNN's plans belong to a thread."""
     told, device = [], torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda given: told.append((get_ident(), given)))
     turns = Turns(device)
@@ -119,7 +119,7 @@ def test_all_forwards_in_pairs_have_one_thread(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["off", "mask"])
 def test_documents_leave_cudnn_alone(monkeypatch, mode):
-    """cuDNN would plan anew for each length of a document; whole sequences have one length."""
+    """With documents, cuDNN is off: it would plan anew for each length. Whole sequences have one length."""
     monkeypatch.setattr(documents, "Documents", lambda config, parts: None)
     torch.backends.cuda.enable_cudnn_sdp(True)
     documents.attach(SimpleNamespace(documents=mode), SimpleNamespace())
@@ -130,7 +130,7 @@ def test_documents_leave_cudnn_alone(monkeypatch, mode):
 
 @pytest.mark.parametrize("most, chunk", [(2**29, 2**29), (2**30, 2**30), (2**40, 2**31)])
 def test_the_loss_takes_the_bytes_that_are_promised(most, chunk):
-    """Three chunks of at most so many bytes in fp32 and two in bf16. 4,096 tokens of 131,072 words have 2 GiB."""
+    """At most three chunks in fp32 and two in bf16. In fp32, 4,096 tokens of 131,072 words have 2 GiB."""
     options = dict(vocab_size=2**17, seq_len=4096, n_layers=1, dtype="bf16", loss_chunk=4096, dry_run=1)
     config = equal.config_of("step01_single_gpu", options | dict(micro_batch_size=2, global_batch_size=2))
     with mock.patch.object(chunked_loss, "MOST", most):
@@ -140,7 +140,7 @@ def test_the_loss_takes_the_bytes_that_are_promised(most, chunk):
 
 @pytest.mark.parametrize("mode", ["full", "elementwise"])
 def test_a_router_chooses_once(mode):
-    """Recomputation visits the same experts, although this router finds other scores each time that it is asked.
+    """Recomputation visits the same experts, although this router computes other scores at each call.
 
     Otherwise the gradients would be those of another function.
     """
@@ -154,7 +154,7 @@ def test_a_router_chooses_once(mode):
 
 
 def test_tokens_of_other_ranks_are_spread_over_the_rows(monkeypatch):
-    """Each row gets as many: a GPU adds the gradients of tokens that share a row one after another."""
+    """All rows get equally many: a GPU adds the gradients of tokens that share a row one after another."""
     rows, right = [], F.embedding
     monkeypatch.setattr(F, "embedding", lambda row, weight: rows.append(row) or right(row, weight))
     layer = VocabParallelEmbedding(torch.nn.Parameter(torch.randn(8, 4)), range(16, 24))
@@ -168,7 +168,7 @@ def test_tokens_of_other_ranks_are_spread_over_the_rows(monkeypatch):
     [("a", "b", 1, "nccl"), ("a", "a", 1, "staged"), ("a", "b", 2, "nccl"), ("", "", 0, "gloo")],
 )
 def test_one_visible_gpu_a_rank_is_a_gpu_of_its_own(monkeypatch, others, ours, gpus, backend):
-    """Ranks that see one GPU each compare the GPUs' numbers, and use NCCL. Ranks that share one get gloo, or a line."""
+    """Ranks that see one GPU each compare its id, and use NCCL. Ranks that share a GPU get gloo, or an error."""
     store, chosen = dist.HashStore(), []
     store.set("the GPU of rank 1", others)
     there = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="", MASTER_PORT="0")

@@ -1,4 +1,4 @@
-"""The rules of the house, on the parsed source: who may import whom, how much a reader has to open, links of pages."""
+"""The repository's rules, checked on the parsed source: which folder may import which, lengths of files, and links."""
 
 import ast
 import difflib
@@ -48,7 +48,7 @@ VARIANTS = [name for name in FILES if name.startswith("extras.variants.step0")]
 
 
 def room_of(module: str) -> str:
-    """ "step", "common", "proof"; below extras/ "variants", "services", ...; or "" for what is not ours."""
+    """The folder of a module: "step", "common", "proof", or one in extras/ such as "variants"; "" if it is not ours."""
     first, *rest = module.split(".")
     if first == "extras":
         return rest[0] if rest and rest[0] in MAY else first
@@ -57,7 +57,7 @@ def room_of(module: str) -> str:
 
 @lru_cache
 def tree_of(module: str) -> ast.Module:
-    """The parsed file."""
+    """Parse the file of a module."""
     return ast.parse(FILES[module].read_text())
 
 
@@ -85,7 +85,7 @@ def lines_of(module: str) -> list[str]:
 
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in MAY])
 def test_imports_point_one_way(module):
-    """Steps import common and earlier steps; variants steps; services both, and theory; theory nothing of them."""
+    """Steps import common and earlier steps; variants also all steps; services also variants and theory."""
     room = room_of(module)
     for name in imported(module) - (DOORS if module == "extras.theory.plan" else set()):
         target = room_of(name)
@@ -113,7 +113,7 @@ def test_a_step_is_a_docstring_a_mechanism_and_train(step):
 
 @pytest.mark.parametrize("steps", list(pairwise(STEPS)))
 def test_neighbours_differ_by_their_lesson(steps):
-    """At most 16 lines of `train` come, and 16 go, without comments and docstring, as `ast` writes them."""
+    """`train` gains at most 16 lines and loses at most 16, without comments and docstring, as `ast` writes it."""
     trains = [ast.unparse(tree_of(step).body[-2].body[1:]).splitlines() for step in steps]
     signs = [line[0] for line in difflib.ndiff(*trains)]
     assert max(signs.count("+"), signs.count("-")) <= 16
@@ -121,14 +121,14 @@ def test_neighbours_differ_by_their_lesson(steps):
 
 @pytest.mark.parametrize("rooms, most", [(("step", "common"), 2900), (("proof",), 3600)])
 def test_the_course_and_its_proof_are_small(rooms, most):
-    """Steps and common; tests/. And none of them names what surrounds a run."""
+    """Limit the lines of steps and common together, and of tests/. None of these files mentions extras."""
     modules = [module for module in FILES if room_of(module) in rooms]
     assert sum(len(lines_of(module)) for module in modules) <= most
     assert not [module for module in modules if re.search(r"\bextras\b", FILES[module].read_text())]
 
 
 def test_all_python_is_limited():
-    """What is added takes the place of something else: the limit only falls."""
+    """Limit the lines of all Python files. New code must replace other code: the limit may only be lowered."""
     assert sum(len(lines_of(module)) for module in FILES) < 24_850
 
 
@@ -136,7 +136,7 @@ def test_all_python_is_limited():
 def test_a_technique_is_one_small_file_of_one_shape(module):
     """At most 165 lines: the mechanism, then its record, which is at most half of the code, then `attach`.
 
-    A library says so, and is imported by variants alone.
+    A docstring that begins with "A library" marks a file that has no flag, and that only variants import.
     """
     body, doc = tree_of(module).body, ast.get_docstring(tree_of(module))
     assert len(lines_of(module)) <= 165
@@ -158,13 +158,13 @@ def test_a_technique_is_one_small_file_of_one_shape(module):
 
 
 def test_the_table_of_techniques_is_what_their_files_say():
-    """`python -m extras.variants` writes README.md anew; each file has a flag, or names one."""
+    """extras/variants/README.md is what `python -m extras.variants` prints."""
     assert (ROOT / "extras/variants/README.md").read_text() == table() + "\n"
 
 
 @pytest.mark.parametrize("page", [p for at in ("*.md", "tests/*.md", "extras/**/*.md") for p in sorted(ROOT.glob(at))])
 def test_links_of_a_page_lead_somewhere(page):
-    """To a file or folder of the repository, and there to a heading. And the front pages are short."""
+    """Each link leads to a file or folder of the repository, and to a heading in it. The front pages are short."""
     most = {"README.md": 120, "RESULTS.md": 250}.get(str(page.relative_to(ROOT)), 999)
     assert len(page.read_text().splitlines()) <= most
     for target, anchor in re.findall(r"(?<!\w)\[[^]]*\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):

@@ -1,4 +1,4 @@
-"""The labs: a folder gives nothing away, right solutions have all points in any style, wrong ones lose theirs."""
+"""The labs: a folder reveals no solution, correct solutions earn all points in any style, wrong ones lose points."""
 
 import ast
 import csv
@@ -19,7 +19,7 @@ S2, S4, SECONDS = step_of(2), step_of(4), 600
 
 
 def changed(lab: int, *pairs: str, texts: dict[str, str] | None = None) -> dict[str, str]:
-    """The project's files with other text: old, new, ...; each old text stands there once."""
+    """The project's files with text replaced: old, new, ... Each old text must occur once."""
     texts = texts or ours(lab)
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         (file,) = [name for name, text in texts.items() if old in text]
@@ -29,14 +29,14 @@ def changed(lab: int, *pairs: str, texts: dict[str, str] | None = None) -> dict[
 
 
 def command(*words: object, status: int = 0) -> str:
-    """`python -m extras.labs ...`: what it prints."""
+    """Run `python -m extras.labs` with these words, and return what it prints."""
     words = [sys.executable, "-m", "extras.labs", *map(str, words)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-# --- What stands in a folder ----------------------------------------------------------------------------------------
+# --- What a folder contains ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -55,7 +55,7 @@ def test_a_lab_is_complete(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_starter_gives_nothing_away(tmp_path, lab):
-    """Signatures and docstrings stay; no line of a body that was taken out stands anywhere in the folder."""
+    """Signatures and docstrings stay. No line of a removed body is anywhere in the folder."""
     start(lab, tmp_path / "lab", "ada")
     assert opened(tmp_path / "lab") == (lab, "ada", hollow(lab))
     shown = {line.strip() for path in (tmp_path / "lab").rglob("*.*") for line in path.read_text().splitlines()}
@@ -70,12 +70,12 @@ def test_a_starter_gives_nothing_away(tmp_path, lab):
             code = before[name].body[ast.get_docstring(before[name]) is not None :]
             lines = [kept.pop(code[0].lineno - 1).strip() for _ in range(code[0].lineno, code[-1].end_lineno + 1)]
             left = {line.strip() for line in kept} | {line.strip() for line in hollow(lab)[file].splitlines()}
-            told = [line for line in lines if len(line) > 40 and line[-1] != ":"]  # the head of a loop tells nothing
+            told = [line for line in lines if len(line) > 40 and line[-1] != ":"]  # the head of a loop reveals nothing
             assert not set(told) & (shown - left - earlier), name
 
 
 def test_hints_and_mistakes_are_a_line(tmp_path):
-    """Three hints, one at a time. A folder that is there, is none, or a task that is none: one line says so."""
+    """Hints come one at a time. A folder that exists, an unknown lab or task, or a folder of no lab gives one line."""
     folder = tmp_path / "lab"
     assert "open LAB.md" in command("start", 4, folder)
     assert [hint(folder, 3)[:7] for _ in range(4)] == ["1 of 3:", "2 of 3:", "3 of 3:", "3 of 3:"]
@@ -86,7 +86,7 @@ def test_hints_and_mistakes_are_a_line(tmp_path):
 
 
 def test_the_projects_functions_stand_in_the_holes_of_other_tasks():
-    """Also if the student has helpers, other decorators, and no imports that only our functions need."""
+    """This works with a student's helpers and decorators, and without the imports that only our functions need."""
     texts = changed(4, "def enter_block", "def helper(f):\n    return f\n\n\n@helper\ndef enter_block", texts=hollow(4))
     texts = changed(4, "from step03_zero import STAGES, make_optimizer\n", "", texts=texts)
     given = with_ours(4, texts, "f and g")
@@ -99,7 +99,7 @@ def test_the_projects_functions_stand_in_the_holes_of_other_tasks():
 
 
 def test_grading_folders(tmp_path):
-    """Right, not begun, no Python, no folder; what tests/ and common/ have become there counts for nothing."""
+    """A correct folder, an unchanged one, one that is no Python, and none. Its own tests/ and common/ are ignored."""
     names = ["right", "starter", "error", "none"]
     for name in names[:3]:
         start(2, tmp_path / name, f"={name}")
@@ -127,7 +127,7 @@ def test_grading_folders(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lab", LABS)
 def test_points_of_the_project_and_of_a_starter(lab):
-    """All, and none: not one test passes with what is given."""
+    """The project's files earn all points, and an unchanged folder none: no test passes with it."""
     assert not [result for result in results(lab, ours(lab), SECONDS)[0] if result.wrong]
     found = judged(lab, hollow(lab), SECONDS)
     passed = [key for key in worth(lab) if not found.get(key, "not run") and TASKS[lab][key[1]]]
@@ -151,7 +151,7 @@ SOLUTIONS = [  # lab, task, old, new; what a message says; "": the solution is r
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lab, task, old, new, says", SOLUTIONS)
 def test_a_solution_is_judged(lab, task, old, new, says):
-    """Right numbers, bytes and order earn all points, in any style. Else a message names the usual mistake.
+    """Correct numbers, bytes and order earn all points, in any style. Otherwise a message names the usual mistake.
 
     Where a rank leaves out a collective, the test ends in seconds, and names the call in which the others wait.
     """

@@ -1,4 +1,4 @@
-"""Runs started by their launch lines: each step's, mistakes at the start, a lost rank, what a run prints."""
+"""Runs started from the command line: each step's launch line, mistakes at the start, a lost rank, what is printed."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory) -> str:
     "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
 )
 def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
-    """That of its docstring. (Layouts train to one process's numbers in the tests of each chapter.)"""
+    """Run the line in its docstring. (Each chapter's tests compare the numbers of layouts with one process.)"""
     doc = (ROOT / f"{step}.py").read_text()
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
@@ -45,7 +45,7 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
 
 NO_NET = ("step02_ddp", 2, "", "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9"))
 LEFT, WAITS = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "waited 1 s at 127.0.0.1:{} for other ranks, and still"
-SERVED = [  # with services, and an environment
+SERVED = [  # runs with services
     NO_NET,
     ("step01_single_gpu", 2, "", "--nproc_per_node 2: step 1 knows one device", {}),
     ("step01_single_gpu", 0, f"--dataset {__file__}", "No such file or directory: '/proc", dict(HF_HOME="/proc/hf")),
@@ -62,16 +62,16 @@ PLAIN = [NO_NET, ("step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {})]
     "served, step, ranks, flags, named, env", [(False, *row) for row in PLAIN] + [(True, *row) for row in SERVED]
 )
 def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, served, step, ranks, flags, named, env):
-    """It names the flag, or what else is to be mended; the exit status is not 0."""
+    """The line names the flag, or what else to correct. The exit status is not 0."""
     words = f"{'-m extras' * served} {step}.py {tiny} --out {tmp_path} {flags}".split()
     status, text = run(ranks, words, tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
-    if not ranks:  # torchrun says more
+    if not ranks:  # torchrun prints more
         assert status == 2 and "Traceback" not in text, text
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
-    """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
+    """torchrun restarts the job, which resumes from its last checkpoint and ends with the bits of an unbroken run."""
     words = f"--max-restarts=1 -m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
     words += " --peak-tflops 1 --resume auto --out"
     whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
@@ -92,7 +92,7 @@ FEW = TINY.replace("--steps 3", "--steps 2") + " --eval-every 0 --save-every 0 -
 
 
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
-    """They save what they have, and the run directory is free for the next job."""
+    """They save a checkpoint, and the run directory is free for the next job."""
     out = tmp_path / "out"
     words = f"-m extras step03_zero.py {FEW} --steps 20000 --out {out}".split()
     job = start(2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -106,7 +106,7 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
 
 
 def test_nobody_reads_what_a_run_says(tmp_path):
-    """As after `| head -1`: it ends without a word."""
+    """If nobody reads its output, as after `| head -1`, a run ends without a message."""
     code = (
         "import os, runpy; r, w = os.pipe(); os.close(r); os.dup2(w, 1); runpy.run_module('extras', None, '__main__')"
     )
@@ -115,7 +115,7 @@ def test_nobody_reads_what_a_run_says(tmp_path):
 
 
 def test_a_run_says_what_is_attached(tmp_path):
-    """One rank says it, once: a line for each change of a method or of a menu, and of how many objects."""
+    """Rank 0 prints a line for each method or menu that is changed, with the number of changed objects."""
     flags = "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1"
     words = f"-m extras {STEPS[6]}.py {FEW} {flags} --out {tmp_path / 'out'}".split()
     status, text = run(2, words, tmp_path / "log")

@@ -1,7 +1,7 @@
-"""What the docstrings of techniques promise in numbers: bytes, calls, kernels, memory. (Of the steps: tests/.)
+"""Tests the laws in the docstrings of techniques: bytes, calls, kernels, memory. (tests/ has the laws of the steps.)
 
-A law is a row of LAWS. What a rank sends, computes and holds is counted by the dry run, which counts what real ranks do
-(extras/tests/test_dry_run.py). Only what depends on numbers, or on who waits when, is looked at in real ranks here.
+A law is a row of LAWS. The dry run counts what a rank sends, computes and holds, just as real ranks do
+(extras/tests/test_dry_run.py). Only laws that depend on numbers, or on the order of waits, use real ranks here.
 """
 
 import importlib
@@ -48,7 +48,7 @@ def reduced(n: int, size: float) -> float:
 
 
 class Law(NamedTuple):
-    """What one rank has in a step under these flags, or has more than under the flags `than`.
+    """What one rank sends, computes and holds in a step with `flags`; with `than`, how much more than with those flags.
 
     Keys of `has`: "dp", bytes that are sent over a dimension; "dp send", by one operation; "dp send calls";
     "held moments", bytes; "add kernels", how often an operator runs; "flops" of all matmuls.
@@ -63,7 +63,7 @@ class Law(NamedTuple):
 
 
 def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
-    """A step of one rank, by the dry run: numbers by the keys of a law."""
+    """Dry-run a step of one rank; returns the numbers by the keys of a law."""
     config = equal.config_of(step, dict(global_batch_size=M, n_layers=L, dry_run=ranks) | options)
     seen = run_rank(importlib.import_module(step).train, config, rank)
     found = Counter({f"held {kind}": n_bytes for kind, n_bytes in seen.held.items()})
@@ -79,13 +79,13 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
 
 
 def swapped(n: int, kv_heads: int = KV) -> int:
-    """Bytes of q, k, v and the output of a rank's 12 tokens, both ways, over n ranks, which share few k and v."""
+    """Bytes that Ulysses sends over n ranks for q, k, v and output of 12 tokens a rank. Few k and v are copied."""
     q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, n // kv_heads)))
     return 2 * (n - 1) * (2 * q + kv) // n
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Ulysses over `swap` ranks, times a ring of n / swap, which has `swap` times fewer hops than one of n."""
+    """Ulysses over `swap` ranks, and a ring over n / swap ranks, which has `swap` times fewer hops than one over n."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -95,7 +95,7 @@ def usp_law(n: int, swap: int, kv_heads: int) -> Law:
 
 
 def window_law(n: int, rank: int, window: int, seq: int) -> Law:
-    """W-1 tokens' k and v from the ranks before, and as many gradients back, however long the sequence is."""
+    """k and v of W-1 tokens come from the ranks before, and as many gradients go back, however long the sequence is."""
     own = seq // n
     tokens = min(window - 1, (n - 1 - rank) * own) + min(window - 1, rank * own)  # forward, and back
     has = {"cp send": M * L * tokens * KEYS // 12}
@@ -103,7 +103,7 @@ def window_law(n: int, rank: int, window: int, seq: int) -> Law:
 
 
 def tp_law(flags: dict) -> Law:
-    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; norms' gradients, and their square.
+    """tp sends (n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; norms' gradients and square.
 
     With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256.
     """
@@ -116,7 +116,7 @@ def tp_law(flags: dict) -> Law:
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all four experts: forward, and again backward. Ranks of tp route different tokens."""
+    """Each token visits all four experts, and its gradient returns the same way. Ranks of tp route different tokens."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
@@ -124,7 +124,7 @@ def experts_law(mode: str, tp: int) -> Law:
 
 
 def parts_law(schedule: str, n_layers: int, boundaries: int) -> Law:
-    """pp's bytes / tp, and (tp-1)/tp of an activation over tp for each x or dx that comes from another rank.
+    """--pp-scatter sends pp's bytes / tp; over tp, (tp-1)/tp of an activation for each x or dx from another rank.
 
     In a V of two ranks the two middle stages are on one rank: nothing is sent or gathered between them.
     """
@@ -134,7 +134,7 @@ def parts_law(schedule: str, n_layers: int, boundaries: int) -> Law:
 
 
 def nodes_law() -> Law:
-    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and there goes to both ranks.
+    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and then goes to both ranks.
 
     `rows` sends it to each of the other node's ranks, so twice as much crosses.
     """
@@ -145,9 +145,9 @@ def nodes_law() -> Law:
 
 
 def fused_law(tied: bool) -> Law:
-    """Gone are, of each matrix, a cast in each micro-batch and an addition in all but the first; and three sums of dx.
+    """For each matrix, a cast in each micro-batch and an addition in all but the first are saved; and three sums of dx.
 
-    Matrices: seven in a layer, and the head, unless it is tied. The matmuls' FLOPs stay what they are.
+    Matrices: seven a layer, and the head, unless it is tied. The FLOPs of matmuls do not change.
     """
     matrices, m = 7 * L + (not tied), 2
     flags = dict(dtype="bf16", global_batch_size=m, tied=tied, fused_gradients=True)
@@ -156,13 +156,13 @@ def fused_law(tied: bool) -> Law:
 
 
 def kept_law(bytes_of_a_token: int, **flags: Any) -> Law:
-    """What one layer more keeps of a micro-batch of one sequence until its backward."""
+    """The bytes that one more layer keeps until its backward, for a micro-batch of one sequence."""
     has = {"held activations": SEQ * (bytes_of_a_token + NORMS)}
     return Law("step01_single_gpu", 1, flags | dict(n_layers=2), has, dict(n_layers=1))
 
 
 def mask_law(share: int, **layout: Any) -> Law:
-    """Masks of dropout: a byte a number, 2 L + 1 times; with SP, 1/tp of it on a rank."""
+    """Dropout keeps 2 L + 1 masks of a byte a number; with SP, a rank keeps 1/tp of each."""
     flags, has = dict(global_batch_size=4, micro_batch_size=4, dropout=0.2), (2 * L + 1) * 4 * SEQ * D // share
     return Law("step04_tp_sp", layout["tp"], layout | flags, {"held activations": has}, dict(dropout=0.0))
 
@@ -241,7 +241,7 @@ LAWS: dict[str, Law] = {
 
 @pytest.mark.parametrize("name", LAWS)
 def test_law(name):
-    """To the byte, and to the call."""
+    """Each number of the law is exact, to the byte and to the call."""
     law = LAWS[name]
     found = count(law.step, law.ranks, law.rank, **law.flags)
     if law.than:
@@ -253,7 +253,7 @@ def test_law(name):
 def test_two_levels(n, node):
     """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient.
 
-    The ring: 2 (n-1) messages, all of them out of the node for its last rank. Bytes are rounded by each gradient.
+    The ring: 2 (n-1) messages; those of a node's last rank all leave the node. Each gradient rounds its bytes.
     """
     seen, right = Counter(), dist.batch_isend_irecv
 
@@ -282,7 +282,7 @@ def test_two_levels(n, node):
 
 @pytest.mark.parametrize("flags", [{}, dict(fused_gradients=True)], ids=str)
 def test_sums_start_in_backward(flags):
-    """All of the L + 2 units, whoever adds gradients up, before `finish`, where step 3 starts them."""
+    """The sums of all L + 2 units start before `finish`, where step 3 starts them; with fused gradients, too."""
     events, book, finish = [], Ledger.book, zero_overlap.Early.finish
     with (
         mock.patch.object(Ledger, "book", lambda self, *what: events.append(what[0]) or book(self, *what)),
@@ -296,19 +296,19 @@ def test_sums_start_in_backward(flags):
 
 
 def mm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """In the place of CUDA's matmul with a wider output."""
+    """Replaces CUDA's matmul with a wider output."""
     assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
 def addmm_on_cpu(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor):
-    """In the place of the one that adds."""
+    """Replaces CUDA's matmul that adds to a wider sum."""
     assert out.data_ptr() == total.data_ptr() and (beta, alpha) == (1, 1)
     return out.add_(mm_on_cpu(a, b, out_dtype))
 
 
 def test_matmuls_add_16_bits_to_32():
-    """By the operators that CUDA has, in their schemas: the sum is fp32's. A CPU has none, and rounds each product."""
+    """CUDA has operators (here by their schemas) that add in fp32. A CPU has none, and rounds each product."""
     torch.manual_seed(0)
     batches = [torch.randn(2, 64, 8).bfloat16() for _ in range(3)]
     right = sum(dy.double().T @ x.double() for dy, x in batches)
@@ -329,7 +329,7 @@ def test_matmuls_add_16_bits_to_32():
 
 
 def cudnn_on_cpu(q: Tensor, k: Tensor, v: Tensor, bias: None, wants_lse: bool, dropout=0.0, causal=False) -> tuple:
-    """In the place of cuDNN's forward: a CPU's kernel, in the shapes of torch 2.9 and later."""
+    """Replaces cuDNN's forward by a CPU's kernel, with the shapes of torch 2.9 and later."""
     assert all(x.is_contiguous() for x in (q, k, v)) and wants_lse and bias is None and not dropout
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     seed = torch.zeros((), dtype=torch.int64)
@@ -337,7 +337,7 @@ def cudnn_on_cpu(q: Tensor, k: Tensor, v: Tensor, bias: None, wants_lse: bool, d
 
 
 def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """In the place of cuDNN's backward."""
+    """Replaces cuDNN's backward."""
     do, q, k, v, o, lse, seed, offset, *nothing, max_q, max_k, dropout, causal = given
     assert all(x.is_contiguous() for x in (do, q, k, v, o, lse)) and lse.shape == (*q.shape[:3], 1)
     assert seed.dtype == offset.dtype == torch.int64 and nothing == [None] * 3
@@ -349,9 +349,9 @@ def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tens
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_formulas_are_the_kernels(kernel, dtype):
-    """Attention to a part of the keys, its log-sum-exp, and this part's share of all gradients.
+    """Kernels equal step 5's formulas: attention to some keys, its log-sum-exp, and their share of all gradients.
 
-    cuDNN's operators are called by PyTorch's schemas, in the shapes, strides and order that they want.
+    cuDNN's operators get the shapes, strides and order of arguments that PyTorch's schemas require.
     """
     torch.manual_seed(0)
     dtype = getattr(torch, dtype)
@@ -360,7 +360,7 @@ def test_formulas_are_the_kernels(kernel, dtype):
         library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
         library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
         for causal in (True, False):
-            lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
+            lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # as if other ranks had more keys
             both = []
             for attention, gradients in (allgather.FORMULAS, dict(flash=flash.FLASH, cudnn=flash.CUDNN)[kernel]):
                 o = attention(q, k, v, causal)
@@ -378,7 +378,7 @@ def test_formulas_are_the_kernels(kernel, dtype):
     ],
 )
 def test_gpus_that_have_the_kernel(monkeypatch, kernel, gpus, dtype, sizes):
-    """16 bits, heads of a multiple of 8: flash up to 256 from Ampere on, cuDNN up to 128 on 9.x and 10.x."""
+    """For 16 bits and heads of a multiple of 8: flash to 256 from Ampere on, cuDNN to 128 on 9.x and 10.x."""
 
     def has(gpu: tuple[int, int], size: int) -> bool:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: gpu)
@@ -393,7 +393,7 @@ def test_gpus_that_have_the_kernel(monkeypatch, kernel, gpus, dtype, sizes):
 
 
 def test_groups_bound_the_nodes(pools):
-    """A token whose experts are of one group of two, each in a node, crosses at most once, whatever it visits there."""
+    """If each node has one group of experts, and a token visits one group, it crosses between nodes at most once."""
     ep, experts, m = 4, 8, 2
     options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=3, expert_groups=2, groups_per_token=1)
     found = pools(ep).run(equal.record, "step07_moe_ep", options | dict(global_batch_size=m * ep, n_layers=L))
@@ -403,10 +403,10 @@ def test_groups_bound_the_nodes(pools):
 
 
 def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
-    """Runs on every rank: of each pair in the last step the messages of experts, of its forward (F) and backward (B).
+    """Runs on every rank: for each pair in the last step, the all-to-alls of its forward (F) and its backward (B).
 
-    A message is hidden if the other function begins attention or experts between its start and its wait, or ends.
-    (In backward they begin where the gradient of their output is there.) No message is noted after the other's end.
+    One is hidden if the other function begins attention or experts between its start and its wait, or ends. (In
+    backward they begin when the gradient of their output arrives.) After the other's end none is noted.
     """
     pairs, turns, begun = [], SimpleNamespace(turn=0, left=()), Counter()
 
@@ -449,9 +449,9 @@ def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
 
 @pytest.mark.parametrize("schedule, n_layers", [("ahead", 8), ("dualpipe", 4)])
 def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
-    """Between start and wait of each all-to-all lies the other micro-batch's computation, as long as that goes on.
+    """Between start and wait of each all-to-all, the other micro-batch computes, unless it has ended.
 
-    But for the first of the forward: backward needs no matrices until its own first one. Four in each of two layers.
+    Except for the forward's first one: backward runs no matmul before its own first one. Two layers have four each.
     """
     options = dict(pp=2, ep=2, experts=4, global_batch_size=8, schedule=schedule, n_layers=n_layers)
     found = pools(4).run(hidden_messages, options | dict(ep_overlap=True))

@@ -1,4 +1,4 @@
-"""What rows of the table do, as one process does: the behaviours of `Row.does` are functions here."""
+"""Each row of rows.py behaves as one process does. The behaviours that `Row.does` names are functions here."""
 
 from pathlib import Path
 from unittest import mock
@@ -17,12 +17,12 @@ LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro
 
 
 def equals(pools, reference, row: Row, folder: Path):
-    """Losses, norms, gathered gradients, final parameters (extras/tests/equal.py): in fp64 to 1e-10, on every rank."""
+    """Losses, norms, gathered gradients and final parameters equal one process's to 1e-10 in fp64, on every rank."""
     pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound)
 
 
 def drifts(pools, reference, row: Row, folder: Path):
-    """In fp32, the same to what rounding makes of it."""
+    """In fp32, the numbers are equal up to rounding."""
     equals(pools, reference, row._replace(base=row.base | FP32, bound=bounds.RUN["fp32"]), folder)
 
 
@@ -36,7 +36,7 @@ def stays_near(pools, reference, row: Row, folder: Path):
 
 
 def look_on_rank(step: str, options: dict) -> tuple[float, str]:
-    """Runs on every rank: the validation loss of a run, and what is generated from its weights."""
+    """Runs on every rank: train; returns the validation loss, and a text generated from the weights."""
     (loss,) = (row["validation_loss"] for row in train_on_rank(step, options | LOOKS) if "validation_loss" in row)
     texts: list[str] = []
     where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
@@ -48,7 +48,7 @@ def look_on_rank(step: str, options: dict) -> tuple[float, str]:
 
 
 def evaluates(pools, reference, row: Row, folder: Path):
-    """The loss of the held-out sequences is the same to 1e-10, and generated text to the letter, on every rank."""
+    """The validation loss is one process's to 1e-10, and the generated text is the same, on every rank."""
     one = pools(1).run(look_on_rank, row.step, row.base | dict(out=str(folder / "one")))[0]
     assert one[1].startswith("def f(") and len(one[1]) > len("def f(")
     options = row.base | row.layout | dict(out=str(folder / "several"))
@@ -58,7 +58,7 @@ def evaluates(pools, reference, row: Row, folder: Path):
 
 
 def goes_on(pools, reference, row: Row, folder: Path):
-    """A signal to one rank stops all after the same step; resumed, the run ends with the same bits, metrics and all."""
+    """A signal to one rank stops all after the same step; the resumed run ends with the bits of an unbroken one."""
     options = row.base | row.layout | dict(save_async=True)
     whole, cut = (options | dict(out=str(folder / name)) for name in ("whole", "cut"))
     pools(row.ranks).run(train_on_rank, row.step, whole)
@@ -74,13 +74,13 @@ BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evalu
 
 
 def label(row: Row) -> str:
-    """A test id."""
+    """The id of a row's tests."""
     flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
     return f"{row.step[:6]}-{row.ranks}-{flags}"
 
 
 def cases() -> list:
-    """The table."""
+    """A test for each row and each of its behaviours."""
     found = []
     for row in map(sized, sorted(ROWS, key=lambda row: row.ranks)):
         for name in row.does:
@@ -92,11 +92,11 @@ def cases() -> list:
 
 @pytest.mark.parametrize("behaviour, row", cases())
 def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
-    """See the behaviours."""
+    """Call the function of the behaviour."""
     BEHAVIOURS[behaviour](pools, reference, row, tmp_path)
 
 
 def test_every_step_has_every_behaviour():
-    """In some row, so a run with services does what a plain one does. (Others are compared with step 1.)"""
+    """Each is in some row, so a run with services equals a plain one. (Other rows are compared with step 1.)"""
     for path in Path(__file__).parents[2].glob("step0[2-9]_*.py"):
         assert {name for row in ROWS for name in row.does if row.step == path.stem} == {*BEHAVIOURS}, path.stem

@@ -1,4 +1,4 @@
-"""extras/launch/two_t4.ipynb, from its first cell to its last, on CPUs. It needs `pip install nbclient ipykernel`."""
+"""Runs extras/launch/two_t4.ipynb, all cells, on CPUs. It needs `pip install nbclient ipykernel`."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The course as pages: every name leads to its definition, and a real browser shows them as they should be."""
+"""The web pages of the course: names link to definitions, figures are correct, and a real browser shows them."""
 
 import ast
 import inspect
@@ -54,7 +54,7 @@ PANEL = "return document.querySelector('aside:popover-open iframe')?.src.split('
 
 
 def test_types_tell_which_method_is_meant(tmp_path):
-    """An attribute leads to the class of its object, to each class of a menu, and nowhere if it is not ours."""
+    """An attribute links to the class of its object, to each class of a menu, or to nothing if it is not ours."""
     (tmp_path / "a.py").write_text(
         '"""A."""\nclass A:\n    def go(self): pass\nclass B(A):\n    def go(self): super().go()\nclass C: pass\n'
         "MENU = {1: A, 2: B}\ndef make(k):\n    return MENU[k](), C()\n"
@@ -73,13 +73,13 @@ def test_types_tell_which_method_is_meant(tmp_path):
 
 @cache
 def all_names() -> Names:
-    """Of steps and common."""
+    """The names in the steps and in common/, with their definitions."""
     return Names(ROOT, FILES)
 
 
 @pytest.mark.parametrize("module", FILES)
 def test_every_function_and_class_that_is_named_is_a_link(module):
-    """What a name stands for says the module itself, imported."""
+    """The imported module says which function or class a name stands for."""
     names, loaded = all_names(), import_module(module)
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         value = getattr(loaded, node.id, None) if isinstance(node, ast.Name) else None
@@ -92,7 +92,7 @@ def test_every_function_and_class_that_is_named_is_a_link(module):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The folder of the pages, with a run's."""
+    """Write all pages, with a run's; returns their folder."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "metrics.jsonl").touch()
     shutil.copy(ROOT / "extras/services/pages/schedules.gif", folder / "timeline.png")  # a browser shows it alike
@@ -120,7 +120,7 @@ HAS = [  # page, what stands on it
 
 
 def test_pages_have_what_they_must(pages):
-    """A page for each step and file of common, small, with nothing from a network; and each line of the table."""
+    """Each step and file of common has a page; all are small, load nothing from a network, and match HAS."""
     texts = {path.stem: path.read_text() for path in pages.glob("*.html")}
     assert sorted(texts) == sorted(PAGES)
     assert sum(path.stat().st_size for path in pages.iterdir()) < LARGEST
@@ -131,7 +131,7 @@ def test_pages_have_what_they_must(pages):
 
 
 def test_every_link_leads_somewhere(pages):
-    """To a page, and there to a definition."""
+    """Each link leads to a page, and to a definition on it."""
     texts = {path.name: path.read_text() for path in pages.glob("*.html")}
     for name, text in texts.items():
         for links in re.findall('(?:href|data-pages)="?([^">]+[.]html[^">]*)', text):
@@ -141,19 +141,19 @@ def test_every_link_leads_somewhere(pages):
 
 
 def frames_of(pages: Path, page: str, title: str) -> dict[str, dict]:
-    """The frames of a picture, as they stand on its page."""
+    """Read the frames of a figure from its page."""
     text = (pages / f"{page}.html").read_text()
     found = dict(re.findall(r"<h2[^>]*>([^<]*)</h2>.*?application/json>(.*?)</script>", text, re.DOTALL))
     return json.loads(found[title])
 
 
 def rows_of(frame: dict, state: int = -1) -> dict[str, list]:
-    """The rows of a table in a state: by name, the cells."""
+    """The rows of a figure's table in one state: name -> cells."""
     return {name: [frame["cells"][n] for n in row] for name, row in frame["states"][state][1].items()}
 
 
 def test_chapter_1_a_parameter_has_16_or_18_bytes(pages):
-    """Its docstring's law, of what memory holds after AdamW; the terms add up to the loss; recomputation saves."""
+    """Memory after AdamW follows the docstring's law; the terms add up to the loss; recomputation saves memory."""
     frames = frames_of(pages, "step01_single_gpu", "A step, and what memory holds")
     for choice, frame in frames.items():
         n_bytes, own = (16, 4) if choice.startswith("fp32") else (18, 2)
@@ -185,7 +185,7 @@ def test_chapter_2_buckets_leave_in_order(pages):
 
 
 def test_chapter_3_ranks_hold_what_the_table_says(pages):
-    """Bytes at rest: weights 2, masters and moments 12 a parameter, sharded by stage; two units whole in stage 3.
+    """Bytes a parameter at rest: weights 2, masters and moments 12, sharded by stage. Stage 3 has two whole units.
 
     In stage 0 the buckets of gradients stay: 4 more.
     """
@@ -203,7 +203,7 @@ def test_chapter_3_ranks_hold_what_the_table_says(pages):
 
 
 def test_chapter_4_tensors_are_what_the_table_says(pages):
-    """Whole, shard and partial were found from the numbers; here they are compared with step 4's docstring."""
+    """The figure finds whole, shard and partial from the numbers; here they are compared with step 4's docstring."""
     frames = frames_of(pages, "step04_tp_sp", "A block on two ranks")
     for sp, between in (("yes", "shard: tokens"), ("no", "whole")):
         said = [chip[0] for row in ("forward", "backward") for chip in rows_of(frames[f"attention/{sp}"])[row][0]]
@@ -233,7 +233,7 @@ def test_chapter_5_every_pair_is_computed_once(pages):
 
 
 def test_chapter_7_tokens_come_home(pages):
-    """Each rank gets rows for its own experts, sorted by them; no row is lost; home is in the order of sorted."""
+    """Each rank gets rows for its own experts, sorted by expert. No row is lost; outputs return in the rows' order."""
     for frame in frames_of(pages, "step07_moe_ep", "Tokens go to experts and come home").values():
         rows = {name: [[c[0] for c in cell if c != "|"] for cell in row] for name, row in rows_of(frame).items()}
         assert rows["home"] == rows["sorted"] and sorted(chain(*rows["there"])) == sorted(chain(*rows["sorted"]))
@@ -243,7 +243,7 @@ def test_chapter_7_tokens_come_home(pages):
 
 
 def test_chapter_7_the_mesh_says_what_travels(pages):
-    """Of the first command's layout: the groups of each rank, and what the dry run counts in them."""
+    """For README's first command: the groups of each rank, and what the dry run counts in them."""
     frame = frames_of(pages, "step07_moe_ep", "The mesh: choose a rank")["2/1/2/2/2"]
     assert len(frame["boxes"]) == 8
     for n, box in enumerate(frame["boxes"]):
@@ -255,7 +255,7 @@ def test_chapter_7_the_mesh_says_what_travels(pages):
 
 
 def test_a_missing_run_is_one_line(tmp_path):
-    """As any mistake of a user."""
+    """A folder that has no run gives an error of one line."""
     command = [sys.executable, "-m", "extras.services.pages", tmp_path, "--run", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode and done.stderr.startswith("error: --run") and done.stderr.count("\n") == 1
@@ -263,7 +263,7 @@ def test_a_missing_run_is_one_line(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, headless."""
+    """Chromium without a window."""
     webdriver = pytest.importorskip("selenium.webdriver")
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not binary or not driver:
@@ -279,7 +279,7 @@ def browser():
 
 
 def show(browser, pages: Path, page: str, width: int = 1280):
-    """Open a page in a window of a width, and wait until its script has run: `get` may return before."""
+    """Open a page in a window of this width. Wait until its script has run, since `get` may return earlier."""
     from selenium.webdriver.support.wait import WebDriverWait
 
     size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
@@ -294,7 +294,7 @@ def show(browser, pages: Path, page: str, width: int = 1280):
     "page", [pytest.param(p, marks=[pytest.mark.exhaustive] * (p not in ("index", "step06_pipeline"))) for p in PAGES]
 )
 def test_a_page_in_a_browser(browser, pages, page):
-    """No error, nothing wider than the window; the same with what is new, and in a definition's panel."""
+    """A page has no errors and fits the window, also with its new lines shown, and in a definition's panel."""
     for width in (390, 1280):
         browser.get_log("browser")
         show(browser, pages, page, width)
@@ -313,7 +313,7 @@ def test_a_page_in_a_browser(browser, pages, page):
 
 
 def test_the_player_shows_the_schedules_times(browser, pages):
-    """For drawn choices and costs: every box, and what it waits for, against `simulate`.
+    """For random choices and costs, each box, and what it waits for, is as `simulate` says.
 
     One micro-batch takes p (F + B) + 2 (p - 1) messages.
     """
@@ -338,7 +338,7 @@ def test_the_player_shows_the_schedules_times(browser, pages):
 
 
 def test_the_keyboard_suffices(browser, pages):
-    """From name to definition, deeper, back and out; choose, move and step through a picture."""
+    """Keys lead from a name to its definition, deeper, back and out; they choose, and step through a picture."""
     from selenium.webdriver import ActionChains, Keys
 
     def press(*keys: str) -> str:

@@ -37,12 +37,12 @@ from extras.tests.pool import RankError
 from extras.tests.rows import Row
 
 LAST = STEPS[-1]  # it has all flags, so the other steps are left to the sweep
-# Patches of faults.py: flags do what they do, and round nothing; what is called 16 bits has 64.
+# Patches of faults.py with which no flag rounds: tensors that are called 16-bit have 64 bits.
 EXACT = "wide not_rounded all_sent graphs_without_code second_is_a_spike"
 
 
 def text_of_refusal(step: str, options: Options) -> str:
-    """What a run says before anything is built; "" if it would train."""
+    """The error of a run before anything is built; "" if it would train."""
     try:
         check(equal.config_of(step, options), ranks_of(options))
     except UserError as error:
@@ -52,7 +52,7 @@ def text_of_refusal(step: str, options: Options) -> str:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_every_flag_is_combined(step):
-    """Each flag has two values to combine with those of other flags, or stands in APART; and no table names others."""
+    """Each flag has two values to combine with those of other flags, or is in APART. Tables name only known flags."""
     flags = table(step)[0]
     for field in fields(compose(import_module(step))):
         known = field.name in APART or len(flags[field.name].values) > 1
@@ -64,7 +64,7 @@ def test_every_flag_is_combined(step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_pairs_are_refused_in_a_line_that_names_both(step):
-    """All pairs of values; and what no file refuses, a run accepts, if so many ranks can show it."""
+    """For all pairs of values. A run accepts what no file refuses, if it can be compared on four ranks."""
     for pair in pairs_of(step):
         options = complete(step, pair)
         text, rule = text_of_refusal(step, options), broken(step, options)
@@ -74,9 +74,9 @@ def test_pairs_are_refused_in_a_line_that_names_both(step):
 
 
 def goes_wrong(pools, reference, folder: Path, step: str, options: Options, train=equal.on_rank) -> str:
-    """What differs from one process, or fails, in a run under these flags; "" if nothing."""
+    """Train with these flags, and compare with one process; returns what differs or fails, or ""."""
     base = {name: value for name, value in options.items() if table(step)[0][name].computed} | dict(patch=EXACT)
-    row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # who is one process
+    row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # of the one process
     looked_at = any(options.get(name, values[0]) != values[0] for name, values in LOOKS.items())
     run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=EXACT)
     kind = equal.Served if looked_at else equal.Watch
@@ -88,7 +88,7 @@ def goes_wrong(pools, reference, folder: Path, step: str, options: Options, trai
 
 
 def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, str]:
-    """The flags without which a run that goes wrong would not, and what it says with these alone."""
+    """Remove all flags without which a run still goes wrong; returns the others, and the error with them alone."""
     for name, value in plain(step).items():
         fewer = options | {name: value}
         if fewer != options and not text_of_refusal(step, fewer) and (found := wrong(fewer)):
@@ -98,7 +98,7 @@ def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, st
 
 @lru_cache
 def trainable(step: str) -> list[Options]:
-    """The pairs that train, in an order drawn once, those that set most flags first."""
+    """The pairs that train, in a fixed random order, those that set most flags first."""
     pairs, without = [pair for pair in pairs_of(step) if trains(step, complete(step, pair))], plain(step)
     random.Random(0).shuffle(pairs)
     return sorted(pairs, key=lambda pair: -sum(value != without[name] for name, value in pair.items()))
@@ -106,14 +106,14 @@ def trainable(step: str) -> list[Options]:
 
 @lru_cache
 def chosen_runs(kind: str, step: str) -> list[Options]:
-    """Runs that hold any two flags and each value (the default run), any two values, or the like (the sweep).
+    """Runs that cover any two flags and each value (the default), any two values, or pairs with few others (the sweep).
 
-    The pairs of --compile are in no run here, as each of its runs takes seconds; nor are those of values of --schedule
-    with --sync and with --cp-mode, as each of these nearly two hundred needs a run of its own: "few" has them. Flags
-    that only look on need a run with everything around it, so they have runs of their own.
+    Pairs with --compile are left out, as each run takes seconds. So are pairs of --schedule with --sync or --cp-mode:
+    nearly two hundred of them would each need a run of its own; "few" has them. Flags that only observe need a run
+    with all services, so they have runs of their own.
     """
     without = plain(step)
-    if kind == "few":  # six flags at most: each pair in other company, with little else that could hide its effect
+    if kind == "few":  # at most six flags, so that few others can hide the effect of a pair
         return covering(step, [pair for pair in trainable(step) if not pair.items() & without.items()], most=6)
     left = ({"schedule", "sync"}, {"schedule", "cp_mode"})
     pairs = [pair for pair in trainable(step) if not pair.get("compile") and pair.keys() not in left]
@@ -134,7 +134,7 @@ PARTS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in SWEEP]
 
 @pytest.mark.parametrize("kind, step, part, parts", PARTS)
 def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
-    """To 1e-10. Of a run that goes wrong, the message names the flags that do."""
+    """Each run equals one process to 1e-10; otherwise, the message names the flags that cause the difference."""
     wrong = partial(goes_wrong, pools, reference, tmp_path, step)
     runs = chosen_runs(kind, step)[part::parts]
     found = [smallest(step, options, wrong, text) for options in runs if (text := wrong(options))]
@@ -142,7 +142,7 @@ def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
 
 
 def refused_runs() -> list:
-    """A run, in the first step that has them, of all flags that a file refuses to combine because it would go wrong."""
+    """For each refusal of flags that would go wrong together: a run with them, in the first step that has them."""
     found = {}
     for step in STEPS:
         cls, flags = compose(import_module(step)), table(step)[0]
@@ -155,7 +155,7 @@ def refused_runs() -> list:
 
 
 def without_refusals(*args):
-    """Runs on every rank: as `equal.on_rank`, although the flags do not go together."""
+    """Runs on every rank: call `equal.on_rank` without a check that the flags go together."""
 
     def settle(config, world: int):
         for plugin in offered(type(config), "settle"):
@@ -168,6 +168,6 @@ def without_refusals(*args):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step, options", refused_runs())
 def test_what_is_refused_would_go_wrong(pools, reference, tmp_path, step, options):
-    """Without the refusal a run raises, waits for ever, or trains other numbers: none is needless."""
+    """Without the refusal a run raises, hangs, or trains other numbers, so no refusal is needless."""
     assert text_of_refusal(step, options)
     assert goes_wrong(pools, reference, tmp_path, step, options, train=without_refusals)

@@ -1,4 +1,4 @@
-"""The planner: its layouts are legal, its bytes what the dry run counts, its search complete, its errors bounded."""
+"""The planner: layouts are legal, bytes are those of the dry run, the search is complete, errors are bounded."""
 
 import csv
 import importlib
@@ -41,7 +41,7 @@ ORDERS = [name for name in SCHEDULES if not illegal(LLAMA, Layout(2, global_batc
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:
-    """Step 7's flags (without experts: step 6's) of a layout."""
+    """The Config of a layout: step 7's, or without experts step 6's."""
     PRESETS["drawn"] = ModelConfig(**shape)
     step = step07 if "experts" in flags else step06
     names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep", "zero_overlap", "pp_scatter"}
@@ -51,17 +51,17 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
 
 
 def counted(x: Layout, shape: dict, rank: int = 0, **flags) -> Counted:
-    """The dry run of a layout, in 16 bits."""
+    """Dry-run a layout in 16 bits."""
     config = config_of(x, shape, dtype="bf16", **flags)
     return run_rank((step07 if "experts" in flags else step06).train, config, rank)
 
 
 class Reached(Exception):
-    """The first step would begin: nothing has been refused."""
+    """Raised where the first step would begin: nothing was refused."""
 
 
 def test_what_the_rules_refuse_the_steps_refuse():
-    """60 random layouts of up to 64 ranks: one list of rules, for flags and planner, says what the steps say."""
+    """For 60 random layouts of up to 64 ranks, the planner's rules refuse exactly what the steps refuse."""
     shape = dict(dim=32, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=64, seq_len=48)
     draw, verdicts = random.Random(0), []
     pick = lambda *options: draw.choice(options)  # noqa: E731
@@ -84,7 +84,7 @@ def test_what_the_rules_refuse_the_steps_refuse():
 
 
 def test_no_legal_layout_is_left_out():
-    """Of 24 ranks, all products of sizes that the rules allow are listed; and all schedules, stages, ways of ZeRO."""
+    """For 24 ranks, `meshes` lists all legal sizes, and `variants` all schedules, stages and ways of ZeRO."""
     m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
     for pp, cp, tp, ep in (each for each in product(sizes, repeat=4) if 24 % (each[0] * each[1] * each[2]) == 0):
@@ -101,7 +101,7 @@ def test_no_legal_layout_is_left_out():
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
 def test_the_dearest_stage_costs_least(vocab):
-    """Of all ways to deal 7 layers, every third with experts, and the head; then the least sum of squares."""
+    """`balanced` minimises the dearest stage over all splits of 7 layers and the head, and nearly the squares."""
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab
@@ -115,7 +115,7 @@ def test_the_dearest_stage_costs_least(vocab):
 
 
 def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, int]:
-    """A legal layout, a shape of some size (it is counted, not computed), its experts, and a rank."""
+    """Draw a legal layout, a model's shape (large, since it is only counted), its experts, and a rank."""
     draw, experts = random.Random(seed), {}
     pick = lambda *options: draw.choice(options)  # noqa: E731
     while True:
@@ -146,7 +146,7 @@ USUAL = ("0", "0 experts", "1", "1 experts", "gathered keys")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in USUAL)) for n in DRAWN])
 def test_the_bound_of_the_peak(name):
-    """Within 20% of the peak that the dry run counts, on the kernels of a CPU."""
+    """The planner's bytes are within 20% of the peak that the dry run counts with a CPU's kernels."""
     x, shape, experts, rank = DRAWN[name]
     seen, m = counted(x, shape, rank, **experts), shape_of(ModelConfig(**shape), SimpleNamespace(**experts))
     ours, peak = rank_bytes(m, x, rank * x.pp // x.world, on_cpu=True), sum(seen.meter.peak().values())
@@ -157,7 +157,7 @@ def test_the_bound_of_the_peak(name):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_a_layer_keeps_what_the_dry_run_counts(recompute):
-    """One layer more, without experts: to the byte what more waits for backward."""
+    """The bytes that one more layer (without experts) keeps for backward are those that the dry run counts."""
     for tp, sp in (1, True), (2, True), (2, False):
         x = Layout(tp=tp, sp=sp, recompute=recompute, global_batch_size=1)
         few, more = (counted(x, SMALL | dict(n_layers=n)).held["activations"] for n in (1, 2))
@@ -177,9 +177,9 @@ def test_weights_and_flops():
 
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
-    """`pipeline_ratio` is the whole's within 1%, `least_bubble` at most its bubble.
+    """`pipeline_ratio` is within 1% of a full simulation, and `least_bubble` is at most its bubble.
 
-    As much waits in the first 4 p + m % p micro-batches as in all; only afab goes on and on.
+    The first 4 p + m % p micro-batches hold as much as all do, except in afab, which holds more with each.
     """
     v = {"interleaved": 3}.get(schedule, 1)
     kept = dict.fromkeys(range(4 * max(2, v)), (1.0, 1.0 if splits(schedule, 4, v) else 0.0))
@@ -196,7 +196,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 
 @pytest.mark.parametrize("sp", [True, False])
 def test_messages_over_tp_are_sent_again(sp):
-    """Of a forward's four collectives three (of two all-reduces, one): the dry run counts as many bytes."""
+    """Recomputation repeats three of forward's four collectives (of two all-reduces, one), as the dry run counts."""
     m, net = shape_of(ModelConfig(n_layers=2, **SMALL), Layout()), Network(4, 4)
     whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
     kinds = ("none", "full", "elementwise")
@@ -209,7 +209,7 @@ def test_messages_over_tp_are_sent_again(sp):
 
 
 def test_messages_take_the_network_that_they_are_in():
-    """tp of 8 leaves nodes of 4, whose cards share its messages. Rows for experts of the other node take one card."""
+    """tp of 8 spans nodes of 4, whose cards share its messages. Rows for experts of the other node take one card."""
     whole = LLAMA.seq_len * LLAMA.dim * 2
     for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
@@ -228,7 +228,7 @@ def test_messages_take_the_network_that_they_are_in():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("more", [{}, dict(experts=4, expert_dim=512)], ids=["dense", "experts"])
 def test_search_finds_what_trying_everything_finds(more):
-    """The five best meshes of a small model on 8 GPUs, among all layouts one by one."""
+    """It finds the five best meshes of a small model on 8 GPUs, as a trial of all layouts does."""
     m, best = replace(MODELS["smollm-360m"], n_layers=4, **more), {}
     for mesh in meshes(m, 8, 16):
         for x in (x for kind in RECOMPUTE for x in variants(m, replace(mesh, recompute=kind))):
@@ -241,7 +241,7 @@ def test_search_finds_what_trying_everything_finds(more):
 
 
 def test_errors_beside_published_runs():
-    """Means and choices of the table in RESULTS.md; of a rank correlation, what it is of the same and the reverse."""
+    """Errors and choices are as in RESULTS.md's table. A rank correlation is 1 for equal lists, -1 for reversed."""
     assert bench.choice([1, 2, 2, 3], [1, 2, 2, 3]) == (pytest.approx(1), 0)  # ties share a rank
     assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (pytest.approx(-1), 1.0)
     known = [case for case in bench.read_rows(bench.Config().rows) if case.recipe is not COURSE]
@@ -257,7 +257,7 @@ def test_errors_beside_published_runs():
 
 
 def test_files_with_gaps_and_in_another_order(tmp_path):
-    """The same predictions with rows and columns shuffled; blanks and NaN are figures that a source does not give."""
+    """Shuffled rows and columns change no prediction; blanks and NaN are figures that a source does not give."""
     draw, whole = random.Random(3), {case.id: case for case in bench.read_rows(bench.Config().rows)}
     files = {
         "--rows": bench.Config().rows,
@@ -291,7 +291,7 @@ def test_files_with_gaps_and_in_another_order(tmp_path):
     ],
 )
 def test_the_report(name, more, capsys, tmp_path):
-    """Printed flags and the launch line are read by the step's parser as the layouts that were found; they fit."""
+    """The step's parser reads the printed flags and launch line as the layouts that were found, which fit."""
     flags, file = parse(plan.Flags, ["--model", name, *shlex.split(more)]), tmp_path / "plan.json"
     assert plan.main(["--model", name, *shlex.split(more), "--json", str(file)]) == 0
     out, entries = capsys.readouterr().out, json.loads(file.read_text())
@@ -317,7 +317,7 @@ def test_the_report(name, more, capsys, tmp_path):
 
 
 def test_the_longest_sequence_and_the_largest_model():
-    """The last that fits, and not an eighth more; a larger mesh has a longer one."""
+    """The longest sequence fits, and one an eighth longer does not. A larger mesh has a longer one."""
     x = Layout(2, 2, 2, global_batch_size=8)
     tokens = report.longest(LLAMA, x, H100)
     assert [report.can_fit(replace(LLAMA, seq_len=n), x, H100) for n in (tokens, tokens * 9 // 8)] == [True, False]
@@ -343,7 +343,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_a_mistake_is_one_line(capsys, arguments):
-    """On stderr, with status 2; a model that fits nowhere says what would be needed."""
+    """The line goes to stderr, with status 2. For a model that fits nowhere, it says how much memory is missing."""
     assert plan.main(shlex.split(arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and MISTAKES[arguments] in error

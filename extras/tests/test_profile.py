@@ -1,4 +1,4 @@
-"""`--profile`: the trace of each rank has its messages, inside the ranges that the chapters name."""
+"""`--profile` writes a trace of each rank, with its messages inside the ranges that the chapters name."""
 
 import gzip
 import json
@@ -17,13 +17,13 @@ SMALL = dict(steps=4, profile=2, global_batch_size=4, micro_batch_size=1, n_laye
 
 
 def traced(folder: Path, rank: int) -> list[dict]:
-    """The events of a trace that have a start `ts` and a duration `dur`, in microseconds."""
+    """Read the events of a trace that have a start `ts` and a duration `dur`, in microseconds."""
     with gzip.open(folder / f"trace-{rank}.json.gz") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
 def test_a_pipelines_trace(pools, tmp_path):
-    """Each action of both steps is a range on its rank; f, g and attention are in it, and all messages of tp."""
+    """Each action of both steps is a range on its rank, and contains f, g, attention and all messages of tp."""
     pools(4).run(serve_on_rank, "step06_pipeline", SMALL | dict(pp=2, tp=2), str(tmp_path))
     for rank in range(4):
         events, stage = traced(tmp_path, rank), rank // 2
@@ -40,7 +40,7 @@ def test_a_pipelines_trace(pools, tmp_path):
 
 
 def test_buckets_overlap_with_backward(pools, tmp_path):
-    """Sums of buckets are started before the last operator of backward has run. ZeRO 3 names what it gathers.
+    """Sums of buckets start before the last operator of backward has run. ZeRO 3 names the units that it gathers.
 
     Too few steps are refused.
     """

@@ -22,7 +22,7 @@ TEXTS = ["Hello, world.\n", "Grüße, Welt!", "", "third " * 20]
 
 
 def read(source: str | Path, vocab_size: int = END + 1, text_column: str = "text") -> Data:
-    """Batches of 4, as a run reads them."""
+    """Read a source as a run does, in batches of 4."""
     shape = ModelConfig(8, 1, 1, 1, 8, vocab_size, SEQ)
     parts = Parts(SimpleNamespace(config=shape, first=True))
     readers.prepare(SimpleNamespace(dataset=str(source), text_column=text_column), parts)
@@ -36,20 +36,20 @@ def read(source: str | Path, vocab_size: int = END + 1, text_column: str = "text
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """No test looks into the user's cache, or to the hub."""
+    """Keep all tests away from the user's cache, and from the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 def jsonl(path: Path, **columns) -> Path:
-    """A file with a row for each element of the columns."""
+    """Write a file with a row for each element of the columns."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_all_kinds_give_the_same_stream(tmp_path):
-    """jsonl, also packed, parquet, a folder, text, and a stored data set; text as the plain reader has it."""
+    """JSONL (also gzipped), Parquet, a folder, a stored data set; a text file is read as the plain reader reads it."""
     expected = [END if byte == 0 else byte for text in TEXTS for byte in text.encode() + b"\0"]
     names = "a.jsonl", "a.parquet", "stored", "b.jsonl.gz", "folder"
     sources = [tmp_path / name for name in names]
@@ -94,7 +94,7 @@ BAD = [  # a name, what it holds, what is said
 
 @pytest.mark.parametrize("name, content, says", BAD)
 def test_bad_data_is_one_line(tmp_path, name, content, says):
-    """Before the first batch, a UserError that names --dataset and the source."""
+    """Before the first batch, a UserError names --dataset and the source."""
     source = name if content is None else tmp_path / name
     if content is not None:
         source.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -103,7 +103,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """Files of one kind; no split but that to train on, nothing hidden. A torn file is named."""
+    """Files of one kind are read, but no hidden files, and no split other than train. A torn file is named."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()
@@ -134,7 +134,7 @@ def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
     ],
 )
 def test_labels_and_masks(tmp_path, columns, tokens, targets):
-    """Labels are the targets; what is padding is in neither; a masked loss is that of predicting this token."""
+    """Labels are the targets; padding is removed from both; a mask of 0 ignores the loss of predicting this token."""
     columns = {name: 20 * rows for name, rows in columns.items()}
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=20 * [[1, 2, 3], [4, 5, 6]], **columns), 10)
     x, y = data.read([0])
@@ -143,7 +143,7 @@ def test_labels_and_masks(tmp_path, columns, tokens, targets):
 
 
 def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
-    """Also packed; and another column of it is another text."""
+    """This holds for gzipped files, too, and for another column of the same file."""
     for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
         source = tmp_path / name
         for word in ("first", "other"):
@@ -154,7 +154,7 @@ def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
 
 
 def test_held_out_sequences_are_not_trained_on(tmp_path):
-    """No target is in both, and what fills up the last micro-batch does not count."""
+    """Training and validation share no target, and padding of the last micro-batch does not count."""
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=[[*range(993)]]), 1000)  # 8 x 124 + 1: all are used
     trained = {target for step in range(data.n_train) for target in data.batch(step)[1].flatten().tolist()}
     _, targets = evaluation.held_out(data, 10**6, 4)
@@ -164,7 +164,7 @@ def test_held_out_sequences_are_not_trained_on(tmp_path):
 
 
 def test_shape_flags():
-    """They make an entry of the menu, whose name says how; parts that do not fit together are one line."""
+    """They add a preset to the menu, whose name shows them. Sizes that do not fit together give one line."""
     import step01_single_gpu as step01
 
     made = compose(step01)

@@ -1,8 +1,8 @@
-"""Rules that are not torch's own, held against something that others wrote. (Rows compare a rule with itself.)
+"""Rules that are not torch's own, compared with implementations by others. (Rows compare a rule only with itself.)
 
     ours                                     theirs
     --optimizer muon                         torch.optim.Muon (match_rms_adamw) for hidden matrices, AdamW for the rest
-    --optimizer adafactor, sgd               torch.optim's; what has one dimension does not decay
+    --optimizer adafactor, sgd               torch.optim's; tensors of one dimension do not decay
     --dtype fp16                             torch.amp.GradScaler
     RoutedMoE: gates, balance loss           transformers: Mixtral's block and loss
     --z-loss, --capacity-factor              transformers: Switch Transformers' z-loss, and its router
@@ -12,8 +12,8 @@
     --compress, --compress-activations int8  half a step of a block's scale
     --dropout: random words                  Random123's known answers of Philox 4x32-10
 
-A rule is a function that raises AssertionError if ours is another one; faults.py has mistakes that each must see.
-Theirs rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
+Each rule is a function that raises AssertionError if ours differs; faults.py has mistakes that each must notice.
+Their code rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,14 +51,14 @@ IN_16_BITS = bounds.roundings(torch.bfloat16, 15)  # Muon's, if not in fp64: thr
 
 @contextmanager
 def exact(**more: Callable) -> Iterator[None]:
-    """Inside this context, tensors stay as wide as they are. `more`: other methods of tensors."""
+    """Inside this context, casts do not narrow tensors. `more`: replacements of other methods of tensors."""
     methods = dict(float=Tensor.clone, bfloat16=Tensor.clone, type=lambda x, _: x.clone()) | more
     with mock.patch.multiple(Tensor, **methods), mock.patch.object(torch, "bfloat16", torch.float64):
         yield
 
 
 def same(ours: Any, theirs: Any, bound: float = bounds.FP64):
-    """Raises AssertionError."""
+    """Raise AssertionError unless both are equal, to the relative bound."""
     found = difference(ours, theirs)
     assert found <= bound, f"{found:.3g} (relative) from theirs"
 
@@ -67,18 +67,18 @@ def same(ours: Any, theirs: Any, bound: float = bounds.FP64):
 
 
 def groups(masters: dict[str, Tensor], config: Any) -> list[dict]:
-    """What has one dimension does not decay."""
+    """Parameter groups, in which tensors of one dimension do not decay."""
     params = [[tensor for tensor in masters.values() if (tensor.dim() == 1) == norms] for norms in (False, True)]
     return [dict(params=some, weight_decay=decay) for some, decay in zip(params, (config.weight_decay, 0), strict=True)]
 
 
 def adamw(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
-    """Llama's numbers (Touvron et al. 2023, section 2.3)."""
+    """AdamW with Llama's constants (Touvron et al. 2023, section 2.3)."""
     return torch.optim.AdamW(groups(masters, config), betas=(0.9, 0.95), eps=1e-8)
 
 
 class TorchMuon:
-    """torch.optim.Muon for each hidden matrix, an expert's too; AdamW for what is neither hidden nor a matrix."""
+    """torch.optim.Muon for each hidden matrix, also for each expert's; AdamW for all other parameters."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
         others = ("embed_tokens", "lm_head", "norm", "router")
@@ -90,7 +90,7 @@ class TorchMuon:
         self.rules, self.param_groups = (muon, rest), [*muon.param_groups, *rest.param_groups]
 
     def step(self):
-        """Both."""
+        """Update by both rules."""
         for tensor, views in self.views:
             for view, grad in zip(views, tensor.grad.view(-1, *tensor.shape[-2:]), strict=True):
                 view.grad = grad
@@ -106,7 +106,7 @@ THEIRS = dict(
 
 
 def updates(name: str, step: str = "step01_single_gpu", bound: float = bounds.RUN["fp64"], **flags: Any):
-    """Four steps, each with another learning rate: losses, gradients and weights."""
+    """Compare losses, gradients and weights of four steps, each with another learning rate."""
     flags = dict(steps=4, weight_decay=0.3) | flags
     ours = equal.record(step, flags | dict(optimizer=name))
     rounded = nullcontext() if "dtype" in flags else exact()
@@ -118,7 +118,7 @@ BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # steps with a gradient like 
 
 
 def scale():
-    """The scale before each step, each loss, and the weights: whether a step was skipped shows in the next loss."""
+    """Compare the scale before each step, each loss, and the weights. A skipped step shows in the next loss."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
     options = dict(dtype="fp16", patch="wide", steps=14, grad_clip=0.0)
     scales, plain = [], LossScaling.gradients
@@ -158,7 +158,7 @@ def scale():
 
 
 def layer(**flags: Any) -> RoutedMoE:
-    """Eight experts, with weights large enough to prefer some."""
+    """A layer of eight experts, with weights so large that the router prefers some."""
     torch.manual_seed(0)
     config = config_of("step07_moe_ep", dict(experts=8, aux_loss_coeff=0.5, micro_batch_size=2) | flags)
     moe = RoutedMoE(32, 48, config, dict.fromkeys(("sequence", "tp"), ALONE)).double()
@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy the weights; each of theirs, with the same of our gradients."""
+    """Copy our weights into theirs; returns pairs: a function that picks one of our tensors, and their parameter."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),
@@ -184,7 +184,7 @@ def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
 
 
 def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **methods: Any):
-    """Outputs, and all gradients with those of the losses that a layer adds: `loss` of the router's logits."""
+    """Compare outputs and all gradients, including those of the auxiliary losses: `loss`, of the router's logits."""
     theirs = theirs.double()
     pairs, (x, dy) = paired(moe, theirs), torch.randn(2, 2, 16, 32, dtype=torch.float64)
     x.requires_grad_()
@@ -201,12 +201,12 @@ def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **m
 
 
 def shape(**more: Any) -> dict[str, Any]:
-    """Of their configurations."""
+    """Sizes for a configuration of theirs."""
     return dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1, vocab_size=9) | more
 
 
 def mixtral():
-    """Two experts a token, scores that sum to one; their loss counts a token top_k times. Of 6 micro-batches, one."""
+    """Mixtral: two experts a token, scores that sum to one. Its loss counts a token top_k times."""
     from transformers.models.mixtral import modeling_mixtral as hf
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """Groups by their two best, a bias for the choice alone, shared experts. For their sigmoid stands our softmax."""
+    """DeepSeek-V3: groups by their two best, a bias for the choice alone, shared experts; softmax, not sigmoid."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -232,7 +232,7 @@ def deepseek_v3():
 
 
 def deepseek_v2():
-    """Groups by their best one: the same choices."""
+    """DeepSeek-V2 ranks groups by their best expert: the choices are the same."""
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
 
     more = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, num_key_value_heads=4)
@@ -244,7 +244,7 @@ def deepseek_v2():
 
 
 def switch():
-    """An expert takes the first tokens of a sequence, up to its capacity."""
+    """Switch Transformers: an expert takes the first tokens of a sequence, up to its capacity."""
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
@@ -259,7 +259,7 @@ def switch():
 
 
 def biases():
-    """b_e += u sign(mean load - load of e), after each step, by the choices of all its tokens; p + b chooses."""
+    """Wang et al.: after a step, b_e += u sign(mean load - load of e), of all its tokens' choices; p + b chooses."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:
@@ -280,17 +280,17 @@ def biases():
     assert b.any()
 
 
-# --- what travels
+# --- messages, and random words
 
 
 def arrived(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """A message of a rank to itself, which is waited for."""
+    """Replaces a collective of one rank: copies at once, and returns a Pending."""
     output.copy_(tensor)
     return Pending(group, SimpleNamespace(wait=lambda: None))
 
 
 def largest_first():
-    """What is sent and what is owed are the gradient and what was owed, to the bit; the largest is sent."""
+    """Sent plus owed values equal the gradient plus the previous debt, to the bit. The largest values are sent."""
     compression = Compression(SimpleNamespace(compress="topk", topk_fraction=0.1), SimpleNamespace(pending=[]))
     key, owed = type("Part", (), dict(group=ALONE))(), np.zeros(1000, np.float32)
     for step in range(5):
@@ -305,7 +305,7 @@ def largest_first():
 
 
 def rounding():
-    """To the nearest of 255 steps up to the largest of a block; what is rounded stays; inf and nan do not get lost."""
+    """Values are rounded to the nearest of 255 steps up to their block's largest. inf and nan do not become finite."""
     send = lambda x: narrow.dequantise(narrow.quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]
@@ -334,7 +334,7 @@ ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6
 
 
 def words():
-    """To the bit."""
+    """Philox gives Random123's known answers, to the bit."""
     for line in KNOWN_ANSWERS.strip().splitlines():
         *counter, k0, k1 = (int(word, 16) for word in line.split()[:6])
         found = dropout.philox([torch.tensor(word) for word in counter], (k0, k1))
@@ -359,5 +359,5 @@ RULES: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_what_others_wrote(rule):
-    """See the table above."""
+    """The table above says what each rule is compared with."""
     RULES[rule]()

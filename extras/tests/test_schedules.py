@@ -1,4 +1,4 @@
-"""Schedules of the techniques, as data: complete, in order, free of deadlock; the papers' laws of time and memory."""
+"""Schedules of techniques: complete, in order and free of deadlock; the papers' laws of time and memory hold."""
 
 import random
 from collections import Counter
@@ -30,7 +30,7 @@ Lists = list[list[Action]]
 
 
 def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
-    """The lists of all ranks and the places of a schedule. Raises UserError if it refuses these sizes."""
+    """Make the lists of all ranks and the places of a schedule. Raises UserError if it refuses these sizes."""
     actions, places, stages, _ = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
     v = stages if p > 1 else 1
     return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)
@@ -46,7 +46,7 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Each micro-batch does F, B and, if there is any, W once at each stage of its way, in this order.
+    """Each micro-batch passes F, B and (if there is any) W once at each stage of its way, in this order.
 
     With messages in the order of these costs, no rank waits for ever.
     """
@@ -73,18 +73,18 @@ def carried_out(programs: list[list[list]], places: list[Place]):
 
 
 def makespan(lists: Lists, places: list[Place], costs: dict) -> int:
-    """The end of the last action. The first one starts at 0."""
+    """The time when the last action ends, if the first one starts at 0."""
     return simulate(lists, places, costs)[-1][0]
 
 
 def in_flight(row: list[Action], until: str = "B") -> int:
-    """The most (micro-batch, stage)s that a rank holds at once, from F to the end of B, or of W."""
+    """The most (micro-batch, stage) pairs that a rank holds at once, from F to the end of B, or of W."""
     return max(accumulate({"F": 1, until: -1}.get(action.kind, 0) for action in row))
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_size_is_complete_and_ends(name):
-    """For all sizes, with messages ordered by units of time and by random costs."""
+    """All sizes are checked, with messages in the order of time units and of random costs."""
     draw = random.Random(0)
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
@@ -92,7 +92,7 @@ def test_every_size_is_complete_and_ends(name):
 
 
 def test_places():
-    """Stages in a V; two opposite ways; stages of unequal size."""
+    """Stages form a V, or two opposite ways; --pp-split gives them unequal sizes."""
     assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
     ways = made("dualpipe", 2, 2)[1]
     assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
@@ -162,7 +162,7 @@ HALVES = {
 
 
 def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
-    """The time and memory in HALVES."""
+    """Time and memory are as HALVES says."""
     units, least, most = HALVES[name]
     assert all(in_flight(row, "W") <= most(p) for row in lists)
     if m >= least(p) and p > 1 and not (name == "dualpipe" and m % 2):
@@ -176,7 +176,7 @@ LAWS |= {name: partial(halves_law, name) for name in HALVES}
 
 @pytest.mark.parametrize("name", LAWS)
 def test_law(name):
-    """Idle time, and activations in flight, for all sizes that the schedule accepts."""
+    """Check idle time and activations in flight for all sizes that the schedule accepts."""
     for case in sizes(name):
         LAWS[name](*case)
 

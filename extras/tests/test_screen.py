@@ -1,4 +1,4 @@
-"""What a run shows: tables, records, memory and traffic as the dry run counts them, who hangs, what is refused."""
+"""What a run prints and records: tables, memory and traffic as the dry run counts them, hangs, and refusals."""
 
 import contextlib
 import importlib
@@ -32,7 +32,7 @@ WHOLE, PARTIAL = "Replicate", "Partial"
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
-    """Runs on every rank: train with everything around; what it has shown."""
+    """Runs on every rank: train with all services; returns the text, the records and the memory."""
     step, screen = importlib.import_module(name), io.StringIO()
     config = config_of(name, dict(steps=2) | options | dict(out=out))
     with contextlib.redirect_stdout(screen), ServedRun(config) as run:
@@ -42,19 +42,19 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
 
 
 def count_on_rank(name: str, options: dict, world: int) -> list[tuple[dict, dict]]:
-    """Runs in one process: traffic and memory of a dry run of every rank."""
+    """Runs in one process: dry-run every rank; returns their traffic and memory."""
     return [(seen.taken, seen.held) for seen in (dry(name, options, world, rank) for rank in range(world))]
 
 
 def cells(screen: str) -> dict[str, list[str]]:
-    """The reduction table: by parameter its row, without the full shape; the header under "parameter"."""
+    """Parse the reduction table: parameter -> its row without the full shape. The header's key is "parameter"."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in screen.splitlines()]
     rows = [row for row in rows if len(row) > 2 and (row[1].startswith("[") or row[:2] == ["parameter", "full shape"])]
     return {row[0].removeprefix("model.").removesuffix(".weight"): row[2:] for row in rows}
 
 
 DIMS = ["pp", "dp", "cp", "tp"]
-RUNS = {  # ranks, step, flags; below, by dimension what a few parameters are along it
+RUNS = {  # ranks, step, flags; CUTS has the expected placements of a few parameters
     "6": (4, "step06_pipeline", dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4)),
     "two ways": (2, "step06_pipeline", dict(pp=2, schedule="dualpipe", micro_batch_size=1)),
     "7": (4, "step07_moe_ep", dict(tp=2, ep=2, experts=4)),
@@ -73,7 +73,7 @@ CUTS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_served_run(pools, tmp_path, name):
-    """The cuts are shown as they are; bytes sent, and held, are those that the dry run counts."""
+    """The table shows the placements as they are. Bytes sent and held are those that the dry run counts."""
     (world, step, options), rows = RUNS[name], CUTS[name]
     options, experts, out = options | dict(global_batch_size=4), "experts" in options, tmp_path / "run"
     found = pools(world).run(serve_on_rank, step, options, str(out))
@@ -85,7 +85,7 @@ def test_a_served_run(pools, tmp_path, name):
     counted = pools(1).run(count_on_rank, step, options, world)[0]
     for one, (sent, held) in zip(found, counted, strict=True):
         last = one.rows[-1]
-        if not experts:  # of what goes to experts the dry run knows the mean
+        if not experts:  # the dry run knows only the mean of what goes to experts
             assert sent["traffic"] == last["traffic"] != {} and sent["calls"] == last["calls"]
         assert flat(sent["traffic"]).keys() == flat(last["traffic"]).keys()
         state = one.held.keys() - {"activations"}
@@ -94,7 +94,7 @@ def test_a_served_run(pools, tmp_path, name):
         assert {"mfu", "hfu", "peak_memory_bytes", "forward_seconds", "optimizer_seconds"} <= last.keys()
         assert last["waited_seconds"].keys() <= {*last["traffic"], *one.rows[0]["traffic"]}
     ours, theirs = (one.held["activations"] for one in found), (held["activations"] for _, held in counted)
-    assert sum(ours) == pytest.approx(sum(theirs), rel=0.04)  # wherever rows go, all ranks together have them once
+    assert sum(ours) == pytest.approx(sum(theirs), rel=0.04)  # all ranks together hold each row once
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == found[0].rows
     pictures = {"loss.png"} | ({"timeline.png"} if step == "step06_pipeline" else set())
     assert {path.name for path in out.glob("*.png")} == pictures
@@ -104,7 +104,7 @@ def test_a_served_run(pools, tmp_path, name):
     "mode", ["alltoall", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("rows", "allgather"))]
 )
 def test_what_routers_decide(pools, tmp_path, mode):
-    """Some layers have no experts; fresh routers are undecided; experts with half the room lose half the choices."""
+    """Dense layers have no load. A fresh router is undecided. Experts of half the capacity drop half the choices."""
     options = dict(experts=4, ep=2, ep_mode=mode, dense_layers=1, lr=1e-9, capacity_factor=0.5)
     last = pools(2).run(serve_on_rank, "step07_moe_ep", options, str(tmp_path / "run"))[0].rows[-1]
     assert "0" not in last["expert_load"] and last["expert_load"]
@@ -124,7 +124,7 @@ def test_memory(pools, tmp_path):
 
 
 def test_a_hang_ends_the_job(tmp_path):
-    """Every rank says where it is: one sleeps, the other waits for it in a collective."""
+    """Every rank prints where it is: one sleeps, the other waits for it in a collective."""
     code = "import common.comm, os, time\nsum_up, calls = common.comm.all_reduce, []\n"
     code += "def late(*args):\n    calls.append(1) or (os.environ['RANK'] == '1' and calls[3:] and time.sleep(99))\n"
     code += "    return sum_up(*args)\ncommon.comm.all_reduce = late\n"
@@ -144,7 +144,7 @@ def test_a_hang_ends_the_job(tmp_path):
 
 
 def staged_on_rank() -> float:
-    """Runs on every rank: all operations of comm.py through copies on the host; the largest difference to gloo's."""
+    """Runs on every rank: all operations of comm.py by the backend `staged`; the largest difference to gloo's."""
     if "staged" not in dist.Backend.backend_list:
         dist.Backend.register_backend("staged", devices.Staged, devices=["cpu", "cuda"])
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -164,12 +164,12 @@ def staged_on_rank() -> float:
 
 
 def test_messages_through_the_host(pools):
-    """Several ranks on one GPU: the group in Python does what gloo does."""
+    """The backend for several ranks on one GPU copies through the host. It computes the same as gloo."""
     assert pools(2).run(staged_on_rank) == [0.0, 0.0]
 
 
 def test_one_line_for_a_mistake(monkeypatch):
-    """Flags that differ; a full memory; a GPU that this torch cannot use, unless it is hidden on purpose."""
+    """It names flags that differ, a full memory, or a GPU that this torch cannot use and the user has not hidden."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
         devices.require_same_flags([dict(lr=1), dict(lr=2)])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
@@ -189,7 +189,7 @@ def test_one_line_for_a_mistake(monkeypatch):
 
 
 def slow_on_rank(*args) -> list[dict]:
-    """Runs on every rank: rank 1 takes its time for each batch."""
+    """Runs on every rank: train, where rank 1 is slow to load each batch."""
     right = Data.batch
 
     def slow(data: Data, step: int):
@@ -201,7 +201,7 @@ def slow_on_rank(*args) -> list[dict]:
 
 
 def test_others_wait_for_a_slow_rank(pools, tmp_path):
-    """The metrics have the seconds. The part of the pairs of tokens that attention looks at is that of a mask."""
+    """The metrics have the seconds waited, and the share of token pairs that attention computes, as of a mask."""
     options = dict(save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
     rows = pools(2).run(slow_on_rank, "step03_zero", options | dict(documents="mask", end_token=32))[0]
     assert sum(row["waited_seconds"]["dp"] for row in rows) > 0.15 * len(rows)  # half of what rank 1 sleeps

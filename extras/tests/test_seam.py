@@ -1,4 +1,4 @@
-"""The seam: wrappers of a call nest in one order, whichever file attaches first. (equal.py: nothing goes past it.)"""
+"""Wrappers of a call nest in one order, whichever file attaches first. (equal.py checks that nothing bypasses them.)"""
 
 from itertools import permutations
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ from extras.variants import ORDER, Parts, name_of
 
 
 class Part:
-    """Something with a method."""
+    """An object whose method is wrapped."""
 
     def add(self, text: str) -> str:
-        """Its own."""
+        """The method of the class."""
         return f"own {text}"
 
 
@@ -24,7 +24,7 @@ AROUND += ["extras.services.clocks"]
 
 @pytest.mark.parametrize("order", list(permutations(["extras.variants.step03.offload_optimizer", *AROUND])))
 def test_calls_nest_alike_whoever_comes_first(order):
-    """Innermost is the replacement, then techniques in ORDER, then services; other objects keep their own."""
+    """The replacement is innermost, then techniques in ORDER, then services. Other objects keep their method."""
     made, part = Parts(None, None, SimpleNamespace(), None), Part()
     for by in order:
         if "offload" in by:
@@ -36,7 +36,7 @@ def test_calls_nest_alike_whoever_comes_first(order):
 
 
 def test_two_replacements_are_refused():
-    """In one line; and a file that wraps a call without a place in ORDER is told so."""
+    """The error is one line. A file that wraps a call needs a place in ORDER."""
     made, part = Parts(None, None, SimpleNamespace(), None), Part()
     made.instead(part, "add", str, by="extras.variants.step03.offload_optimizer")
     made.instead(Part(), "add", str, by="extras.variants.step03.offload_params")  # another object's
@@ -47,6 +47,6 @@ def test_two_replacements_are_refused():
 
 
 def test_a_name_is_of_one_file():
-    """A checkpoint keeps a technique's state by its name; and each name of ORDER is one."""
+    """A checkpoint keeps a technique's state by its name, so names are unique. ORDER has only such names."""
     names = [name_of(plugin.__name__) for plugin in plugins()]
     assert len(names) == len({*names}) and {*ORDER} <= {*names}

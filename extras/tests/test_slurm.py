@@ -1,4 +1,4 @@
-"""extras/launch/slurm.sh under a real SLURM, with two nodes in one machine.
+"""Runs extras/launch/slurm.sh under a real SLURM, with two nodes in one machine.
 
 It needs root and `apt-get install slurmctld slurmd slurm-client munge`.
 """
@@ -50,7 +50,7 @@ PartitionName=all Nodes=a,b Default=YES
 
 
 def wait(ready: Callable[[], bool], log: Path, seconds: float = 120.0):
-    """Return when it is `ready`. Raises AssertionError, with the log, after so many seconds."""
+    """Wait until `ready` returns True. Raises AssertionError, with the log, after `seconds`."""
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end, log.read_text() if log.exists() else "nothing was logged"

@@ -38,7 +38,7 @@ from tests.tape import Tape
 
 
 def overflow_on_rank(options: dict) -> tuple[list[int], float]:
-    """In the second of three steps the last rank's gradient is infinite -> steps with an update, and the scale."""
+    """Make the last rank's gradient infinite in step 2 of 3; returns the steps that had an update, and the scale."""
     begun, updated, gradients, update = count(1), [], LossScaling.gradients, LossScaling.update
 
     def infinite(self, inner):
@@ -60,7 +60,7 @@ def overflow_on_rank(options: dict) -> tuple[list[int], float]:
 
 @pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """And halves the scale on all; the next update is made."""
+    """The scale is halved on all ranks. The next update is made."""
     found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
     assert found == [([1, 3], 2**15)] * 2
 
@@ -75,7 +75,7 @@ def test_spikes_are_left_out_and_become_normal():
 
 
 def with_spikes(spikes: set[int], **flags) -> equal.Watch:
-    """A run of one process with spikes in these steps."""
+    """Train in one process, where these steps count as spikes."""
     step = count()
     with mock.patch.object(skip_spikes.Spikes, "is_spike", lambda *_: next(step) in spikes):
         return equal.watch("step01_single_gpu", dict(global_batch_size=4, skip_spikes=2.0) | flags)
@@ -83,7 +83,7 @@ def with_spikes(spikes: set[int], **flags) -> equal.Watch:
 
 @pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
 def test_a_spike_goes_back_past_what_came_before_it(rule):
-    """Copies before steps 0, 3, 6, a spike in step 5: the same bits as if steps 3, 4 and 5 had not been trained."""
+    """Copies before steps 0, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
     back = with_spikes({5}, steps=8, optimizer=rule, roll_back=3)
     left_out = with_spikes({3, 4, 5}, steps=8, optimizer=rule)
     assert [row.get("back_to") for row in back.history] == [3 if n == 5 else None for n in range(8)]
@@ -105,7 +105,7 @@ def test_logits_of_one_chunk_exist(chunk):
     assert max(sizes) == (chunk or 64)
 
 
-# --- graphs
+# --- compiled graphs
 
 SEEN = "attach", "torch.compile(", 'partial(torch.compile, backend="eager")('
 LAYERS = {  # step, flags
@@ -117,7 +117,7 @@ LAYERS = {  # step, flags
 
 
 def graphs_of(name: str) -> int:
-    """Runs on every rank: graphs of a run with --compile in bf16, in which gradients are not of the weights' dtype."""
+    """Runs on every rank: the number of graphs with --compile in bf16, where gradients and weights differ in dtype."""
     from torch._dynamo.utils import counters  # takes seconds to import
 
     torch.compiler.reset()
@@ -132,21 +132,21 @@ def graphs_of(name: str) -> int:
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("ten layers", "buckets"))) for n in LAYERS]
 )
 def test_all_layers_share_one_graph(pools, name):
-    """Whatever their number and their gradients' dtype are, if they send nothing."""
+    """This holds for any number of layers and any gradients' dtype, if the layers send nothing."""
     ranks = LAYERS[name][1].get("pp", 1)
     assert pools(ranks).run(graphs_of, name) == [1] * ranks
 
 
 # --- overlap
 
-ORDERS = {  # tokens that are kept; two matrices: dx of both, dW of both
+ORDERS = {  # tokens kept for backward, functions, events of backward: dx of two matrices, then dW of both
     "sp": (3, start_gather, start_scatter, "start 0, matmul, matmul, start 1, wait 0, matmul, matmul, wait 1"),
     "whole": (6, start_keep, start_total, "matmul, matmul, start 0, matmul, matmul, wait 0"),
 }
 
 
 def order(name: str) -> tuple[str, list[int]]:
-    """Runs on every rank: what backward does, and the shape of what it has kept of the input."""
+    """Runs on every rank: the events of backward, and the shape of the input that is kept for it."""
     group, (_, *starts, _) = Mesh(tp=dist.get_world_size())["tp"], ORDERS[name]
     x = torch.ones(1, 6 // group.size if name == "sp" else 6, 4, requires_grad=True)
     outputs = EnterLinears.apply(x, group, *starts, *(torch.ones(5, 4, requires_grad=True) for _ in range(2)))
@@ -158,15 +158,15 @@ def order(name: str) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_collectives_hide_behind_matrices(pools, name):
-    """The gathering is waited for after dx, the sum of dx after dW; with SP only s/n tokens are kept."""
+    """Backward waits for the all-gather after dx, for the sum of dx after dW. With SP only s/n tokens are kept."""
     tokens, *_, events = ORDERS[name]
     assert pools(2).run(order, name) == [(events, [1, tokens, 4])] * 2
 
 
-# --- fewer bits
+# --- compressed sums
 
-WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes that are sent of a number; 1,000 have four scales
-LOST = {"bf16": 0.1, "int8": 0.3, "topk": 20.0}  # at most, of five sums
+WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; 1,000 numbers have four scales
+LOST = {"bf16": 0.1, "int8": 0.3, "topk": 20.0}  # at most, after five sums
 
 
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
@@ -196,7 +196,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
 @pytest.mark.parametrize("kind", WORDS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_lost_is_owed(pools, kind, whole):
-    """What has arrived and what is owed add up to the sum; most has arrived."""
+    """The values that arrived plus those that are owed equal the true sum. Most have arrived."""
     for with_debt, without, n_bytes in pools(3).run(sums_on_rank, kind, whole):
         assert with_debt < 1e-4 < without < LOST[kind]
         assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * 3000 * WORDS[kind])
@@ -206,14 +206,14 @@ def test_what_is_lost_is_owed(pools, kind, whole):
 
 
 def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """torch's attention of [batch, seq, heads, head_dim] with a mask, which no run makes."""
+    """torch's attention of [batch, seq, heads, head_dim] with an explicit mask, which no run uses."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     attention = torch.nn.functional.scaled_dot_product_attention
     return attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def test_whole_sequences_equal_a_mask():
-    """Document by document."""
+    """Attention to one document after another equals attention with a mask."""
     tokens = torch.tensor([[1, 2, 0, 3, 4, 5, 0, 6], [0, 1, 0, 0, 2, 3, 4, 5]])
     batch = MicroBatch(tokens, 0, lambda _numbers: torch.arange(8)[None])
     q, k, v = torch.randn(3, 2, 8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -224,7 +224,7 @@ def test_whole_sequences_equal_a_mask():
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
 
 
-LENGTHS = {  # of a document: one long among short ones; lognormal, as texts of the web; any up to 2,000
+LENGTHS = {  # lengths of documents: one long among short ones; lognormal, as on the web; uniform up to 2,000
     "long": lambda rng: rng.randint(10, 300),
     "lognormal": lambda rng: int(rng.lognormvariate(6, 1.3)) + 1,
     "uniform": lambda rng: rng.randint(1, 2000),
@@ -233,7 +233,7 @@ LENGTHS = {  # of a document: one long among short ones; lognormal, as texts of 
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_documents_are_balanced(kind):
-    """In 100 drawn sequences of 8,192 tokens on 4 ranks, and on 8: the busiest has at most 1.1 times the mean of pairs.
+    """For 100 random sequences of 8,192 tokens on 4 or 8 ranks, the busiest has at most 1.1 times the mean of pairs.
 
     In zigzag's chunks it has more than 1.5 times as much in some of them.
     """
@@ -255,7 +255,7 @@ def test_documents_are_balanced(kind):
 
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
 def test_a_window_equals_a_mask(window):
-    """Output and gradients."""
+    """The output and all gradients are equal."""
     q, k, v = (torch.randn(2, 16, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     apart = torch.arange(16)[:, None] - torch.arange(16)
     right = masked(q, k, v, (apart >= 0) & (apart < window))
@@ -265,11 +265,11 @@ def test_a_window_equals_a_mask(window):
         assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
-# --- where it lives
+# --- where optimizer state is kept
 
 
 def in_files(options: dict) -> list[bool]:
-    """Runs on every rank: of all masters and moments, whether they are in a file without a name."""
+    """Runs on every rank: for each master and moment, whether its memory is in a file without a name."""
     zero, maps = equal.watch("step03_zero", options).parts.optimizer, Path("/proc/self/maps").read_text()
     files = re.findall(r"^(\w+)-(\w+) (?!.*/dev/shm).*\(deleted\)", maps, re.MULTILINE)
     moments = [t for state in zero.torch_optimizer.state.values() for t in state.values() if t.dim()]
@@ -280,13 +280,13 @@ def in_files(options: dict) -> list[bool]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux where memory is")
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_state_is_where_the_flag_says(pools, where):
-    """All masters, and both moments of AdamW, are in files, or none is."""
+    """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
     for found in pools(2).run(in_files, dict(zero=1, offload_optimizer=where)):
         assert len(found) > 3 and {*found} == {where == "disk"}
 
 
 def lines() -> list[str]:
-    """Runs on every rank."""
+    """Runs on every rank: what `toy` says of each stage of ZeRO."""
     return [toy.toy(stage, Mesh(dp=dist.get_world_size()), torch.device("cpu")) for stage in range(4)]
 
 
@@ -301,7 +301,7 @@ def test_prints_the_example(pools):
 
 
 def ramp_on_rank(options: dict) -> tuple[list[int], list[int]]:
-    """Runs on every rank: tokens of each step as recorded, and the sum of the tokens of each call of the decoder."""
+    """Runs on every rank: the recorded tokens of each step, and for each call of the decoder the sum of its tokens."""
     calls, forward = [], Decoder.forward
 
     def called(model, tokens, *rest):
@@ -327,12 +327,12 @@ def test_a_ramp_trains_each_sequence_once(pools):
         assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
 
 
-# --- late
+# --- late gradients
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_late_gradients_are_a_delayed_descent(late):
-    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient of the weights that were there K updates ago."""
+    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient is applied K updates after it was computed."""
     options = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.0, steps=6, global_batch_size=4)
     seen = equal.record("step01_single_gpu", options | dict(stale=late))
     rates = [learning_rate(step, equal.config_of("step01_single_gpu", options)) for step in range(6)]
@@ -344,13 +344,13 @@ def test_late_gradients_are_a_delayed_descent(late):
     assert (seen.losses == plain.losses) == (late == 0)
 
 
-# --- never flushed
+# --- a pipeline that is never flushed
 
 UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
 
 def never_flushed_on_rank(recompute: str) -> tuple:
-    """Runs on every rank: this rank's weights before; what is shown, never flushed and flushed; and what is printed."""
+    """Runs on every rank: the initial weights, what `both` finds without and with flushes, and what is printed."""
     found, plain, text = [], pipedream.both, io.StringIO()
 
     def both(config, parts):
@@ -366,7 +366,7 @@ def never_flushed_on_rank(recompute: str) -> tuple:
 
 
 def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
-    """One process: 8 updates, each with dF at weights that stage s of p had p-1-s updates ago (or has); losses too."""
+    """One process: the losses and weights of 8 updates. If `late`, stage s of p uses weights p-1-s updates old."""
     parts = equal.watch("step01_single_gpu", UNFLUSHED | dict(steps=0)).parts
     ages = {name: late * (len(begin) - 1 - s) for s, weights in enumerate(begin) for name in weights}
     history = [{name: torch.from_numpy(weight) for weights in begin for name, weight in weights.items()}]
@@ -400,9 +400,9 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools, ranks, rec
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
-    """s b h (34 + 5 a s / h), and 34 s b h if the core of attention is done again: from live tensors, in plain torch.
+    """s b h (34 + 5 a s / h), and 34 s b h with selective recomputation: from live tensors, in plain torch.
 
-    A layer as Megatron has it: LayerNorm, attention, LayerNorm, GELU; dropout. Statistics of norms apart.
+    A layer as Megatron has it: LayerNorm, attention, LayerNorm, GELU; dropout. Statistics of norms are not counted.
     """
     seq, batch, dim, heads = 24, 2, 32, 4
     sizes = [(dim, dim)] * 4 + [(dim, 4 * dim), (4 * dim, dim)]
@@ -435,7 +435,7 @@ def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
 
 
 def test_drops_a_share_of_the_numbers():
-    """P of them, others in each mask: within five standard deviations of independent draws."""
+    """Masks drop a share P, and differ as independent draws do: within five standard deviations."""
     seen = []
     for step, first, place in product((0, 1), (0, 4, 8, 12), (0, 3)):
         sequences = torch.arange(first, first + 4)

@@ -1,4 +1,4 @@
-"""Who computes what in a ring: the pairs of a query and a key on each rank, tokens in order and zigzag (figure)."""
+"""The work of ring attention: each rank's share of the query-key pairs, in order and zigzag (draws a figure)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Config:
 
 
 def work(visible: Callable, n: int) -> list[list[float]]:
-    """By rank and hop: the share of all pairs that a ring of n ranks computes. In hop i, rank r has r - i's keys."""
+    """By rank and hop: the share of all pairs that is computed there. In hop i, rank r has the keys of rank r - i."""
 
     def pairs(queries: slice, keys: slice, causal: bool) -> float:
         n_q, n_k = (len(range(LENGTH)[tokens]) for tokens in (queries, keys))
@@ -35,7 +35,7 @@ def work(visible: Callable, n: int) -> list[list[float]]:
 
 
 def draw(shares: dict[str, list[list[float]]], n: int):
-    """A bar for each rank, made of its hops; a colour for each rank whose keys they are."""
+    """Draw a bar for each rank, made of its hops, in the colour of the rank whose keys they use."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(10, 4), layout="constrained")

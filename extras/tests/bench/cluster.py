@@ -1,4 +1,4 @@
-"""Counts the bytes on the cable between two nodes, as the kernel sees them, beside what the steps say that they send.
+"""Compares the bytes that the kernel counts on the cable between two nodes with what the steps say that they send.
 
     python -m extras.tests.bench cluster-bytes
 
@@ -6,13 +6,13 @@ The nodes are network namespaces of this machine (services/cluster.py) with one 
 cable.
 
     counted    the payload that node 0's interface has sent and received in a step, without the packets' headers
-    law        what `comm.observer` is shown, of both ranks
+    law        what `comm.observer` reports, on both ranks
     messages   gloo precedes each message by 48 bytes, and both ends announce with 48 more each that they are ready:
                144 bytes a message. gloo's all-reduce is a ring that cuts each of its n parts into two segments: 4 (n-1)
                messages a rank. all-gather: 2 (n-1); all-to-all: n-1; reduce-scatter is an all-to-all here
     off        counted / (law + messages) - 1
 
-A sum that is sent twice, behind the observer's back, changes no number of a run, but it is counted here.
+A sum that is sent twice, unseen by the observer, changes no number of a run, but it is counted here.
 """
 
 import math
@@ -44,12 +44,12 @@ from extras.variants.record import spelled
 HEADERS = 14 + 20 + 32  # bytes of a packet before its payload: Ethernet, IP, TCP with timestamps
 MESSAGE = 3 * 48  # bytes: gloo's own for each message
 SEGMENT = 2**20  # bytes: the longest of gloo's ring
-STEPS = 3  # that are counted
+STEPS = 3  # number of steps that are counted
 SMALL = dict(model="debug", n_layers=4, global_batch_size=4, micro_batch_size=1, dtype="fp32", device="cpu")
 EXPERTS = dict(experts=4, expert_dim=48)
 TP, CP = dict(tp=2, zero=0), dict(cp=2, zero=0)
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe")
-ROWS = [  # step, flags of all, and what is compared
+ROWS = [  # step, flags that all share, and variants to compare
     ("step02_ddp", {}, [dict(sync=way) for way in ("naive", "ring", "bucket", "overlap", "torch")]),
     ("step02_ddp", {}, [dict(compress=way) for way in ("bf16", "int8")]),
     ("step03_zero", {}, [dict(zero=stage) for stage in (1, 2, 3)]),
@@ -61,7 +61,7 @@ ROWS = [  # step, flags of all, and what is compared
 
 
 def rows() -> dict[str, Entry]:
-    """By name: what two ranks train."""
+    """Name of a row -> what two ranks train."""
     found = {}
     for step, shared, choices in ROWS:
         for flags in (shared | choice for choice in choices):
@@ -84,7 +84,7 @@ class Counted(Bare):
     """A run that reads the interface before its second step and after its last."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Count what passes, without what two barriers cost."""
+        """Count the bytes that pass, without those of two barriers."""
         self.built(**parts)
         comm.observer, self.law = self.count, Counter()
         yield 0
@@ -105,7 +105,7 @@ class Counted(Bare):
 
 
 def counted_rows(only: str) -> list[list[str]]:
-    """Runs on both ranks: the table, of rows whose names contain this."""
+    """Runs on both ranks: the lines of the table for all rows whose names contain `only`."""
     lines = [["a step of", "counted", "law", "messages", "off", "of the law, by dimension"]]
     for name, entry in rows().items():
         if only not in name:

@@ -1,4 +1,4 @@
-"""Speed and memory of the steps, each way to do it beside the others, and beside PyTorch's own.
+"""Compares the speed and memory of a step's variants with one another and with PyTorch's own parallelism.
 
 A contest times whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The
 losses of all contestants must agree. `peak memory` is that of all tensors of rank 0 at the highest moment of the second
@@ -86,7 +86,7 @@ class Config:
 
     model: str = ""  # preset; default: tiny, in step 7 tiny-moe
     seq_len: int = 0  # override the sequence length; 0: as the preset
-    only: str = ""  # contestants, by commas; the others are compared with the first one
+    only: str = ""  # contestants, separated by commas; all are compared with the first
     rounds: int = 8  # turns of each contestant, after one to warm up
 
 
@@ -103,7 +103,7 @@ def main(name: str, argv: list[str]):
         peer = rows[row].get("peer", "")
         entries[row] = Entry(step, flags | {key: value for key, value in rows[row].items() if key != "peer"}, peer)
         ours = ours if peer else row
-        beside[row] = ours if peer else chosen[0]  # a peer beside the row of ours before it
+        beside[row] = ours if peer else chosen[0]  # a peer is compared with our row before it
     bound = max(bound, 0.05 if torch.cuda.is_available() else 0.0)  # where they train in bf16
     pool = Pool(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")  # with a GPU each, or on CPUs
     try:

@@ -1,4 +1,4 @@
-"""What the contests share: contestants that take turns, times with their spread, peak memory, and the table.
+"""Shared by the contests: contestants that take turns, times with their spread, peak memory, and the table.
 
 A contestant is a `train(config, run)`: a step's own, or one of peers.py, which trains by PyTorch's own parallelism. It
 runs in a thread that waits before each step, so that several take turns in the same processes: whatever else the
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a contest has found of one entry. By round: seconds of a step, and CPU seconds of all ranks together."""
+    """The numbers of one entry. By round: seconds of a step, and CPU seconds of all ranks together."""
 
     seconds: list[float]
     cpu: list[float]
@@ -64,7 +64,7 @@ class AllTensors(MemoryTimeline):
     """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Leave DTensors to themselves."""
+        """Skip operators of DTensors, which call those of their local tensors."""
         theirs = any(kind.__name__ == "DTensor" for kind in types)  # importing it takes a second
         return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -92,7 +92,7 @@ class Contestant(Bare):
             self.done.release()
 
     def wait(self):
-        """Block until the thread waits. Raises what the thread has raised."""
+        """Block until the thread waits for its next step. Raises what the thread has raised."""
         self.done.acquire()
         if self.error is not None:
             raise self.error
@@ -111,7 +111,7 @@ class Contestant(Bare):
             yield step
 
     def step(self):
-        """One step."""
+        """Let the thread train one step."""
         self.go.release()
         self.wait()
 
@@ -156,12 +156,12 @@ def contest(entries: dict[str, Entry], rounds: int, bound: float) -> dict[str, R
 
 
 def spread(values: list[float]) -> str:
-    """Median, least and most."""
+    """Format the median, the least and the largest value."""
     return f"{median(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
 
 
 def report(found: dict[str, Result], beside: dict[str, str]) -> str:
-    """The table of a contest. `beside`: for each name, whose times its own are divided by, round by round."""
+    """The table of a contest. `beside`: for each name, the one by whose times its own are divided, round by round."""
     rows = [["", "step time", "beside", "time", "CPU time", "peak memory"]]
     for name, result in found.items():
         base = found[beside[name]]

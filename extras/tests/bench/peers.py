@@ -1,6 +1,6 @@
 """Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
 
-Only what lies between the batch and the update differs from the steps; a `Peer` says what that is.
+Only the code between the batch and the update differs from the steps; a `Peer` has it.
 """
 
 from collections.abc import Callable
@@ -130,8 +130,8 @@ def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 
 def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """PyTorch's tensor parallelism. `how`: plain, where every matrix fetches its input for itself; prepared, where each
-    block fetches it once; sequence, the same with SequenceParallel on the norms.
+    """PyTorch's tensor parallelism. `how`: plain (each matrix makes its input a DTensor), prepared (each block does so
+    once), or sequence (as prepared, with SequenceParallel on the norms).
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
@@ -185,7 +185,7 @@ class Stage(nn.Module):
         return self.compute(x)
 
 
-TORCH_SCHEDULES = {  # by the schedule of ours that is compared with it
+TORCH_SCHEDULES = {  # our schedule -> theirs
     "afab": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",

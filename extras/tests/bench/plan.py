@@ -1,12 +1,12 @@
-"""The planner beside published runs: predicted step time and memory, mean and worst error, rank correlation, regret.
+"""Compares the planner with published runs: errors of step time and memory, rank correlation of layouts, regret.
 
     python -m extras.tests.bench plan
     python -m extras.tests.bench plan --rows FILE --vtrain FILE --json predictions.json
 
-The files in tests/bench/published are those of its README.md; any others of the same columns do. A row names a run, not
-its software: the letter of its id does. S and K are Megatron's; the planner knows its ways, and vTrain's (RECIPES). Of
-other software it knows none: such a row is predicted as if the course's trainer had run it, and its errors are no
-errors of a recipe. Memory is the course's trainer's for all rows; no source of S, K or vTrain gives it.
+published/README.md describes the files; other files with the same columns work, too. The first letter of a row's id
+stands for the software of the run. S and K are Megatron; the planner has recipes for it and for vTrain (RECIPES). Rows
+of other software are predicted as if the course's trainer had run them, so their errors are not those of a recipe.
+Memory is that of the course's trainer for all rows; no source of S, K or vTrain gives it.
 """
 
 import csv
@@ -27,7 +27,7 @@ from extras.theory.seconds import COURSE, Recipe, step_seconds
 from extras.theory.shapes import Shape, flops_per_token, gpt, total_weights
 from extras.theory.tables import table
 
-# By the letter of a row's id. Switches come from papers, and hold for every run of a software.
+# By the first letter of a row's id. The switches come from papers, and hold for every run of a software.
 RECIPES = {
     "S": Recipe("megatron-2021", library=0.92),  # on CUDA 11.0: S9 took 10% longer than K5 a year later
     "K": Recipe("megatron-2022", overlap_tp=True),
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent / "published"
 KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
 CHIPS = {"A100-80": "a100-80", "H100": "h100-80", "H100-80": "h100-80", "H100-96-500W": "h100-96-500w", "B200": "b200"}
 FIGURES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu", "mem_gib")
-NAMED = {  # what rows that name a model do not give
+NAMED = {  # sizes of a model that its rows lack
     "deepseek-v3": dict(ffn_dim=18432, vocab_size=129280, experts=256, experts_per_token=8, expert_dim=2048)
     | dict(shared_experts=1, dense_layers=1),
     "mixtral": dict(ffn_dim=14336, vocab_size=32000, experts=8, experts_per_token=2),
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def rows_of(path: str) -> list[dict[str, str]]:
-    """A file's lines that are not empty, by column, and each one's number, from 1 on. Raises UserError.
+    """Read the lines of a file that are not empty: cells by column, and the line's number from 1 on. Raises UserError.
 
     A cell is stripped, and "" if it is not a number ("nan").
     """
@@ -84,7 +84,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 
 
 def real(row: dict[str, str], name: str, default: float | str = "") -> float:
-    """A column's number, or what it is if empty. Raises UserError if there is none, or it is negative or infinite."""
+    """The number in a cell, or `default` if it is empty. Raises UserError unless it is finite and not negative."""
     try:
         found = float(row.get(name) or default)
     except ValueError:
@@ -110,7 +110,7 @@ def shape_of(row: dict[str, str]) -> Shape:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The layout of a row. ZeRO 1 where it does not say; sequence parallelism but where Megatron's rows have none."""
+    """The layout of a row. Defaults: ZeRO 1, and sequence parallelism (in Megatron's rows only with sel+SP)."""
     megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
@@ -125,7 +125,7 @@ def layout_of(row: dict[str, str]) -> Layout:
 
 
 def read_rows(path: str) -> list[Case]:
-    """The runs of a file. Raises UserError for a GPU that nobody knows."""
+    """The runs of a file. Raises UserError for an unknown GPU."""
     cases = []
     for row in rows_of(path):
         name, chip = row.get("id", ""), row.get("gpu", "")
@@ -152,7 +152,7 @@ def read_vtrain(path: str) -> list[Case]:
 
 
 def counted_flops(case: Case) -> float:
-    """FLOPs of a token as the source of a row counts them: S all that is done, L and A half of attention's square."""
+    """FLOPs of a token as a row's source counts them: S with recomputation, L and A half of attention's square."""
     m, letter = case.shape, case.id[0]
     if letter == "S":  # 96 B s l h^2 (1 + s / 6h + V / 16 l h), Narayanan et al., section 5.1
         return 96 * m.n_layers * m.dim**2 * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
@@ -201,7 +201,7 @@ def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
 
 
 def bench(config: Config):
-    """Print a line for each run, the errors, the choices among vTrain's layouts, and what is left out."""
+    """Print a line for each run, the errors, the choices among vTrain's layouts, and what is not modelled."""
     cases, lines = read_rows(config.rows), read_vtrain(config.vtrain)
     found = [(case, predict(case)) for case in cases + lines]
     rows, errors = (
