@@ -110,7 +110,7 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
 def end_bytes(p: MicroBatch) -> float:
     """Bytes that norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
 
-    A loss in chunks keeps the gradients of the hidden states and of the head, which it computes in forward.
+    A loss in chunks instead keeps the gradients of the hidden states and of the head, which it computes in forward.
     """
     kept = p.own * norm_bytes(p) + p.tokens * p.m.dim * NARROW
     if p.at_once < p.tokens:

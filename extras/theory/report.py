@@ -160,8 +160,8 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
     if m.experts:
         yield (
             "Where are the experts?",
-            f"{m.experts} in a layer, {m.experts_per_token} (K) a token: a row goes and comes for each, and its "
-            "gradient, 4 (ep-1)/ep T K h a layer (step 7)",
+            f"{m.experts} in a layer, {m.experts_per_token} (K) a token: a row is sent and comes back for each, and so "
+            "do gradients: 4 (ep-1)/ep T K h a layer (step 7)",
             f"here: --ep {x.ep}",
         )
     yield (

@@ -355,9 +355,9 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
 def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
     """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
 
-    With `overlap_dp`, software hides an all-reduce behind the last micro-batch, and sums of ZeRO 2 and 3 behind all,
-    but for a twentieth: the last unit's gradient travels when nothing is left to compute. It then sends a layer at a
-    time; other software sends all at once.
+    With `overlap_dp`, an all-reduce is hidden behind the last micro-batch, and the sums of ZeRO 2 and 3 behind all of
+    them, but for a twentieth: the last unit's gradient is sent when nothing is left to compute. Such software sends a
+    layer at a time; other software sends all at once.
     """
     n, hidden, exposed = x.micro_batches, 0.0, pair_seconds(m, x, gpu, recipe)
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1
