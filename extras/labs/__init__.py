@@ -87,7 +87,7 @@ def step_of(lab: int) -> str:
 
 
 def holes(lab: int) -> dict[str, dict[str, str]]:
-    """File -> name of a hole -> its task. These are the files that a student hands in; the step is the first."""
+    """The holes of a lab: file -> {name: task}. A student hands in these files, of which the step is the first."""
     found: dict[str, dict[str, str]] = {step_of(lab): {}}
     for task, names in TASKS[lab].items():
         for name in names.split():
@@ -112,7 +112,7 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def hollow(lab: int) -> dict[str, str]:
-    """The files in which the functions of the tasks only raise. Signatures and docstrings stay."""
+    """The files with holes: the functions of the tasks only raise, but keep their signatures and docstrings."""
     texts = ours(lab)
     for file, names in holes(lab).items():
         lines, found = texts[file].splitlines(), definitions(texts[file])
@@ -126,7 +126,7 @@ def hollow(lab: int) -> dict[str, str]:
 
 
 def unwritten(lab: int, texts: dict[str, str], task: str) -> list[str]:
-    """Holes of a task that are still as `hollow` left them."""
+    """The holes of a task that a student has not filled, as they still raise."""
     found = []
     for file, names in holes(lab).items():
         theirs = definitions(texts[file])

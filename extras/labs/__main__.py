@@ -127,7 +127,7 @@ def row(folder: Path, lab: int, student: str, found: list[Result], error: str) -
 
 
 def hint(folder: Path, number: int) -> str:
-    """The next hint for a task; hints.txt notes which have been given. Raises UserError."""
+    """Give the next hint for a task; hints.txt counts those that have been given. Raises UserError."""
     texts, given = text_of(opened(folder)[0]), folder / "hints.txt"
     if not 1 <= number <= len(texts):
         raise UserError(f"task {number}: this lab has tasks 1 to {len(texts)}")

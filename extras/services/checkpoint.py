@@ -199,7 +199,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def problem(path: Path, rank: int, ranks: int) -> str:
-    """What is wrong with a checkpoint, or "". Each of `ranks` checks its share of the files, all check the index."""
+    """The first problem of a damaged checkpoint, or "". A rank checks its share of the files, and the index."""
     try:
         for name, expected in list(read_index(path)["files"].items())[rank::ranks]:
             if checksum(path / name) != expected:

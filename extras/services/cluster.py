@@ -72,7 +72,7 @@ class Node:
     """A simulated machine: processes in one network namespace, which a cable connects to the switch."""
 
     def __init__(self, number: int, line: list[str], gbit: float):
-        """`line`: the command that it runs after `start`. `gbit`: the speed of its cable in Gbit/s, each way."""
+        """`line`: the command that `start` runs. `gbit`: the speed of the node's cable in Gbit/s, each way."""
         self.number, self.name = number, f"node{number}"
         named = f"echo {self.name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
         self.line = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "sh", "-c", named]

@@ -40,7 +40,7 @@ def group_of(parts: Parts, dim: str) -> Group:
 
 
 def positions_of(parts: Parts) -> Tensor:
-    """int64 [seq / cp]: the positions of this rank's tokens."""
+    """The positions of this rank's tokens, int64 [seq / cp]."""
     return torch.arange(parts.model.config.seq_len) if parts.positions is None else parts.positions
 
 

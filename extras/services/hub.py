@@ -107,7 +107,7 @@ def config_of(m: Shape, dtype: str) -> dict[str, Any]:
 
 
 def export(source: str, out: str) -> str:
-    """Write the folder `out` from a run directory or checkpoint; returns what to print. Raises what `convert` names."""
+    """Write the folder `out` from a run directory or checkpoint; returns a line to print."""
     found, folder = find(source, Path(source)), Path(out)
     index, held = found.index, found.shapes("master")
     m = shape_of(ModelConfig(**index["model"]), SimpleNamespace(**index["config"]))
@@ -131,7 +131,7 @@ def export(source: str, out: str) -> str:
 
 
 def model_of(config: dict[str, Any]) -> Shape:
-    """config.json -> the shape of a decoder. Raises UserError for what this decoder does not have."""
+    """config.json -> the shape of a decoder. Raises UserError if this decoder cannot compute the model."""
 
     def need(name: str, value: Any, *allowed: Any):
         if value not in allowed:
@@ -160,7 +160,7 @@ def model_of(config: dict[str, Any]) -> Shape:
 
 
 def weights(folder: Path, m: Shape) -> list[Piece]:
-    """Our tensors, from the folder's model.safetensors, or the files that its index names. Raises UserError."""
+    """Read our tensors from the folder's model.safetensors, or the files that its index names. Raises UserError."""
     index, files, theirs = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     if index.exists():
         files = {*json.loads(index.read_text())["weight_map"].values()}
@@ -179,7 +179,7 @@ def weights(folder: Path, m: Shape) -> list[Piece]:
 
 
 def import_weights(source: str, out: str) -> str:
-    """Write a checkpoint of step 0 into run directory `out`; returns how to continue. Raises what `convert` names."""
+    """Write a checkpoint of step 0 into run directory `out`; returns a line to print."""
     folder, target = Path(source), Path(out)
     if target.exists():
         raise UserError(f"{out} exists already; give a new run directory")
@@ -198,7 +198,7 @@ def import_weights(source: str, out: str) -> str:
 
 
 def convert(verb: str, source: str, out: str) -> str:
-    """Export or import; returns what to print. Raises UserError, which names both, for whatever is wrong with files."""
+    """Export or import; returns a line to print. Raises UserError for any file that is wrong."""
     try:
         return dict(export=export, **{"import": import_weights})[verb](source, out)
     except UserError as error:

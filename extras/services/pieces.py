@@ -59,7 +59,7 @@ class Piece:
         return Piece(kind, self.name, value, tuple(value.shape))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The part that a rank with this piece holds of a whole tensor; see `like` for tensors of another shape."""
+        """Cut a piece like this one out of a whole tensor; a tensor of another shape is returned whole, see `like`."""
         if tuple(whole.shape) != self.whole_shape:
             return whole
         for shard in self.shards:

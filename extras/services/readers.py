@@ -26,7 +26,7 @@ from common.model import IGNORE
 from extras.variants import Parts
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".jsonl.gz": "json", ".json.gz": "json"}
-KINDS |= {".txt": "text", ".py": "text"}  # suffix -> what `datasets` calls the kind
+KINDS |= {".txt": "text", ".py": "text"}  # suffix -> the name of a builder of `datasets`
 LISTS = ("input_ids", "labels", "attention_mask", "loss_mask")
 HIDDEN = re.compile(r"(^|/)(\.[^/]|__pycache__)")
 SPLITS = {"test", "valid", "validation", "val", "dev", "eval"}
@@ -93,7 +93,7 @@ def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def format_of(file: Path) -> str:
-    """What `datasets` calls a file's kind; "" if it is not known."""
+    """The kind of a file, which is a builder's name in `datasets`; "" if it is not known."""
     return next((kind for suffix, kind in KINDS.items() if file.name.endswith(suffix)), "")
 
 
@@ -205,7 +205,7 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """Replace a plain reader with `read` where it cannot read all: for the hub, or for another --text-column."""
+    """Let `read` replace a plain reader that reads less: the hub's, and others if --text-column is given."""
     kind = kind_of(config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)

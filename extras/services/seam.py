@@ -81,7 +81,7 @@ def refuse(config: Any):
 
 
 def check(config: Any, world: int):
-    """Check the mesh, set flags that are left open, then refuse what cannot work. Raises UserError."""
+    """Check the mesh, set flags that are left open, then refuse combinations that cannot work. Raises UserError."""
     legal.check_mesh(config, world)
     for plugin in offered(type(config), "settle"):
         plugin.settle(config, world)
@@ -110,7 +110,7 @@ class OpenRun(Run):
         return 0
 
     def save(self, step: int, **_: Any):
-        """Save nothing, for the same reason."""
+        """Save nothing: extras/services/resume.py does."""
 
     def open(self, **parts: Any) -> Parts:
         """Attach techniques and services to the parts of a run, before its first step; returns the parts."""

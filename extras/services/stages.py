@@ -44,7 +44,7 @@ def check(config: Any, world: int):
 
 
 def prepare(config: Any, parts: Parts):
-    """Change the schedule that the flags select."""
+    """Give the layers of --pp-split to the schedule that the flags select."""
     if config.pp_split:
         parts.around(SCHEDULES, config.schedule, with_split, by=__name__)
 

@@ -27,7 +27,7 @@ class Layout:
     cp: int = 1  # ranks that share each sequence
     tp: int = 1  # ranks that share each matrix
     ep: int = 1  # ranks, of dp x cp x tp, that share the experts
-    zero: int = among(dict.fromkeys(range(4)), 1)  # what ZeRO shards: 0 nothing, ... 3 everything
+    zero: int = among(dict.fromkeys(range(4)), 1)  # ZeRO stage: 0 shards nothing, ... 3 everything
     micro_batch_size: int = 1  # sequences per forward and backward
     global_batch_size: int = 1  # sequences per step, all ranks together
     schedule: str = among(SCHEDULES, "1f1b")  # order of the work in a pipeline
@@ -201,14 +201,14 @@ def has_chunks(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """Numbers of layers of n stages that minimise the cost of the dearest stage, then the sum of squared costs.
+    """Numbers of layers of n stages that minimise the cost of the costliest stage, then the sum of squared costs.
 
     A layer costs a token's multiply-adds in forward, of matrices and attention; the last layer includes the head.
     """
     costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
     costs[-1] += m.vocab_size * m.dim
     until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage has to cost more
-    best = {0: (0, 0, ())}  # layers dealt -> (the dearest stage, squares, layers of each)
+    best = {0: (0, 0, ())}  # layers dealt -> (cost of the costliest stage, sum of squares, layers of each)
     for stage in range(n):
         best = {
             stop: min(

@@ -76,7 +76,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
     """Bytes that a pipeline rank always holds: weights; gradients; masters and AdamW's moments."""
     whole, slices = numbers_of(m, x, rank)
     weights = NARROW * (slices if x.zero == 3 else whole)
-    if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and there until the update
+    if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and kept until the update
         weights += NARROW * whole
     return weights, WIDE * (slices if x.zero >= 2 else whole), 3 * WIDE * (slices if x.zero >= 1 else whole)
 

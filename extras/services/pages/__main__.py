@@ -30,7 +30,7 @@ ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
 
 def blocks(*lines: str) -> str:
-    """Each line in a block of its own, so that a long line wraps under its own indentation."""
+    """Put each line into a block of its own, so that a long line wraps under its own indentation."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     return "".join(f'<span style="--in: {n}">{line.rstrip()}\n</span>' for n, line in zip(indents, lines, strict=True))
 
@@ -44,7 +44,7 @@ class Pages:
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
 
     def highlight(self, module: str, source: str) -> list[str]:
-        """The lines in HTML. A name links to its definition; where it is defined, it has an id."""
+        """The lines of `source` in HTML. A name links to its definition; in its definition, it has an id."""
         lines, column = [""], 0
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):

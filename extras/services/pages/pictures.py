@@ -82,7 +82,7 @@ def table(ranks: list[dict], columns: list[str]) -> dict:
 
 
 def schedule(name: str, p: int, m: int) -> dict:
-    """Make the lists of a schedule for p ranks and m micro-batches. Raises UserError."""
+    """Make the frame of a schedule: its lists for p ranks and m micro-batches. Raises UserError."""
     config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
     places, lists = step06.plan(config, m)
     at = {consumer(a, places): (rank, n) for rank, row in enumerate(lists) for n, a in enumerate(row)}

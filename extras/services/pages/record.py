@@ -106,7 +106,7 @@ class Film:
         self.tell(f"{way.capitalize()} of {UNITS[unit]}.", (unit, way))
 
     def arrive(self, name: str, param: nn.Parameter):
-        """Hook: autograd has added to a gradient."""
+        """Hook: autograd has added to a parameter's gradient."""
         self.here.add(param)
         self.tell(f"The gradient of {brief(name)} is here.")
 
@@ -116,7 +116,7 @@ class Film:
         self.tell(says, event)
 
     def tell(self, says: str, event: Any = None):
-        """Note an event, and the state after it."""
+        """Record an event, and the state after it."""
         self.passed += [event] if event else []
         if rows := self.rows(self):
             self.watch.measure()  # labels all tensors in the timeline
