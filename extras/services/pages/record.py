@@ -302,7 +302,7 @@ def block(mesh: Mesh, of: str, sp: bool) -> dict:
 
 
 ROUTES = {
-    "router": "Router: the weights of all experts for each token, which chooses the two with the highest.",
+    "router": "Router: the weight of each expert for each token. A token chooses the two highest.",
     "sorted": "Sorted by expert; a bar between the rows for one rank and for the next.",
     "there": "There: the all-to-all has brought the rows, and they are sorted by expert; a bar between experts.",
     "home": "Home: the outputs are back, in the order in which the rows left.",
