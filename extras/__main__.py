@@ -1,4 +1,4 @@
-"""Start a step with all techniques and services, and their flags beside its own.
+"""Starts a step with all techniques and services; their flags are added to the step's own.
 
 python -m extras step01_single_gpu.py --dropout 0.1
 torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 2 --sync ring
@@ -15,7 +15,7 @@ from extras.services.seam import compose
 
 
 def start(words: list[str]):
-    """Run the step that `words` name first, with the flags that follow, as the module that techniques import."""
+    """Run the step named by the first of `words` with the flags after it; techniques import the same module."""
     steps = sorted(path.stem for path in Path(__file__).parents[1].glob("step0*.py"))
     name = Path(words[0]).stem if words else ""
     if name not in steps:

@@ -5,13 +5,13 @@
     python -m extras.labs hint FOLDER 2        the next of three hints for the second task
     python -m extras.labs grade FOLDERS --csv points.csv --gradescope DIR
 
-The chapter's own file of tests/ is the judge: a mark there names the task and the points of a test. A lab is a row of
-TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints.
+The chapter's own tests in tests/ are the judge: marks there name the task and the points of each test. A lab is a row
+of TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
-there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so a test
-that a student has changed counts for nothing. A task that fails is tried again with the project's functions in the
-holes of the other tasks, so an error elsewhere costs nothing.
+there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so changed
+tests have no effect. A task that fails is tried again with the project's functions in the holes of the other tasks, so
+an error in another task costs no points.
 """
 
 import ast
@@ -87,7 +87,7 @@ def step_of(lab: int) -> str:
 
 
 def holes(lab: int) -> dict[str, dict[str, str]]:
-    """File -> name of a hole -> its task. These are the files that a student hands in; the step is the first."""
+    """The holes of a lab: file -> {name: task}. A student hands in these files, of which the step is the first."""
     found: dict[str, dict[str, str]] = {step_of(lab): {}}
     for task, names in TASKS[lab].items():
         for name in names.split():
@@ -97,12 +97,12 @@ def holes(lab: int) -> dict[str, dict[str, str]]:
 
 
 def ours(lab: int) -> dict[str, str]:
-    """The project's own texts of these files: the solution."""
+    """The solution: the project's own text of each file that has holes."""
     return {file: (ROOT / file).read_text() for file in holes(lab)}
 
 
 def definitions(text: str) -> dict[str, ast.FunctionDef]:
-    """Functions, "name", and methods, "Class.name", of a source. Raises what ast.parse does."""
+    """All functions ("name") and methods ("Class.name") of a source text. Raises what ast.parse raises."""
     found: dict[str, ast.FunctionDef] = {}
     for node in ast.parse(text).body:
         found |= {node.name: node} if isinstance(node, ast.FunctionDef) else {}
@@ -112,7 +112,7 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def hollow(lab: int) -> dict[str, str]:
-    """The files in which the functions of the tasks only raise. Signatures and docstrings stay."""
+    """The files with holes: the functions of the tasks only raise, but keep their signatures and docstrings."""
     texts = ours(lab)
     for file, names in holes(lab).items():
         lines, found = texts[file].splitlines(), definitions(texts[file])
@@ -126,7 +126,7 @@ def hollow(lab: int) -> dict[str, str]:
 
 
 def unwritten(lab: int, texts: dict[str, str], task: str) -> list[str]:
-    """Holes of a task that are still as `hollow` left them."""
+    """The holes of a task that a student has not filled, as they still raise."""
     found = []
     for file, names in holes(lab).items():
         theirs = definitions(texts[file])
@@ -156,12 +156,12 @@ def with_ours(lab: int, texts: dict[str, str], task: str) -> dict[str, str]:
 
 
 def text_of(lab: int) -> list[tuple[str, str, str, list[str]]]:
-    """From labN.md, by task: title, minutes, what to read, three hints."""
+    """Read labN.md: for each task, (title, minutes, what to read, three hints)."""
     text = (Path(__file__).parent / f"lab{lab}.md").read_text()
     parts = re.findall(r"^## (.+?) \((\d+) min\)\n\n(.+?)\n\n((?:\d\. .+\n)+)", text, re.MULTILINE)
     return [(*part[:3], re.findall(r"^\d\. (.+)", part[3], re.MULTILINE)) for part in parts]
 
 
 def question_of(lab: int) -> str:
-    """From labN.md: a written question, for whoever grades by hand."""
+    """Read labN.md's last question, which is answered in writing and graded by hand."""
     return (Path(__file__).parent / f"lab{lab}.md").read_text().partition("## The question\n\n")[2]

@@ -1,4 +1,4 @@
-"""The labs' commands; `python -m extras.labs --help`."""
+"""The commands of the labs, such as start and grade: `python -m extras.labs --help`."""
 
 import argparse
 import csv
@@ -57,7 +57,7 @@ def start(lab: int, folder: Path, student: str):
 
 
 def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
-    """Lab, student and files of a folder. Raises UserError, or OSError."""
+    """Read a student's folder: its lab, student and files. Raises UserError, or OSError."""
     words = (folder / "LAB.md").read_text() if (folder / "LAB.md").is_file() else ""
     found = re.match(r"# Lab ([1-7]):.*\n\nStudent: ?(.*)", words)
     if not found:
@@ -95,7 +95,7 @@ def grade(folders: list[Path], table: Path | None, gradescope: Path | None, seco
         try:
             lab, student, texts = opened(folder)
             found, error = results(lab, texts, seconds)
-        except Exception as problem:  # a file that is a device, no text, ...: the others are graded all the same
+        except Exception as problem:  # a file may be a device, or no text: grade the other folders all the same
             error = str(problem) or type(problem).__name__
         rows.append(row(folder, lab, student, found, error))
         print("{folder}: {points} of {of} {error}".format(**rows[-1]), flush=True)
@@ -107,7 +107,7 @@ def grade(folders: list[Path], table: Path | None, gradescope: Path | None, seco
             ]
             text = json.dumps(dict(score=sum(test["score"] for test in tests), output=error, tests=tests), indent=1)
             (gradescope / name / "results.json").write_text(text)
-        if table:  # anew after each folder: if the grader is stopped, what has been judged is there
+        if table:  # rewritten after each folder: if the grader is stopped, earlier results remain
             with table.open("w", newline="") as file:
                 writer = csv.DictWriter(file, rows[0])
                 writer.writeheader()
@@ -115,7 +115,7 @@ def grade(folders: list[Path], table: Path | None, gradescope: Path | None, seco
 
 
 def row(folder: Path, lab: int, student: str, found: list[Result], error: str) -> dict[str, Any]:
-    """A folder's row of the table. No cell begins with a character that makes a spreadsheet run it."""
+    """A folder's row of the table. No cell begins with a character that makes a spreadsheet evaluate it."""
     sums = []
     for task in TASKS.get(lab, ()):
         own = [r for r in found if r.task == task]
@@ -127,7 +127,7 @@ def row(folder: Path, lab: int, student: str, found: list[Result], error: str) -
 
 
 def hint(folder: Path, number: int) -> str:
-    """The next hint for a task; hints.txt notes which have been given. Raises UserError."""
+    """Give the next hint for a task; hints.txt counts those that have been given. Raises UserError."""
     texts, given = text_of(opened(folder)[0]), folder / "hints.txt"
     if not 1 <= number <= len(texts):
         raise UserError(f"task {number}: this lab has tasks 1 to {len(texts)}")

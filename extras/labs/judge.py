@@ -1,7 +1,7 @@
 """Run a chapter's tests with a student's files, in a folder and a process group of their own, and count points.
 
-Expected values and the report are made in a process that has imported the student's file. Code that wants to can forge
-them, and reads and writes what the grader's user can: grade what strangers hand in inside a container.
+The tests run in a process that has imported the student's file. Malicious code can therefore forge their report, and
+can read and write all that the grader's user can: grade the files of strangers inside a container.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def chapter(lab: int) -> str:
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Write all that the chapter needs, with these texts of the files with holes. tests/faults.py quotes solutions."""
+    """Write all files that the chapter needs, with `texts` in place of ours. tests/faults.py quotes solutions."""
     others = {"tests/faults.py"} | {f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")} - {chapter(lab)}
     paths = [*ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     paths += [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]
@@ -55,7 +55,7 @@ def lay_out(lab: int, folder: Path, texts: dict[str, str]):
 
 
 def run(place: Path, seconds: float, *words: str):
-    """A command in a process group of its own. When time is up, pytest is interrupted, so that it writes its report."""
+    """Run Python in its own process group. When time is up, pytest is interrupted, so that it writes its report."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     job = subprocess.Popen(
         [sys.executable, *words],
@@ -93,7 +93,7 @@ def worth(lab: int) -> dict[Key, int]:
 def judged(lab: int, texts: dict[str, str], seconds: float, task: str = "", blank: set[str] = frozenset()) -> dict:
     """Run the tests of all tasks (or of one, and of none in `blank`) with these files: Key -> why it fails, or "".
 
-    What did not run is missing. Raises UserError if there is no test that could run.
+    Tests that did not run are missing. Raises UserError if no test could run.
     """
     tasks: dict[str, set[str]] = {}
     for test, name in worth(lab):
@@ -122,9 +122,9 @@ def judged(lab: int, texts: dict[str, str], seconds: float, task: str = "", blan
 
 
 def results(lab: int, texts: dict[str, str], seconds: float, only: str = "") -> tuple[list[Result], str]:
-    """Of each test that has points: what is wrong; and why the files as they stand did not run, or "".
+    """Judge each test that has points; also returns why the unchanged files could not be run, or "".
 
-    Raises UserError if a file is no Python.
+    Raises UserError if a file is not valid Python.
     """
     end, error, found = time.monotonic() + seconds, "", {}
     for file, text in texts.items():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Under SLURM, on nodes that share a disk: sbatch extras/launch/slurm.sh step07_moe_ep.py --tp 8 --save-every 500 --out /shared/run
-# Five minutes before its time is over the run saves, leaves, and is queued again; so it does after `scancel --signal=USR1
+# Five minutes before its time is over, the run saves, ends and is queued again; so it does after `scancel --signal=USR1
 # --batch JOB`. If a node has several networks, first: export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=eth0
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --time=24:00:00
 #SBATCH --requeue --signal=B:USR1@300 --open-mode=append

@@ -1,1 +1,1 @@
-"""What surrounds a run. No step knows that it exists; extras/__main__.py starts a step with run.py around it."""
+"""Services around a run, of which no step knows; extras/__main__.py starts a step with the run of run.py."""

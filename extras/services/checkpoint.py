@@ -1,17 +1,17 @@
-"""Checkpoints that any layout reads: the files of a plain run, and an index of where their tensors lie.
+"""Checkpoints that any layout can read: the files of a plain run, and an index that maps them to whole tensors.
 
     OUT/checkpoints/step-00000050/rank-00000.pt    as the plain run writes it (common/trainer.py): what rank 0 updates
                                   rank-00001.pt    ...
-                                  index.json       step, flags, model; the place of each piece in its whole tensor
+                                  index.json       step, flags, model; each piece's place in its whole tensor
                                                    (services/pieces.py); a SHA-256 of every file, and of index.json
 
 The files of a plain run have no index. They get one when they are first read: see services/places.py.
 
 CRASHES. All files are written into a folder with a hidden name and flushed to the disk, index.json last; then the
-folder is renamed. One that is to be removed first gets a hidden name again. So a folder with a final name is complete,
-and its checksums tell whether it still holds what was written. The last two are kept. (Nodes need a shared folder.)
+folder is renamed. Before a folder is removed, it gets a hidden name again. So a folder with a final name is complete,
+and its checksums tell whether its files were altered later. The last two are kept. (Nodes need a shared folder.)
 
-READING. A rank assembles one whole tensor after the other, in host memory, and keeps its own part.
+READING. A rank assembles one whole tensor at a time, in host memory, and keeps only its own part.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from extras.services.pieces import Piece, assemble, pieces_of
 from extras.services.ranks import gather_objects
 
 FORMAT = "course checkpoint 2"
-OWN = ("auto", "required")  # values of --resume that name --out
+OWN = ("auto", "required")  # values of --resume that stand for the directory --out
 
 
 def file_name(rank: int) -> str:
@@ -101,9 +101,9 @@ def rank_here() -> int:
 
 
 def on_ranks(out: Path, what: Callable[[], Any], everywhere: bool = False) -> list[Any]:
-    """Call `what`, which works in `out`, on rank 0, or on all ranks; returns the results of all. A collective.
+    """Call `what`, which writes into `out`, on rank 0, or on all ranks; returns the results of all. A collective.
 
-    Raises UserError on every rank if it failed on any.
+    Raises UserError on every rank if `what` failed on any.
     """
     result, wrong = None, ""
     try:
@@ -119,19 +119,19 @@ def on_ranks(out: Path, what: Callable[[], Any], everywhere: bool = False) -> li
 
 
 class Saver:
-    """Writes the checkpoints of a run, together with those of the other ranks; at most one is under way at a time."""
+    """Writes a run's checkpoints together with the Savers of the other ranks, at most one checkpoint at a time."""
 
     def __init__(self, out: Path):
         self.out, self.folder = out, out / "checkpoints"
         self.thread = ThreadPoolExecutor(1)
-        self.pending: Future | None = None  # this rank's file of a checkpoint that has begun
+        self.pending: Future | None = None  # writes this rank's file of a checkpoint
 
     def save(self, step: int, pieces: Iterable[Piece], about: dict[str, Any], background: bool = False):
         """Write a checkpoint of `step` and remove all but the last two. A collective.
 
-        Checkpoints of later steps are removed, too: the run has gone back to an earlier one. Raises UserError on every
-        rank if a disk is full or not writable; earlier checkpoints are then untouched. In the `background`, tensors are
-        copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
+        Checkpoints of later steps are removed, too, as the run has resumed from an earlier one. Raises UserError on
+        every rank if a disk is full or not writable; earlier checkpoints are then untouched. With `background`,
+        tensors are copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
         """
         self.settle()
         self.step, self.hidden = step, self.folder / f".{folder_name(step)}.partial"
@@ -165,7 +165,7 @@ class Saver:
         self.hidden.mkdir(parents=True)
 
     def sweep(self):
-        """Rank 0: delete what has a hidden name: checkpoints that are half written, or to be removed."""
+        """Rank 0: delete the folders with hidden names, checkpoints that are half written or to be removed."""
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -199,7 +199,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def problem(path: Path, rank: int, ranks: int) -> str:
-    """What is wrong with a checkpoint, or "". Each of `ranks` checks its share of the files, all check the index."""
+    """The first problem of a damaged checkpoint, or "". A rank checks its share of the files, and the index."""
     try:
         for name, expected in list(read_index(path)["files"].items())[rank::ranks]:
             if checksum(path / name) != expected:
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 def complete(path: Path):
-    """Let a process of its own write the index of what a plain run has saved (services/places.py)."""
+    """Start a process that writes the index of a plain run's checkpoint, if it has none (services/places.py)."""
     if (path / file_name(0)).exists() and not (path / "index.json").exists():
         alone = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
         words = [sys.executable, "-m", "extras.services.places", str(path.resolve())]
@@ -254,18 +254,18 @@ def complete(path: Path):
 
 
 def find(where: str, out: Path) -> Checkpoint | None:
-    """What `--resume` names: a checkpoint, or the newest sound one of a run directory; OWN: of `out`. A collective.
+    """Open the checkpoint that --resume names, or a run directory's newest undamaged one; OWN: of `out`. A collective.
 
-    Ranks share the work of verifying files. A damaged checkpoint is named, and the one before it is taken. Returns None
-    for "auto" if there is no checkpoint yet. Raises UserError if there is none otherwise, or if none is sound.
+    Ranks share the work of verifying files. A damaged checkpoint is reported, and the one before it is tried. Without
+    any checkpoint, returns None for "auto", else raises UserError; it also raises if all are damaged.
     """
     root = out if where in OWN else Path(where)
     runs = sorted(root.glob("checkpoints/step-*"), reverse=True)
     everyone = gather_objects([root] if (root / file_name(0)).exists() else runs)
-    for path in everyone[0]:  # on every rank what rank 0 sees
+    for path in everyone[0]:  # what rank 0 has found, on every rank
         if rank_here() == 0:
             complete(path)
-        gather_objects(None)  # the others read after that
+        gather_objects(None)  # the others wait for the index
         wrong = max(gather_objects(problem(path, rank_here(), len(everyone))))
         if not wrong:
             return Checkpoint(path)

@@ -1,11 +1,11 @@
-"""Seconds by phase of a step, and who did what when in a pipeline, from hooks on the run's parts.
+"""Times each phase of a step, and each action in a pipeline, by hooks on the run's parts.
 
 data       until the first forward                      backward   from the end of a forward to the next, or to ...
 forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
 waiting    between a pipeline's actions                 weights    a pipeline's W
 
-`waited_seconds` {mesh dimension: seconds}: in any phase, the host waits for messages. A GPU's waits are not timed: each
-would take two events, and a ring alone waits thousands of times a step. (--profile shows them.)
+`waited_seconds` {mesh dimension: seconds}: how long the host waits for messages, in any phase. A GPU's waits are not
+timed: each would need two events, and a ring alone waits thousands of times a step. (--profile shows them.)
 """
 
 import time
@@ -27,10 +27,10 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 class Clock:
-    """Which phase this rank is in, and the seconds of each since `begin`. Listeners are told of every change."""
+    """Tracks this rank's phase, and the seconds of each phase since `begin`; calls listeners at every change."""
 
     def __init__(self, parts: Parts, host: bool = False):
-        """`host`: take the host's time, also with a GPU."""
+        """`host`: use the host's time, also with a GPU."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.listeners: list[Callable[[str], None]] = []
         self.marks: list[tuple[str, tuple, Any]] = []  # (phase, an action's (kind, micro-batch, stage) or (), start)
@@ -45,7 +45,7 @@ class Clock:
                 parts.around(parts.pipeline, method, partial(self.timed, kind), by=__name__)
 
     def now(self) -> Any:
-        """Seconds, or an event in a GPU's stream."""
+        """The present time: seconds, or an event in a GPU's stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -53,25 +53,25 @@ class Clock:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds between two of them. Waits for a GPU."""
+        """Seconds between two results of `now`. Waits for a GPU to reach `end`."""
         if not self.cuda:
             return end - start
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
     def mark(self, phase: str, *action: Any):
-        """This phase begins, with an action of a pipeline or none."""
+        """Begin a phase; `action`: a pipeline's (kind, micro-batch, stage), or nothing."""
         self.marks.append((phase, action, self.now()))
         for listener in self.listeners:
             listener(phase)
 
     def update(self, step: Callable, lr: float):
-        """Around the optimizer's step."""
+        """Wrap the optimizer's step: the phase "optimizer" begins."""
         self.mark("optimizer")
         step(lr)
 
     def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
-        """Around an action of a pipeline: note its start and its end."""
+        """Wrap an action of a pipeline: note its start and its end."""
         self.mark(PHASES[kind], kind, i, stage)
         output = act(i, stage, x)
         self.mark("waiting")
@@ -79,7 +79,7 @@ class Clock:
 
     @contextmanager
     def waiting(self, pending: Pending) -> Iterator[None]:
-        """`comm.waiting` of a run: note how long it waits for a message, and in which group."""
+        """Serve as `comm.waiting`: note how long the run waits for a message, and in which group."""
         timed = bool(pending.works) and not self.cuda
         start = self.now() if timed else None
         yield
@@ -87,13 +87,13 @@ class Clock:
             self.waits.append((pending.group.name, start, self.now()))
 
     def begin(self):
-        """A step begins."""
+        """Begin a step: forget the one before."""
         self.marks.clear()
         self.waits.clear()
         self.mark("data")
 
     def take(self) -> dict[str, Any]:
-        """Seconds of each phase of the step and, without a GPU, those waited for messages."""
+        """The seconds of each phase of the step and, without a GPU, the seconds of waiting for messages."""
         self.mark("data")
         seconds: dict[str, float] = defaultdict(float)
         for (phase, _, start), (*_, end) in pairwise(self.marks):
@@ -104,7 +104,7 @@ class Clock:
         return dict(seconds) | (dict(waited_seconds=dict(waited)) if not self.cuda else {})
 
     def timeline(self) -> list[list]:
-        """[kind, micro-batch, stage, start, end] of the actions of this step, in seconds from its begin."""
+        """[kind, micro-batch, stage, start, end] of each action in this step, in seconds from the step's start."""
         *_, first = self.marks[0]
         acts = [(action, start, end) for (_, action, start), (*_, end) in pairwise(self.marks) if action]
         return [[*action, self.between(first, start), self.between(first, end)] for action, start, end in acts]

@@ -8,11 +8,11 @@
         rank 0   rank 1             rank 2   rank 3
 
 Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 ...`; the words
-after `--` end this command, and may begin with options of torchrun such as --max-restarts=3. Lines that other nodes
-print begin with the node's name. While the job runs, you can type
+after `--` end this command, and may begin with options of torchrun such as --max-restarts=3. Lines printed by nodes
+other than node 0 begin with the node's name. While the job runs, you can type
 
     cable 1 off     to pull node 1's cable: what is sent to and from it is lost                   (cable 1 on)
-    kill 1          to cut node 1's power: its processes end without a word                       (start 1)
+    kill 1          to cut node 1's power: its processes are killed at once                       (start 1)
 
 It needs Linux and iproute2, but not root: everything happens in namespaces of one process, and the kernel ends them
 with it. Unlike in a real cluster, a cable has no length, nodes share the cores of one machine, and GPUs are hidden.
@@ -33,7 +33,7 @@ from common import UserError
 
 USERS, PROCESSES, NETWORK, MOUNTS, NAME = 2**28, 2**29, 2**30, 2**17, 2**26  # unshare(2): CLONE_NEWUSER, ...
 LEAVE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE = 300  # times 0.2 seconds, by which other nodes may outlive node 0
+GRACE = 300  # times 0.2 seconds: how long other nodes may outlive node 0
 NO_RIGHTS = "a cluster needs Linux, iproute2, util-linux, and the right to create networks (try as root): "
 SWITCH = r"""
 mount --make-rprivate /
@@ -62,17 +62,17 @@ def call(name: str, *args: int):
 
 
 def run(script: str):
-    """Run a shell script up to its first command that fails. Raises UserError with the message of that one."""
+    """Run a shell script, which stops at its first failing command. Raises UserError with that command's message."""
     done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True)
     if done.returncode:
         raise UserError(NO_RIGHTS + done.stderr.strip())
 
 
 class Node:
-    """A machine: the processes in one network namespace, which its cable joins to the switch."""
+    """A simulated machine: processes in one network namespace, which a cable connects to the switch."""
 
     def __init__(self, number: int, line: list[str], gbit: float):
-        """`line`: the command that it runs after `start`. `gbit`: the speed of its cable in Gbit/s, each way."""
+        """`line`: the command that `start` runs. `gbit`: the speed of the node's cable in Gbit/s, each way."""
         self.number, self.name = number, f"node{number}"
         named = f"echo {self.name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
         self.line = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "sh", "-c", named]
@@ -81,25 +81,25 @@ class Node:
         run(f"ip netns add {self.name}; ip -n {self.name} link set lo up")
 
     def start(self):
-        """Switch it on. Raises UserError."""
+        """Plug in the node's cable, and run its command. Raises UserError."""
         run(CABLE.format(n=self.number, name=self.name, last=self.number + 1, speed=self.speed))
         prefix = ["sed", "-u", f"s/^/{self.name}: /"]
         prefixed = subprocess.Popen(prefix, stdin=subprocess.PIPE).stdin if self.number else None
         self.process = subprocess.Popen(self.line, stdout=prefixed, stderr=prefixed)
 
     def cable(self, state: str):
-        """Pull it ("off") or plug it in ("on"), at the switch. Raises UserError."""
+        """Pull the node's cable at the switch ("off"), or plug it in again ("on"). Raises UserError."""
         run(f"ip link set port{self.number} {dict(off='down', on='up')[state]}")
 
     def kill(self):
-        """Cut its power: first no packet leaves it any more, then its processes end. Raises UserError."""
+        """Cut the node's power: first remove its cable, so that no packet leaves, then kill all. Raises UserError."""
         run(f"ip link delete port{self.number}")
         while self.process.poll() is None:
-            run(f"ip netns pids {self.name} | xargs --no-run-if-empty kill -KILL || true")  # one may have just ended
+            run(f"ip netns pids {self.name} | xargs --no-run-if-empty kill -KILL || true")  # some may have just ended
 
 
 def obey(nodes: list[Node]):
-    """A thread: do what is typed."""
+    """Read commands from the keyboard and carry them out, on a thread of its own."""
     for said in sys.stdin:
         try:
             command, number, *more = said.split()
@@ -137,7 +137,7 @@ def inside(args: argparse.Namespace) -> int:
         grace -= nodes[0].process.poll() is not None
     for node in (node for node in nodes if node.process.poll() is None):
         print(f"cluster: {node.name} has not ended with node0 and is killed", flush=True)
-    return abs(nodes[0].process.poll())  # of a signal its number
+    return abs(nodes[0].process.poll())  # if a signal ended it: the signal's number
 
 
 def main(argv: list[str]) -> int:
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gbit", type=float, default=1.0, help="speed of a node's cable in Gbit/s, each way")
     parser.add_argument("line", nargs="*", help="after `--`: the end of torchrun's line")
     args = parser.parse_args(argv)
-    os.environ["PATH"] += ":/usr/sbin:/sbin"  # where ip and tc are, and where not everybody looks
+    os.environ["PATH"] += ":/usr/sbin:/sbin"  # ip and tc are there, but not every user's PATH has these
     ids = dict(setgroups="deny", uid_map=f"0 {os.getuid()} 1", gid_map=f"0 {os.getgid()} 1")
     try:
         if not args.line or not 1 <= args.nodes <= 200 or args.ranks_per_node < 1 or args.gbit <= 0:

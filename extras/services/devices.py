@@ -33,10 +33,10 @@ from step02_ddp import join_ranks
 # part of the name that CUDA gives a GPU, the longer one first.
 GPU_PEAKS = {"H100 PCIe": (756.0, 51.0), "H100 NVL": (835.5, 60.0)}
 GPU_PEAKS |= {name.split("-")[0].upper(): (gpu.flops / 1e12, gpu.single / 1e12) for name, gpu in GPUS.items()}
-ENVIRONMENT = {  # what CUDA and NCCL read when they start; what the user has set stays
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # else sizes that change leave gaps that nothing fits into
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # queues to a GPU: a run has some nine streams, and in one they would wait
-    "TORCH_NCCL_HIGH_PRIORITY": "1",  # a message that is ready goes before waiting matmuls
+ENVIRONMENT = {  # read by CUDA and NCCL when they start; values that the user has set stay
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # else tensors of changing sizes fragment the memory
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: a run's nine or so streams would wait in one
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # a message that is ready runs before waiting matmuls
 }
 
 
@@ -55,7 +55,7 @@ def set_environment():
 
 
 def check(config: Any, world: int):
-    """Raises UserError if this torch cannot use the GPU that is here: the run would be slow, and not say why.
+    """Raises UserError if this torch cannot use the GPU that is here: the run would be slow without saying why.
 
     A user who hides the GPUs with CUDA_VISIBLE_DEVICES= or -1 asks for the CPU.
     """
@@ -76,7 +76,7 @@ class Staging(dist.Work):
         self.work, self.copies = work, list(zip(results, hosts, strict=True))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the results are there."""
+        """Wait for gloo, then copy the results to the device."""
         self.work.wait()
         while self.copies:
             result, host = self.copies.pop()
@@ -85,7 +85,7 @@ class Staging(dist.Work):
 
 
 def staged(operation: str) -> Callable[..., Staging]:
-    """A method that starts gloo's operation on copies on the host. Its first argument is the output, or all tensors."""
+    """Make a method that starts gloo's operation on host copies. Its first argument: the output, or all tensors."""
 
     def start(group: "Staged", first: Tensor | list[Tensor], *rest: Any) -> Staging:
         tensors = [first] if isinstance(first, Tensor) else first
@@ -109,11 +109,11 @@ class Staged(dist.ProcessGroup):
         return "staged"
 
     def _get_backend(self, device: torch.device) -> dist.Backend:
-        """torch 2.15 asks whether messages are to be coalesced: as gloo says, they are not."""
+        """torch 2.15 asks the backend whether to coalesce messages; gloo's answer is no."""
         return self.gloo
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
-        """Of tensors on the host: `all_gather_object`."""
+        """Gather tensors that are on the host already, for `all_gather_object`."""
         return self.gloo.allgather(outputs, tensors, options)
 
     allreduce, send, recv = map(staged, ("allreduce", "send", "recv"))
@@ -123,11 +123,11 @@ class Staged(dist.ProcessGroup):
 
 
 def fresh_store(timeout: float) -> dist.Store:
-    """The store in which the ranks find each other's addresses.
+    """Open the store in which the ranks find each other's addresses.
 
     Agents of torchrun keep one store over all restarts (torch 2.13), which still has the addresses of processes that
-    are gone. So rank 0 draws a new prefix, and each rank a number of its own: the prefix under which rank 0 has
-    answered with this number is not one of an earlier attempt.
+    are gone. So rank 0 draws a new prefix, and every other rank a number. Rank 0 stores all these numbers under its
+    prefix; a rank that finds its number there knows that the prefix is not one of an earlier attempt.
     """
     rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -150,9 +150,9 @@ def fresh_store(timeout: float) -> dist.Store:
 
 
 def find_ranks(gpus: int, timeout: float) -> tuple[dist.Store, bool]:
-    """The store of the job, and whether each rank has a GPU of its own. After 10 s, print that ranks are missing.
+    """Return the job's store, and whether each rank has a GPU of its own. After 10 s, print that ranks are missing.
 
-    Each rank shows its GPU to all: a rank may see one GPU alone, and call it 0. Raises UserError after `timeout` s.
+    Ranks compare UUIDs of GPUs, as each may see only its own, as number 0. Raises UserError after `timeout` s.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, after = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", min(10.0, timeout / 2)
@@ -175,9 +175,9 @@ def find_ranks(gpus: int, timeout: float) -> tuple[dist.Store, bool]:
 
 
 def meet(config: Any) -> int:
-    """Take this process's GPU and, from step 2 on, initialise the process group. Returns how many GPUs are here.
+    """Select this process's GPU and, from step 2 on, initialise the process group. Returns how many GPUs are here.
 
-    With a GPU, the host works with its share of the cores, not with the one thread that torchrun gives a rank.
+    With a GPU, the host uses its share of the cores instead of the one thread that torchrun gives a rank.
     Collectives of gloo raise after twice `--timeout`, later than the watchdog (failures.py). Raises UserError on all
     ranks if --backend nccl is asked for and two of them share a GPU.
     """
@@ -217,7 +217,7 @@ def join(config: Any):
 
 
 def require_same_flags(everyone: list[dict[str, Any]]):
-    """The flags of all ranks. Raises UserError on all of them, naming the flag that differs."""
+    """Compare the flags of all ranks. Raises UserError on every rank, naming the first flag that differs."""
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
@@ -226,12 +226,12 @@ def require_same_flags(everyone: list[dict[str, Any]]):
 
 
 def ranks_here() -> int:
-    """Ranks on this machine."""
+    """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
-    """FLOP/s that this rank could do at best: the flag, the table above or, for any other device, a timed matmul.
+    """This rank's peak in FLOP/s: from the flag, the table above or, for any other device, a timed matmul.
 
     Ranks that share a GPU share its peak.
     """

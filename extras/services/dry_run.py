@@ -1,14 +1,14 @@
-"""The dry run: a step's own `train` as one rank of N, on tensors without data; its second step is counted.
+"""A dry run: runs a step's own `train` as one rank of N on tensors without data, and counts its second step.
 
     python -m extras step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
 Under `FakeTensorMode` a tensor has a shape, a dtype and a device, but no data, and `item()` returns 1.0. With the
 process group "fake", one process can be any rank of any world; it sends nothing. Tokens visit all experts equally
-often; `levels_of` computes how many rows that makes.
+often; `levels_of` computes how many rows each level of the dispatch then has.
 
 Each operator adds its FLOPs and bytes. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth), which is a
-lower bound; messages take no time here. Causal attention counts the half of the scores that its kernels compute. Memory
-and time are those of a CPU's operators, except for RMSNorm, for which a GPU has one kernel and a CPU ten.
+lower bound; messages take no time here. Causal attention counts only the half of the scores that its kernels compute.
+Memory and time are those of a CPU's operators, except that RMSNorm is one kernel, as on a GPU, instead of ten.
 """
 
 import gc
@@ -43,11 +43,11 @@ from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import MoE
 
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # where the two factors begin
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # the place of the first factor
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
-WRITES = {"copy_", "zero_", "fill_"}  # do not read the tensor that they change
-FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # read nothing, or a few
-TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}  # read as much as they return
+WRITES = {"copy_", "zero_", "fill_"}  # these do not read the tensor that they change
+FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # these read next to nothing
+TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}  # these read as much as they return
 
 
 @dataclass
@@ -56,14 +56,14 @@ class Flags:
 
     dry_run: int = 0  # count a step of one rank of N, on tensors without data, instead of training; 0: train
     rank: str = ""  # with --dry-run: this rank alone, or all; default: one rank of each pipeline stage
-    gpu: str = "h100-80"  # with --dry-run: whose peak and bandwidth the operators' times are for
+    gpu: str = "h100-80"  # with --dry-run: compute times from this GPU's peak and bandwidth
 
 
 NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
 
 
 def check(config: Any, world: int):
-    """Raises UserError for what a dry run cannot do."""
+    """Raises UserError for flags that a dry run cannot serve."""
     if not config.dry_run:
         return
     if world > 1:
@@ -90,7 +90,7 @@ def flops_of(name: str, args: tuple, kwargs: dict) -> float:
 
 
 def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Bytes that a kernel reads and writes; those of an expanded tensor count once."""
+    """Bytes that a kernel reads and writes; repeated elements of an expanded tensor count once."""
 
     def total(values: Any) -> int:
         return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_iter(values) if isinstance(t, Tensor))
@@ -110,7 +110,7 @@ class Meter(MemoryTimeline):
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # rows that leave in each level of the dispatch that is still to come
+        self.found: list[int] = []  # rows sent at each level of the dispatch that is still to come
         self.rows = 0  # rows that visit experts
         self.inside = False  # inside a kernel that has been counted
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
@@ -124,14 +124,14 @@ class Meter(MemoryTimeline):
         return out
 
     def book(self, name: str, n_bytes: int, flops: float = 0.0, half: bool = True):
-        """Count a kernel; `half`: of 16 bits."""
+        """Count a kernel; `half`: it computes in 16 bits."""
         if self.counting and not self.inside:
             seconds = max(flops / (self.gpu.flops if half else self.gpu.single), n_bytes / self.gpu.hbm)
             self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
             self.seconds += seconds
 
     def norm(self, module: nn.RMSNorm, x: Tensor) -> Tensor:
-        """RMSNorm's forward, counted as one kernel, and backward, from y's autograd node to those of the inputs."""
+        """Compute RMSNorm, counted as one kernel; so is its backward, from y's autograd node to the inputs' nodes."""
 
         def enter(name: str, times: int, n_bytes: int = x.nbytes):
             self.book(name, times * n_bytes)
@@ -153,7 +153,7 @@ class Meter(MemoryTimeline):
         self.counting, self.start = True, len(self.events)
 
     def peak(self) -> dict[str, int]:
-        """Bytes by category at the moment of the step in which their sum is largest."""
+        """Bytes by kind, at the moment of the step when their sum is largest."""
         _, curves = self.curves()
         sums = [sum(column) for column in zip(*curves.values(), strict=True)]
         at = max(range(self.start, len(sums)), key=sums.__getitem__)
@@ -171,7 +171,7 @@ def levels_of(config: Any) -> list[float]:
     chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=draw))
     there = F.one_hot(chosen, config.experts).sum(1)
     parts = dict(rows=[config.ep], nodes=[config.ep // config.ep_inside, config.ep]).get(config.ep_mode, [])
-    room = min(1.0, config.capacity_factor or 1.0)  # the part of all choices that experts have room for
+    room = min(1.0, config.capacity_factor or 1.0)  # the fraction of choices that experts have room for
     return [room * there.unflatten(1, (n, -1)).any(-1).sum().item() / len(there) for n in (*parts, config.experts)]
 
 
@@ -190,7 +190,7 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 class Counted(OpenRun):
     """A run of two steps, which writes no files and keeps the counts of the second step.
 
-    `taken`: traffic and calls. `held`: bytes by kind. `tokens`: of a step, all ranks together.
+    `taken`: traffic and calls. `held`: bytes by kind. `tokens`: the tokens of a step on all ranks.
     """
 
     def __init__(self, config: Any, meter: Meter):
@@ -198,7 +198,7 @@ class Counted(OpenRun):
         self.first, self.meter, self.ledger, self.levels = False, meter, Ledger(), levels_of(config)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Count from here on."""
+        """Attach the counters, then yield a step that is not counted and one that is."""
         parts = self.open(**parts)
         watch = MemoryWatch(parts, self.meter)
         self.held = watch.most
@@ -215,17 +215,17 @@ class Counted(OpenRun):
         yield 1
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """A step is over."""
+        """Stop counting, and keep the step's traffic and tokens."""
         self.meter.counting, self.taken, self.tokens = False, self.ledger.take(), tokens
 
 
 @contextmanager
 def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
-    """Inside, this process is `rank` of `world`, and tensors have no data."""
+    """Inside this context, the process is `rank` of `world`, and tensors have no data."""
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:
-        n, both = tensor.shape[-1], tensor.dim() == 2  # [what leaves, what comes] in the next level; else for experts
+        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: [sent, received] at the next level; 1-D: experts
         rows = meter.found.pop(0) if both else meter.rows
         counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
         return [counts, counts] if both else counts
@@ -265,7 +265,7 @@ def run_rank(train: Callable, config: Any, rank: int) -> Counted:
 
 
 def report(seen: dict[int, Counted], config: Any) -> str:
-    """A line for each rank; then memory, traffic and operators of the fullest."""
+    """A line for each rank; then memory, traffic and operators of the rank with the highest peak."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
@@ -291,7 +291,7 @@ def report(seen: dict[int, Counted], config: Any) -> str:
 
 
 def instead_of(train: Callable) -> Callable:
-    """`train`, or with --dry-run the count of one rank of each pipeline stage, of --rank, or of all."""
+    """Wrap `train`: --dry-run counts --rank, all ranks or, by default, one rank of each pipeline stage instead."""
 
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:

@@ -1,7 +1,7 @@
 """Validation and text generation during or after a run, under every layout.
 
-Both call `look(parts, tokens, targets)`: a forward pass, whole or stage by stage. Validation computes the model's own
-`loss`, also in chunks. Generation passes one token to the head and samples from its logits.
+Both call `look`, which runs a forward pass through the whole model, or through one pipeline stage after the other.
+Validation computes the model's own `loss`. Generation passes one token to the head and samples from its logits.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Flags:
     """Validation and generation."""
 
     eval_every: int = 50  # steps between validations (and one at the end); 0: never
-    eval_sequences: int = 64  # sequences of the held-out split in a validation
+    eval_sequences: int = 64  # held-out sequences in each validation
     generate: str = ""  # with --resume: continue this text and exit
 
 
@@ -35,20 +35,20 @@ REFUSES = [Refusal(dict(eval_sequences=SET, eval_every=(0,)), "", needs="--eval-
 
 
 def group_of(parts: Parts, dim: str) -> Group:
-    """A group of the mesh; a group of one rank in a step without this dimension."""
+    """The mesh's group along `dim`, or a group of one rank in a step without this dimension."""
     return parts.mesh.groups.get(dim, Group(dim, 0, 1, None))
 
 
 def positions_of(parts: Parts) -> Tensor:
-    """int64 [seq / cp]: the positions of this rank's tokens."""
+    """The positions of this rank's tokens, int64 [seq / cp]."""
     return torch.arange(parts.model.config.seq_len) if parts.positions is None else parts.positions
 
 
 @torch.no_grad()
 def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Forward pass of a micro-batch of whole sequences, int64 [batch, seq]: returns the loss, a sum over its tokens.
+    """Run a forward pass on whole sequences, int64 [batch, seq]; returns the loss, summed over this rank's tokens.
 
-    Returns 0 on a rank without the last stage. A collective of tp, cp and pp.
+    A rank without the last stage returns 0. A collective of tp, cp and pp.
     """
     model, pipeline, here = parts.model, parts.pipeline, positions_of(parts)
     device = next(model.parameters()).device
@@ -73,7 +73,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, int64 [rows, seq], of the first held-out sequences; padded with rows without targets."""
+    """Tokens and targets, int64 [rows, seq], of the first held-out sequences; ignored rows pad them to `multiple`."""
     n_windows = (len(data.tokens) - 1) // data.shape.seq_len
     tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
     missing = -len(tokens) % multiple
@@ -82,7 +82,7 @@ def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]
 
 
 def validate(config: Any, parts: Parts) -> float:
-    """Mean loss over all targets of the held-out sequences. A collective; its traffic is not shown."""
+    """Compute the mean loss over all held-out targets. A collective that the observer does not count."""
     observer, comm.observer = comm.observer, None
     size, dp = config.micro_batch_size, group_of(parts, "dp")
     tokens, targets = held_out(parts.data, config.eval_sequences, dp.size * size)
@@ -97,15 +97,15 @@ def validate(config: Any, parts: Parts) -> float:
 
 
 def decode(tokens: list[int]) -> str:
-    """Byte tokens -> text; END becomes a blank line, ids that are no byte are skipped."""
+    """Decode byte tokens to text; END becomes a blank line, larger ids are skipped."""
     return b"".join(b"\n\n" if t == END else bytes([t]) for t in tokens if t <= END).decode("utf-8", errors="replace")
 
 
 def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
-    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, a forward pass each. A collective.
+    """Continue `prompt` by `n_tokens` tokens, sampled at temperature 0.8 with one forward pass each. A collective.
 
-    A text shorter than the sequence is padded at its end, where causal attention does not look. Afterwards the model
-    cannot train: its head sees one token, and its loss is replaced.
+    A text shorter than the sequence is padded at its end, which causal attention hides from earlier tokens. The model
+    cannot train afterwards: its head sees one token, and its loss is replaced.
     """
     model, tp, here = parts.model, group_of(parts, "tp"), positions_of(parts)
     seq_len, vocab_size = model.config.seq_len, model.config.vocab_size
@@ -122,7 +122,7 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
     for _ in range(n_tokens):
         window = tokens[-seq_len:]
         last = here == len(window) - 1
-        row = int(last.int().argmax())  # of this rank's tokens; any, if another rank of cp has the last one
+        row = int(last.int().argmax())  # this rank's index of the last token; 0 if another rank of cp has it
         padded = torch.tensor([window + [0] * (seq_len - len(window))])
         look(parts, padded, padded)
         logits = torch.zeros(vocab_size + tp.size, device=device)  # tp's shards may be padded
@@ -137,13 +137,13 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
 
 
 def metrics(config: Any, parts: Parts, step: int, end: int) -> dict[str, float]:
-    """The validation loss for metrics.jsonl, if it is due. `end`: the number of steps of the whole run."""
+    """The validation loss for metrics.jsonl, if it is due. `end`: the number of steps after which the run ends."""
     due = config.eval_every and ((step + 1) % config.eval_every == 0 or step + 1 == end)
     return dict(validation_loss=validate(config, parts)) if due else {}
 
 
 def answer(config: Any, parts: Parts):
-    """Print the text of --generate on rank 0. A collective."""
+    """Continue the text of --generate, and print it on rank 0. A collective."""
     text = generate(parts, config.generate)
     if parts.run.rank == 0:
         print(text, flush=True)

@@ -1,9 +1,9 @@
 """Reports why a job failed, once for all its ranks; or, if a step hangs, where each rank waits.
 
 All ranks end a step at about the same time, so if one hangs, all of them reach `--timeout` together, and each prints
-its own stack. Most are in a collective; the one that is elsewhere is the one they wait for. Only steps are timed,
-because nobody knows how long data, weights or a checkpoint take. A rank that waits for another one meanwhile is in a
-collective, and those of gloo and NCCL raise after twice `--timeout`.
+its own stack. Most are in a collective; the one that is elsewhere is the one they wait for. Only steps are timed, as
+loading data or weights and writing a checkpoint may take any time. A rank that waits for another one meanwhile is in a
+collective, and collectives of gloo and NCCL raise after twice `--timeout`.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process 
 
 
 def memory_is_full(error: BaseException) -> str:
-    """What to do when a GPU's memory is full."""
+    """Advice for a user whose GPU memory is full."""
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
     return (
         f"GPU memory is full{f' (it asked for {asked[1]} more)' * bool(asked)}: lower --micro-batch-size, "
@@ -36,7 +36,7 @@ def memory_is_full(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line; if it is not the user's, with the lines of our files that led to it."""
+    """Describe an error in a line; the lines of our files that led to it follow, if it is not the user's."""
     if isinstance(error, UserError):
         return f"error: {error}"
     rank, text = f"error: rank {os.environ.get('RANK', 0)}", textwrap.shorten(str(error), 600)
@@ -54,8 +54,8 @@ def report(error: BaseException, early: bool = False):
     """Report the error of a run once per job, and end this process, if torchrun has started it with others.
 
     The rank that reaches the launcher's store first reports for all. Peers may be gone, so this waits for nobody, and
-    skips the interpreter's shutdown, which can block on them. In one process, a full memory becomes a UserError. An
-    error of files is the user's if it is `early`: before the first step.
+    skips the interpreter's shutdown, which can block on them. In a job of one process, running out of GPU memory
+    becomes a UserError. So does an OSError if it is `early`, before the first step.
     """
     if isinstance(error.__cause__ or error, BrokenPipeError):
         os._exit(2)  # nobody reads our output any more, as after `| head`
@@ -67,7 +67,7 @@ def report(error: BaseException, early: bool = False):
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     reports = 1
-    with suppress(RuntimeError):  # the launcher is gone: each rank speaks for itself
+    with suppress(RuntimeError):  # the launcher is gone: each rank reports
         store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
         reports = store.add(f"reported/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1)
     if reports == 1:
@@ -77,21 +77,21 @@ def report(error: BaseException, early: bool = False):
 
 
 class Watchdog:
-    """A step that takes longer than `seconds` ends its rank, which prints where its main thread is."""
+    """Ends this rank if a step takes longer than `seconds`, and prints the stack of its main thread."""
 
     def __init__(self, seconds: float):
         self.seconds, self.main = seconds, threading.main_thread().ident
         self.timer: threading.Timer | None = None
 
     def begin(self, step: int):
-        """A step begins. `faulthandler` ends a main thread that never releases Python's lock, 5 s later."""
+        """Start a step's timer. If the main thread never releases the GIL, `faulthandler` ends the rank 5 s later."""
         self.timer = threading.Timer(self.seconds, self.end, [step + 1])
         self.timer.daemon = True
         self.timer.start()
         faulthandler.dump_traceback_later(self.seconds + 5.0, exit=True, file=sys.__stderr__)
 
     def pause(self):
-        """The step has ended, or the run."""
+        """Stop the timer: the step, or the run, has ended."""
         if self.timer is not None:
             self.timer.cancel()
         faulthandler.cancel_dump_traceback_later()

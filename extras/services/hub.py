@@ -1,18 +1,18 @@
-"""Between checkpoints and Hugging Face's formats: `python -m extras.services.hub export | import`.
+"""Converts checkpoints to Hugging Face's formats and back: `python -m extras.services.hub export | import`.
 
     export DIR OUT     the weights of a run (or checkpoint) DIR as config.json and model.safetensors, which
                        AutoModelForCausalLM.from_pretrained(OUT) opens; in the dtype that the run computed in
     import FOLDER OUT  config.json and *.safetensors of such a model as a checkpoint of step 0: start with it by
-                       --resume OUT. It has no moments, and the data begins at the beginning
+                       --resume OUT. It has no moments, and starts at the beginning of the data
 
-Both hold all weights in host memory. Three architectures compute what this decoder computes, number for number:
+Both commands hold all weights in host memory. Three architectures compute the same numbers as this decoder:
 
     Llama       no experts. Names and shapes are the same on both sides. SmolLM and SmolLM2 are of this kind
-    Mistral     the same, where it has no sliding window; it is exported as Llama
+    Mistral     the same, if it has no sliding window; it is exported as Llama
     Mixtral     step 7: softmax over all experts, top-k, the gates of the chosen sum to 1
 
-Mixtral's files have one tensor for each expert; ours has one for all, [experts, out, in]. A token that visits one
-expert (its gate is p, not 1) has no place in Mixtral's format.
+Mixtral's files have one tensor for each expert; ours have one for all, [experts, out, in]. A model with one expert per
+token cannot be exported: its gate is p here, and 1 in Mixtral's format.
 """
 
 import json
@@ -34,7 +34,7 @@ from extras.services.pieces import Piece
 from extras.services.shapes import check_shape, differing
 from extras.theory.shapes import Shape, shape_of
 
-SHARD_BYTES = 4 * 2**30  # of a file
+SHARD_BYTES = 4 * 2**30  # the most in one file
 SIZES = {  # ours -> theirs
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -54,10 +54,10 @@ NAMES = {  # the * is the number of an expert
     "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
     "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
 }
-FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # this decoder has no other
+FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only values here
 OLD = dict(num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4)
 DENSE = FIXED | OLD | dict(num_local_experts=0, num_experts_per_tok=0)
-KINDS = {  # by model_type: what a config.json means where it does not say it
+KINDS = {  # by model_type: the defaults of keys that a config.json lacks
     "llama": DENSE,
     "mistral": DENSE | dict(sliding_window=4096),
     "mixtral": FIXED | OLD | dict(rms_norm_eps=1e-5, rope_theta=1e6),
@@ -66,7 +66,7 @@ LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_posit
 
 
 def shapes_of(m: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name; [experts, out, in] for those of experts, whose width is ffn_dim."""
+    """Shapes of all parameters by name; [experts, out, in] for parameters of experts, whose width is ffn_dim."""
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
     for name in [name for name in shapes if m.experts and ".mlp." in name]:
@@ -84,7 +84,7 @@ def names_of(name: str, experts: int) -> list[str]:
 
 
 def config_of(m: Shape, dtype: str) -> dict[str, Any]:
-    """config.json of a model; RoPE in the words of transformers 4 and of 5."""
+    """The config.json of a model, with the keys for RoPE of both transformers 4 and 5."""
     kind = "mixtral" if m.experts else "llama"
     rope: dict[str, Any] = dict(rope_type="default")
     if m.rope_scaling != 1.0:
@@ -107,7 +107,7 @@ def config_of(m: Shape, dtype: str) -> dict[str, Any]:
 
 
 def export(source: str, out: str) -> str:
-    """Write the folder `out` from a run directory or checkpoint; returns what to print. Raises what `convert` names."""
+    """Write the folder `out` from a run directory or checkpoint; returns a line to print."""
     found, folder = find(source, Path(source)), Path(out)
     index, held = found.index, found.shapes("master")
     m = shape_of(ModelConfig(**index["model"]), SimpleNamespace(**index["config"]))
@@ -131,7 +131,7 @@ def export(source: str, out: str) -> str:
 
 
 def model_of(config: dict[str, Any]) -> Shape:
-    """config.json -> the shape of a decoder. Raises UserError for what this decoder does not have."""
+    """config.json -> the shape of a decoder. Raises UserError if this decoder cannot compute the model."""
 
     def need(name: str, value: Any, *allowed: Any):
         if value not in allowed:
@@ -160,7 +160,7 @@ def model_of(config: dict[str, Any]) -> Shape:
 
 
 def weights(folder: Path, m: Shape) -> list[Piece]:
-    """Our tensors, from the folder's model.safetensors, or the files that its index names. Raises UserError."""
+    """Read our tensors from the folder's model.safetensors, or the files that its index names. Raises UserError."""
     index, files, theirs = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     if index.exists():
         files = {*json.loads(index.read_text())["weight_map"].values()}
@@ -179,7 +179,7 @@ def weights(folder: Path, m: Shape) -> list[Piece]:
 
 
 def import_weights(source: str, out: str) -> str:
-    """Write a checkpoint of step 0 into run directory `out`; returns how to continue. Raises what `convert` names."""
+    """Write a checkpoint of step 0 into run directory `out`; returns a line to print."""
     folder, target = Path(source), Path(out)
     if target.exists():
         raise UserError(f"{out} exists already; give a new run directory")
@@ -198,7 +198,7 @@ def import_weights(source: str, out: str) -> str:
 
 
 def convert(verb: str, source: str, out: str) -> str:
-    """Export or import; returns what to print. Raises UserError, which names both, for whatever is wrong with files."""
+    """Export or import; returns a line to print. Raises UserError for any file that is wrong."""
     try:
         return dict(export=export, **{"import": import_weights})[verb](source, out)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What this rank sends: calls and bytes by mesh dimension and operation, as `comm.observer` sees them."""
+"""Counts the calls and bytes that this rank sends, by mesh dimension and operation, as a `comm.observer`."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -10,26 +10,26 @@ from extras.services.tables import human, table
 
 
 class Ledger:
-    """Entries since the last `take`."""
+    """Counts of calls and bytes since the last `take`."""
 
     def __init__(self):
         self.bytes: dict[str, Counter] = defaultdict(Counter)  # by dimension and operation
         self.calls: dict[str, Counter] = defaultdict(Counter)
 
     def book(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """An observer."""
+        """Count one message; `comm.observer` may be this method."""
         self.bytes[group.name][operation] += round(share * tensor.nbytes)
         self.calls[group.name][operation] += 1
 
     def take(self) -> dict[str, Any]:
-        """The entries as metrics, `traffic` {dim: {operation: bytes}} and `calls`; then start anew."""
+        """Return the counts as metrics, `traffic` {dim: {operation: bytes}} and `calls`, and reset them."""
         taken = dict(traffic=dict(self.bytes), calls=dict(self.calls))
         self.__init__()
         return taken
 
 
 def traffic_table(taken: dict[str, Any]) -> str:
-    """Calls and bytes of a step, as `Ledger.take` has them."""
+    """A table of a step's calls and bytes; `taken`: what `Ledger.take` has returned."""
     rows = [["traffic of a step", "calls", "sent"]]
     for dim, operations in taken["traffic"].items():
         for operation, sent in operations.items():

@@ -11,7 +11,7 @@ from common.schedules import SCHEDULES
 from extras.theory.layouts import Layout, broken
 from extras.theory.shapes import shape_of
 
-# What flags of the steps need (extras/variants/record.py).
+# Flags of the steps that need other flags (extras/variants/record.py).
 NEEDS = [
     ("sync", "zero", 0),
     ("bucket_mb", "zero", 0),
@@ -26,7 +26,7 @@ NEEDS = [
 
 
 def check_mesh(config: Any, world: int):
-    """Refuse sizes that make no mesh, before anything uses them. Raises UserError."""
+    """Refuse sizes that form no mesh of `world` ranks, before anything uses them. Raises UserError."""
     world, said = (config.dry_run, "--dry-run") if config.dry_run else (world, "--nproc_per_node")
     if world > 1 and not hasattr(config, "sync"):
         raise UserError(f"{said} {world}: step 1 knows one device; use {said} 1, or a later step")
@@ -38,14 +38,14 @@ def check_mesh(config: Any, world: int):
 
 
 def layout_of_flags(config: Any, world: int) -> Layout:
-    """The layout of a run of so many ranks, or of a dry run; dimensions that the step lacks are 1."""
+    """The layout of a run of `world` ranks, or of a dry run; dimensions that the step lacks are 1."""
     given = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
     x = Layout(**given)
     return Layout(**given, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
 
 
 def check(config: Any, world: int):
-    """Raises UserError with the first rule that the layout breaks."""
+    """Raises UserError for the first rule that the layout breaks."""
     x = layout_of_flags(config, world)
     v = SCHEDULES[x.schedule](config).v if x.pp > 1 else 1
     for message in broken(shape_of(PRESETS[config.model], config), x, v):

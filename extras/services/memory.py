@@ -1,7 +1,7 @@
-"""An instrument that watches every tensor being born and freed, and so draws memory over time on any device.
+"""Tracks when the storage of each tensor is allocated and freed, to draw memory over time on any device.
 
 PyTorch's dispatcher shows each operator's outputs to a `TorchDispatchMode`. A storage seen for the first time is an
-allocation; a weak reference tells when it is freed. What a kernel allocates and frees inside itself is not seen.
+allocation; a weak reference tells when it is freed. Memory that a kernel allocates and frees inside is not seen.
 """
 
 import resource
@@ -32,10 +32,10 @@ class Event(NamedTuple):
 
 
 class MemoryTimeline(TorchDispatchMode):
-    """Allocations and releases in order, each storage under one of KINDS."""
+    """Records allocations and releases in order, and assigns each storage to one of KINDS."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        """`clock`: the seconds of an event."""
+        """`clock`: returns the present time in seconds."""
         super().__init__()
         self.clock, self.watching = clock, False
         self.born = "other"  # the kind of new storages
@@ -46,7 +46,7 @@ class MemoryTimeline(TorchDispatchMode):
         self.known: dict[int, tuple[int, int]] = {}  # address of a live storage -> (running number, bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run the operator, and note the storages of its inputs, which were there before, and of its outputs."""
+        """Run the operator, and note the storages of its inputs, which existed before, and of its outputs."""
         self.note_all((args, kwargs), "other")
         out = func(*args, **(kwargs or {}))
         self.note_all(out, self.born)
@@ -59,7 +59,7 @@ class MemoryTimeline(TorchDispatchMode):
                 self.note(value, kind)
 
     def note(self, tensor: Tensor, kind: str) -> int:
-        """Look at a tensor's storage: it may be new, or have been emptied or filled. Returns its running number."""
+        """Note a tensor's storage, which may be new or have changed its size; returns the storage's running number."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self.known:
@@ -70,7 +70,7 @@ class MemoryTimeline(TorchDispatchMode):
         return self.known[address][0]
 
     def resize(self, address: int, n_bytes: int):
-        """A known storage has so many bytes now."""
+        """Note that a known storage now has `n_bytes` bytes."""
         number, before = self.known[address]
         if n_bytes != before:
             self.known[address] = number, n_bytes
@@ -78,7 +78,7 @@ class MemoryTimeline(TorchDispatchMode):
             self.total[self.kind[number]] += n_bytes - before
 
     def release(self, address: int):
-        """Called when a storage dies."""
+        """Note that a storage has been freed."""
         self.resize(address, 0)
         del self.known[address]
 
@@ -96,12 +96,12 @@ class MemoryTimeline(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error):
-        """Stop."""
+        """Stop watching."""
         torch.UntypedStorage.resize_, self.watching = self.right, False
         super().__exit__(*error)
 
     def label(self, kind: str, tensors: Iterable[Tensor | None]):
-        """Put these tensors' storages under a kind, from their birth on."""
+        """Assign these tensors' storages to a kind, also for the time since their allocation."""
         for tensor in tensors:
             if tensor is not None:
                 number, n_bytes = self.note(tensor, kind), tensor.untyped_storage().nbytes()
@@ -110,7 +110,7 @@ class MemoryTimeline(TorchDispatchMode):
                 self.kind[number] = kind
 
     def phase(self, name: str):
-        """A listener of the clock: what is born in forward is an activation."""
+        """Follow the clock's phases: storages allocated in forward are activations."""
         if self.born == "activations" and name != "forward":
             self.kept = max(self.kept, self.total["activations"])
         self.born = "activations" if name == "forward" else "other"
@@ -128,7 +128,7 @@ class MemoryTimeline(TorchDispatchMode):
 
 
 def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
-    """What a rank holds when gradients are complete, by kind."""
+    """The tensors that a rank holds when gradients are complete, by kind."""
     params, units = list(parts.model.parameters()), parts.units
     rule = parts.optimizer.torch_optimizer
     masters = [unit.master for unit in units] or list(parts.optimizer.masters.values())
@@ -144,7 +144,7 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 
 
 class MemoryWatch:
-    """The most bytes of each kind that a rank has held, measured around updates. It labels them in a timeline, too."""
+    """Measures the most bytes of each kind that a rank holds, around updates; also labels them in a timeline."""
 
     def __init__(self, parts: Parts, timeline: MemoryTimeline):
         self.parts, self.timeline = parts, timeline
@@ -154,19 +154,19 @@ class MemoryWatch:
             parts.around(parts.pipeline, "forward", self.receive, by=__name__)
 
     def update(self, step: Callable, lr: float):
-        """Around the optimizer's step."""
+        """Wrap the optimizer's step: measure before and after it."""
         self.measure()
         step(lr)
         self.measure()  # the first update makes the moments
 
     def receive(self, forward: Callable, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Around a stage's forward: what has arrived for it waits for its backward, too."""
+        """Wrap a stage's forward: the input that it received is an activation, too, as it is kept for backward."""
         if self.timeline.watching:
             self.timeline.label("activations", [x])
         return forward(i, stage, x)
 
     def measure(self):
-        """Note what there is: bytes of distinct storages, and of activations what backward will need."""
+        """Update `most`: bytes of distinct storages; of activations, those that were kept at the end of a forward."""
         for kind, tensors in held_tensors(self.parts).items():
             sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
             self.most[kind] = max(self.most.get(kind, 0), sum(sizes.values()))
@@ -177,13 +177,13 @@ class MemoryWatch:
 
 
 def memory_table(most: dict[str, int]) -> str:
-    """The most bytes that were held of each kind."""
+    """A table of the most bytes that were held of each kind."""
     rows = [[kind, human(n)] for kind, n in (most | dict(sum=sum(most.values()))).items()]
     return table([["memory", "held at most"], *rows])
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
+    """The peak in bytes so far: of the allocator on a GPU, of the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

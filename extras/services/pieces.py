@@ -1,4 +1,4 @@
-"""Where the tensors that a rank holds lie in their whole tensors.
+"""Maps the tensors that a rank holds to whole tensors and back, so that any layout reads what another has written.
 
 Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of one: its record of shards
 (common/layout.py) says which part of the whole it has, and under ZeRO it updates a range of that part's elements:
@@ -11,7 +11,7 @@ Whole tensors have step 1's names and shapes under every layout. A rank holds a 
         18 19  .  .  .  .        first = 4, tensor = [16]
 
 `assemble` makes the whole tensor from the pieces of all ranks, and `Piece.cut` takes one rank's piece out of a whole
-tensor, as `materialize` does with initial values. So any layout can read what any other has written.
+tensor, as `materialize` does with initial values.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from extras.variants import Parts
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of one whole tensor.
+    """The part of one whole tensor that a rank holds.
 
     `kind`: "master", "buffer", "owed", or a name in the update rule's state, such as "exp_avg".
     `tensor`: elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `shards`.
@@ -49,17 +49,17 @@ class Piece:
         return tuple(full_shape(self.shape, self.shards))
 
     def place(self) -> list:
-        """All but the tensor, for JSON."""
+        """Shape, shards and first element, in a form for JSON."""
         return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
 
     def like(self, kind: str, value: Tensor) -> "Piece":
-        """The update rule's `value` for this master, which lies as it does; or it is whole: a count, or factors."""
+        """The piece of the optimizer state `value`: cut like this master, or whole, if its shape differs (a count)."""
         if value.shape == self.tensor.shape:
             return replace(self, kind=kind, tensor=value)
         return Piece(kind, self.name, value, tuple(value.shape))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The part that a rank with this piece holds of a whole tensor; see `like` for tensors of another shape."""
+        """Cut a piece like this one out of a whole tensor; a tensor of another shape is returned whole, see `like`."""
         if tuple(whole.shape) != self.whole_shape:
             return whole
         for shard in self.shards:
@@ -68,9 +68,9 @@ class Piece:
 
 
 def assemble(pieces: Iterable[Piece]) -> Tensor:
-    """The whole tensor of all ranks' pieces, on the CPU; copies count once. Raises ValueError if some is missing.
+    """Assemble a whole tensor, on the CPU, from all ranks' pieces. Raises ValueError if a part is missing.
 
-    It cuts a tensor of the elements' numbers as the pieces were cut, which tells where each of their elements belongs.
+    It cuts a tensor of the elements' indices as the pieces were cut: this tells where each element of a piece belongs.
     """
     different = {(piece.shards, piece.first, piece.tensor.numel()): piece for piece in pieces}.values()
     shape, dtype = next((piece.whole_shape, piece.tensor.dtype) for piece in different)
@@ -86,7 +86,7 @@ def assemble(pieces: Iterable[Piece]) -> Tensor:
 
 
 def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> Iterator[Piece]:
-    """The pieces in a rank's file: of each name first a tensor with the place that `places` says, then its state."""
+    """Yield the pieces in a rank's file: for each name first a tensor with its place in `places`, then its state."""
     for name, held in state.items():
         (kind, tensor), *rest = held.items()
         shape, shards, first = places[name]
@@ -97,7 +97,7 @@ def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> I
 
 
 def masters(parts: Parts) -> Iterator[Piece]:
-    """What this rank updates: the masters, whole parameters in step 1's optimizer, slices in ZeRO's."""
+    """Yield the masters that this rank updates: whole parameters in step 1's optimizer, slices in ZeRO's."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
     for name, master in optimizer.masters.items():
@@ -106,13 +106,13 @@ def masters(parts: Parts) -> Iterator[Piece]:
 
 
 def buffers(parts: Parts) -> Iterator[Piece]:
-    """The buffers of the model, such as the biases of routers."""
+    """Yield the buffers of the model, such as the biases of routers."""
     for name, buffer in parts.model.named_buffers():
         yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards)
 
 
 def pieces(parts: Parts) -> Iterator[Piece]:
-    """All that this rank holds from one step to the next: masters, the update rule's state, buffers and debts."""
+    """Yield all that this rank keeps from step to step: masters, the update rule's state, buffers and debts."""
     for master in masters(parts):
         yield master
         for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
@@ -124,9 +124,9 @@ def pieces(parts: Parts) -> Iterator[Piece]:
 
 
 def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
-    """By name: (what is owed, key in it) of each sum of gradients of which this rank may owe something (--compress).
+    """The errors that --compress keeps for the next step: name -> (dict of errors, key), for each sum of gradients.
 
-    The name says all that a debt depends on, so another layout does not find it.
+    The name contains all that a debt depends on, so another layout does not find it.
     """
     names = {param: name for name, param in parts.model.named_parameters()}
     sums = {bucket: bucket.params for bucket in getattr(parts.sync, "buckets", ())}
@@ -139,9 +139,9 @@ def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
 
 
 def take(parts: Parts, saved: Any, moments: bool):
-    """Restore what this rank holds from a checkpoint (services/checkpoint.py). Raises UserError.
+    """Restore all that this rank holds from a checkpoint (services/checkpoint.py). Raises UserError.
 
-    Without `moments` the update rule begins anew. Debts are restored under the layout that has left them.
+    Without `moments` the update rule starts anew. Debts are restored only under the layout that has left them.
     """
     optimizer, device = parts.optimizer, next(parts.model.parameters()).device
     for master in masters(parts):

@@ -1,7 +1,7 @@
 """Writes the index of a plain run's checkpoint: `python -m extras.services.places CHECKPOINT`.
 
-A dry run of each rank builds what the rank had, and records the place of each of its tensors in the whole tensor. It
-needs a process of its own, which becomes each rank in turn. Afterwards any layout can read the checkpoint.
+A dry run of each rank builds its model and optimizer, and records the place of each of its tensors in the whole tensor.
+It needs a process of its own, which acts as each rank in turn. Afterwards any layout can read the checkpoint.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Built(OpenRun):
 
 
 def index_of(folder: Path) -> dict[str, Any]:
-    """index.json of a checkpoint that a plain run has saved."""
+    """Make the index.json of a checkpoint that a plain run has saved."""
     saved = torch.load(folder / file_name(0), mmap=True, map_location="cpu")
     flags, places = dict(saved["flags"]), []
     world = flags.pop("nproc_per_node")

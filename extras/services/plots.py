@@ -1,4 +1,4 @@
-"""Pictures of a run. Those with numbers of their own leave these beside them, as JSON."""
+"""Draws the pictures of a run, and writes the numbers that metrics.jsonl lacks beside them, as JSON."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ ACTIONS = dict(F="#2b5c8a", B="#9a4a1f", W="#2f6b4f")  # white numbers are legib
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Axes of a picture of so many inches, which then becomes a file."""
+    """Yield the axes of a picture of `width` x `height` inches, then save it as a file."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -20,7 +20,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The records of metrics.jsonl, if there is one, without a line that a crash or a full disk cut short."""
+    """Read the records of metrics.jsonl, if there is one; lines that a crash or a full disk cut short are skipped."""
     rows, path = [], Path(folder) / "metrics.jsonl"
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -29,7 +29,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def memory(folder: Path, seconds: list[float], held: dict[str, list[int]]):
-    """memory.png and memory.json: bytes over time, by kind."""
+    """Write memory.png and memory.json: bytes over time, by kind."""
     (folder / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=held)))
     with picture(folder / "memory.png", 9, 4) as axes:
         axes.stackplot(seconds, [[n / 2**20 for n in row] for row in held.values()], labels=held, step="post")
@@ -39,9 +39,9 @@ def memory(folder: Path, seconds: list[float], held: dict[str, list[int]]):
 
 
 def draw_timeline(axes: Any, ranks: list[list], width: float):
-    """What each stage did when, on axes `width` inches wide: by rank, [[kind, micro-batch, stage, start, end], ...].
+    """Draw each rank's actions over time; `ranks`: for each rank [[kind, micro-batch, stage, start, end], ...].
 
-    The micro-batch stands in a box that is wide enough; later stages of a rank are paler.
+    A box shows its micro-batch if it is wide enough on axes of `width` inches. Later stages of a rank are paler.
     """
     from matplotlib.colors import to_rgb
 
@@ -60,7 +60,7 @@ def draw_timeline(axes: Any, ranks: list[list], width: float):
 
 
 def timeline(folder: Path, schedule: str, ranks: list[list], idle: float, simulated_idle: float):
-    """timeline.png and timeline.json: the last step of a pipeline, and how much of it ranks were idle."""
+    """Write timeline.png and timeline.json: a pipeline's last step, and the fraction of it that ranks were idle."""
     data = dict(schedule=schedule, ranks=ranks, idle=idle, simulated_idle=simulated_idle)
     (folder / "timeline.json").write_text(json.dumps(data))
     with picture(folder / "timeline.png", 12, 1.2 + 0.25 * len(ranks)) as axes:

@@ -1,11 +1,11 @@
-"""A trace of a few steps (`--profile N`): every operator and every message of each rank, on a time line.
+"""Traces N steps (`--profile N`): every operator and every message of each rank, on a timeline.
 
 OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev and in chrome://tracing. It covers N steps, after one that is
-untraced and one that warms up the profiler. Beside PyTorch's own events it has ranges named as in the chapters:
+untraced and one that warms up the profiler. Besides PyTorch's own events it has ranges named as in the chapters:
 
     forward, optimizer                   a whole micro-batch on one stage, and the update
     F3.1, B3.1, W3.1                     the actions of a pipeline, for micro-batch 3 and stage 1
-    sums of gradients                    what `sync.finish` waits for
+    sums of gradients                    `sync.finish`, which waits for these sums
     gather layers.0                      an all-gather of ZeRO 3 starts
     f, g, attend                         the ends of a block under tp, and attention, which under cp is a ring
 
@@ -24,35 +24,35 @@ from common import UserError
 from extras.variants import Parts
 from step06_pipeline import ACTS
 
-BLOCK = dict(enter="f", leave="g", attend="attend")  # of a layer or a block: a method, and its name in the chapters
+BLOCK = dict(enter="f", leave="g", attend="attend")  # method of a layer or block: its name in the chapters
 
 
 @dataclass
 class Flags:
     """A trace."""
 
-    profile: int = 0  # steps to trace, after two others, in trace-RANK.json.gz; 0: none
+    profile: int = 0  # trace so many steps, after the first two, to trace-RANK.json.gz; 0: none
 
 
 def check(config: Any, world: int):
-    """The traced steps must come. Raises UserError."""
+    """Raises UserError if the run ends before the traced steps do."""
     if config.profile and config.steps < config.profile + 2:
         raise UserError(f"--profile {config.profile}: it needs --steps {config.profile + 2}, as two steps come before")
 
 
 def named(name: str, call: Callable, *given: Any, **more: Any) -> Any:
-    """Around a call: a range of this name."""
+    """Make a call inside a profiler range of this name."""
     with record_function(name):
         return call(*given, **more)
 
 
 def action(kind: str, act: Callable, i: int, stage: int, *given: Any) -> Any:
-    """Around an action of a pipeline: F3.1 is the forward of micro-batch 3 through stage 1."""
+    """Wrap an action of a pipeline: F3.1 is the forward of micro-batch 3 through stage 1."""
     return named(f"{kind}{i}.{stage}", act, i, stage, *given)
 
 
 class Trace:
-    """Names what a step does, and writes down when."""
+    """Puts named ranges around the parts of a step, and profiles N steps."""
 
     def __init__(self, steps: int, parts: Parts):
         self.run, self.cuda = parts.run, next(parts.model.parameters()).is_cuda
@@ -65,7 +65,7 @@ class Trace:
         self.profiler.start()
 
     def name(self, parts: Parts):
-        """Put a range around each call that the docstring above names."""
+        """Put a range around each call that the file's docstring lists."""
         calls = [(parts.optimizer, "step", "optimizer"), (parts.sync, "finish", "sums of gradients")]
         if parts.pipeline is None:
             calls.append((parts.model, "forward", "forward"))
@@ -84,12 +84,12 @@ class Trace:
         parts.around(parts.run, "record", self.step, by=__name__)
 
     def step(self, record: Callable, *given: Any, **numbers: Any):
-        """Around the end of a step."""
+        """Wrap the run's `record`: tell the profiler that a step is over."""
         record(*given, **numbers)
         self.profiler.step()
 
     def write(self, profiler: profile):
-        """The last of the N steps is over."""
+        """Write the files, when the last of the N steps is over."""
         profiler.export_chrome_trace(str(self.run.out / f"trace-{self.run.rank}.json.gz"))
         if self.cuda:
             torch.cuda.memory._dump_snapshot(str(self.run.out / f"memory-{self.run.rank}.pickle"))
@@ -97,5 +97,5 @@ class Trace:
 
 
 def attach(config: Any, parts: Parts) -> Trace | None:
-    """Begin to trace, if the flag asks for it."""
+    """Start tracing, if the flag asks for it."""
     return Trace(config.profile, parts) if config.profile else None

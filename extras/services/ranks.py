@@ -1,4 +1,4 @@
-"""What ranks tell one another beside their training."""
+"""Exchanges small Python objects and yes-or-no answers between ranks, apart from training."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def gather_objects(thing: Any) -> list[Any]:
-    """Small Python objects from all ranks, in their order (set-up and reports; no step's own traffic)."""
+    """Gather small Python objects from all ranks, in the order of ranks, for set-up and reports."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [thing]
     everyone = [None] * dist.get_world_size()
@@ -16,7 +16,7 @@ def gather_objects(thing: Any) -> list[Any]:
 
 
 def agree(*questions: bool) -> list[bool]:
-    """For each question, whether it is true on any rank: all ranks get the same answers. A collective, of few bytes."""
+    """For each question, whether it is true on any rank: all ranks get the same answers. A small collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(questions)
     answers = torch.tensor(questions, dtype=torch.int32, device="cuda" if dist.get_backend() == "nccl" else "cpu")

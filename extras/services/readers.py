@@ -1,11 +1,11 @@
-"""Data sets of many kinds for `--dataset`: files, folders, the hub (`id` or `id:config`), stored data sets.
+"""Reads many kinds of `--dataset`: files, folders, the hub (`id` or `id:config`), data sets saved to disk.
 
 Text becomes bytes (ids 0-255) with END (256) after each document. A column `input_ids` is used as it is, and so are,
 beside it, `labels` (the targets, -100 where no loss is wanted), `loss_mask` (0: this token is not a target), and
 `attention_mask` (0: padding, which is dropped). `datasets` converts everything once and memory-maps its Arrow files.
 
-A folder stands for all files in and below it of one kind, the first of KINDS that it has, sorted by path. It is read
-without hidden files, __pycache__, and held-out splits, which have the name of a split as a word in their path, such as
+A folder stands for all files of one kind in and below it, sorted by path; the kind is the first of KINDS that it has.
+Hidden files, __pycache__ and held-out splits are skipped. A held-out split has a word of SPLITS in its path, such as
 dev/a.jsonl and c4-validation.00000-of-00008.json.gz. A line at the start says what was read, and what was left out.
 """
 
@@ -26,7 +26,7 @@ from common.model import IGNORE
 from extras.variants import Parts
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".jsonl.gz": "json", ".json.gz": "json"}
-KINDS |= {".txt": "text", ".py": "text"}  # suffix -> what `datasets` calls the kind
+KINDS |= {".txt": "text", ".py": "text"}  # suffix -> the name of a builder of `datasets`
 LISTS = ("input_ids", "labels", "attention_mask", "loss_mask")
 HIDDEN = re.compile(r"(^|/)(\.[^/]|__pycache__)")
 SPLITS = {"test", "valid", "validation", "val", "dev", "eval"}
@@ -63,7 +63,7 @@ class Stream:
 
 
 def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
-    """Arrow's column of texts -> uint16 byte tokens of each, then END; null is no text. Raises ValueError."""
+    """Turn an Arrow column of texts into uint16 byte tokens, END after each; nulls are skipped. Raises ValueError."""
     texts = [text for text in table.column(0).to_pylist() if text is not None]
     if any(text.count("\0") > len(text) // 4 for text in texts):
         raise ValueError("it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -71,7 +71,7 @@ def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
-    """Arrow's columns of lists -> all tokens but padding in one list, and their labels. Raises ValueError."""
+    """Join Arrow columns of lists into one list of all tokens but padding, and one of labels. Raises ValueError."""
     import pyarrow.compute as pc
 
     flat, lengths = {}, {}
@@ -93,14 +93,14 @@ def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def format_of(file: Path) -> str:
-    """What `datasets` calls a file's kind; "" if it is not known."""
+    """The kind of a file, which is a builder's name in `datasets`; "" if it is not known."""
     return next((kind for suffix, kind in KINDS.items() if file.name.endswith(suffix)), "")
 
 
 def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
-    """The kind of a file, or the first kind that a folder has, and the files of this kind; the others are left out.
+    """Return the kind of a file, or a folder's first kind, and the files of this kind.
 
-    Raises ValueError if none is left.
+    All other files are noted in `left_out`. Raises ValueError if no file can be read.
     """
     paths = [path for path in sorted(root.rglob("*")) or [root] if path.is_file()]
     names = {path: name for path in paths if not HIDDEN.search(name := path.relative_to(root).as_posix())}
@@ -117,9 +117,9 @@ def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
 
 
 def open_source(source: str, left_out: list[str]) -> Any:
-    """The data set of a file, a folder, or the hub; files that are not read are added to `left_out`.
+    """Open the data set of a file, a folder, or the hub; files that are not read are noted in `left_out`.
 
-    A file is read anew when it has changed, even if it keeps its time of modification. Raises whatever fails.
+    A changed file is read again, even if its time of modification is the old one. Raises any error of `datasets`.
     """
     import datasets  # takes seconds to import
 
@@ -130,16 +130,16 @@ def open_source(source: str, left_out: list[str]) -> Any:
     if (root / "state.json").exists():
         return datasets.load_from_disk(str(root))
     kind, files = files_of(root, left_out)
-    changed = repr([(file, Path(file).stat().st_ctime_ns) for file in files])  # which nobody can set back
+    changed = repr([(file, Path(file).stat().st_ctime_ns) for file in files])  # ctime cannot be set back
     cache = Path(datasets.config.HF_DATASETS_CACHE, hashlib.sha256(changed.encode()).hexdigest()[:32])
     options = dict(sample_by="document", encoding_errors="replace") if kind == "text" else {}
     return datasets.load_dataset(kind, data_files=files, split="train", cache_dir=str(cache), **options)
 
 
 def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
-    """Text, or lists of ids -> a data set of uint16 `input_ids`, or of int32 `input_ids` and `labels`; documents.
+    """Turn text into uint16 `input_ids`, or lists into int32 `input_ids` and `labels`; returns (data set, documents).
 
-    What is not read is added to `left_out`. Raises ValueError if a column is missing, or not of these types.
+    Skipped columns and rows are noted in `left_out`. Raises ValueError if a column is missing, or not of these types.
     """
     import datasets
 
@@ -174,7 +174,7 @@ def read(source: str, text: str = Flags.text_column) -> tuple[Stream, Stream | N
 
     cache, left_out = Path(datasets.config.HF_DATASETS_CACHE), []
     cache.mkdir(parents=True, exist_ok=True)
-    datasets.logging.set_verbosity_error()  # which names a torn file
+    datasets.logging.set_verbosity_error()  # an error names a torn file
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
@@ -205,7 +205,7 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """Read with this file what the plain readers cannot: of the hub, configs, ids, labels; another column of text."""
+    """Let `read` replace a plain reader that reads less: the hub's, and others if --text-column is given."""
     kind = kind_of(config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)

@@ -1,11 +1,11 @@
-"""What a run saves and when, how another run continues from it, and how a run ends early.
+"""Saves checkpoints of a run, resumes a run from one, and ends a run early after a signal.
 
 A checkpoint holds what the next step depends on: masters, the update rule's state, buffers, and the number of the step,
-from which batch and learning rate follow. A variant that keeps more has two methods: `state()` returns what JSON can
-hold, the same on all ranks, and `restore(state)` takes it back.
+from which batch and learning rate follow. A variant that has more state has two methods: `state()` returns it, the same
+on all ranks and in a form for JSON, and `restore(state)` takes it back.
 
-A checkpoint that cannot be written, because the disk is full, ends the run in one line; those before it are untouched.
-Two are kept, and a third is on the disk while it is written.
+If the disk is full, a run ends with an error of one line, and earlier checkpoints are untouched. Two are kept, so the
+disk needs room for three.
 
 After Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 (from a batch system), or the death of torchrun, a run finishes its step,
 saves and ends. Under torchrun --max-restarts N a job is started again when a rank dies; with --resume auto it continues
@@ -41,11 +41,11 @@ class Flags:
     """Checkpoints. --resume auto: the newest in --out, if there is one; required: fail if there is none."""
 
     save_async: bool = False  # write checkpoints in the background, while training goes on
-    stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would; 0: at the end
+    stop_after: int = 0  # end after this step, as a pre-empted job would; the learning rate follows --steps
 
 
 def hold(out: Path) -> IO:
-    """Make a run directory, and lock it until the file returned is closed. Raises UserError if another run has it."""
+    """Make a run directory, and lock it until the returned file is closed. Raises UserError if another run has it."""
     out.mkdir(parents=True, exist_ok=True)
     file = (out / ".lock").open("a+")
     try:
@@ -63,7 +63,7 @@ def hold(out: Path) -> IO:
 
 
 class Keeper:
-    """Saves a run, from its first step to its last, and decides when it ends."""
+    """Restores a run, saves it, and decides when it ends."""
 
     def __init__(self, run: Run):
         self.run, self.config = run, run.config
@@ -71,7 +71,7 @@ class Keeper:
         self.end = min(self.config.steps, self.config.stop_after or self.config.steps)
         heard = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self.handlers = {number: signal.signal(number, self.stop) for number in heard}
-        self.lock: Any = ExitStack()  # of the run directory, once it is held
+        self.lock: Any = ExitStack()  # the open lock file of the run directory
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: Linux sends it when torchrun has died
 
@@ -90,7 +90,7 @@ class Keeper:
     def start(self, parts: Parts) -> int:
         """Lock the run directory, and restore what --resume names; returns the number of steps done.
 
-        --generate needs weights alone, and writes nothing. A collective. Raises UserError if another run has the
+        --generate restores only weights, and locks nothing. A collective. Raises UserError if another run has the
         directory, or the checkpoint does not fit.
         """
         self.parts, where, weights_only = parts, self.config.resume, bool(self.config.generate)
@@ -112,7 +112,7 @@ class Keeper:
         return self.done
 
     def own(self):
-        """Rank 0: lock the run directory, and unlock one that has been renamed."""
+        """Rank 0: lock the run directory, after releasing the lock of a renamed one."""
         self.lock.close()
         self.lock = hold(self.run.out)
 
@@ -129,7 +129,7 @@ class Keeper:
         begin()
 
     def leave(self, step: int) -> bool:
-        """After a step: save if it is time; returns whether the run ends here. All ranks decide alike."""
+        """After a step: save if it is time; returns whether the run ends here, the same on all ranks."""
         stopping, writing = agree(bool(self.signalled), self.saver.writing())
         last, every = stopping or step + 1 >= self.end, self.config.save_every
         saving = stopping or (every and (last or (step + 1) % every == 0))
@@ -151,12 +151,12 @@ class Keeper:
 
 
 def compare(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool) -> str:
-    """A line that names the flags that differ from those of a checkpoint; those of services are left out.
+    """A line that names the flags that differ from a checkpoint's; flags of services are left out.
 
     Raises UserError for another model and, unless only weights are restored, for another precision or update rule.
     """
     index, model, changed = saved.index, dataclasses.asdict(parts.model.config), []
-    weights_only = weights_only or "optimizer" not in index["config"]  # those of a model that was imported
+    weights_only = weights_only or "optimizer" not in index["config"]  # the model was imported
     unsaid = {"out", "save_every", "resume", "device", "model"}
     for base in type(config).__mro__:
         unsaid |= base.__annotations__.keys() if base.__module__.startswith("extras.services.") else set()

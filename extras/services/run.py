@@ -27,7 +27,7 @@ class ServedRun(OpenRun):
         self.ledger = Ledger()
 
     def __enter__(self) -> "ServedRun":
-        """Open the run; an error is printed once per job."""
+        """Open the run. An error here is printed once per job."""
         try:
             return self if self.config.dry_run else self.meet()  # a dry run has no other ranks, and writes nothing
         except Exception as error:
@@ -54,14 +54,14 @@ class ServedRun(OpenRun):
             failures.report(error, early=not self.began)
 
     def begin(self):
-        """As the plain run's, after an earlier run's files have been moved aside. A collective."""
+        """Move an earlier run's files aside, unless it is resumed, then begin as the plain run does. A collective."""
         on_ranks(self.out, partial(self.keeper.make_way, super().begin))
 
     def introduce(self, **parts: Any):
-        """Nothing: the screen prints more."""
+        """Print nothing: `Screen` prints its own introduction."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """As the plain run's, after everything has been attached, from the step at which --resume continues."""
+        """Attach everything, restore what --resume names, then yield steps as the plain run does."""
         self.start = self.keeper.start(self.open(**parts))
         if self.config.generate:
             evaluation.answer(self.config, self.parts)
@@ -78,16 +78,16 @@ class ServedRun(OpenRun):
         self.screen.finish()
 
     def restore(self, **_: Any) -> int:
-        """The step that `keeper` has restored."""
+        """The number of steps done; `steps` has restored everything already."""
         return self.start
 
     def count(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """The observer: count by operation, too."""
+        """Observe a message: also count it by operation, in the ledger."""
         super().count(operation, group, tensor, share)
         self.ledger.book(operation, group, tensor, share)
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """As the plain run's, with the numbers of services."""
+        """Record a step as the plain run does, with the services' numbers added."""
         numbers |= self.screen.more(tokens)
         before = time.perf_counter()
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)

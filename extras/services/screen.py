@@ -1,9 +1,9 @@
-"""What a run shows: tables before its first step and after its last, numbers of every step, pictures at the end.
+"""Prints a run's tables before its first step and after its last, computes each step's metrics, and draws pictures.
 
-screen = Screen(run, parts)     prints the mesh, the cuts, the layers of each rank
+Screen(run, parts, ledger)      prints the mesh, how parameters are sharded, and the layers of each rank
 screen.begin(step)              before a step
 screen.more(tokens)             fields for metrics.jsonl
-screen.line(row)                after a step: a line, where there is no terminal for a bar
+screen.line(row)                after a step: prints a line, if there is no terminal for a progress bar
 screen.finish()                 tables and pictures
 """
 
@@ -43,11 +43,11 @@ class Flags:
     """Screen and pictures."""
 
     profile_memory: int = 0  # draw memory over time for the first N steps
-    peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
+    peak_tflops: float = 0.0  # the device's dense peak; 0: from the table, or measured
 
 
 def mesh_picture(mesh: Mesh) -> str:
-    """Where each rank is in the mesh: the last dimension runs from left to right, the others from row to row."""
+    """Draw each rank's place in the mesh: the last dimension runs from left to right, the others from row to row."""
     *outer, inner = mesh.sizes
     lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
     places = product(*(range(mesh.sizes[name]) for name in outer))
@@ -58,7 +58,7 @@ def mesh_picture(mesh: Mesh) -> str:
 
 
 def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
-    """The fraction of the ranks' time, from first start to last end, that these spans (rank, start, end) leave idle."""
+    """The fraction of the ranks' time, from the first start to the last end, that no span (rank, start, end) covers."""
     length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
     return 1 - sum(end - start for _, start, end in spans) / (ranks * length)
 
@@ -70,7 +70,7 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
 
 
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
-    """Which layers each rank has, and the idle fraction if backward takes twice as long as forward."""
+    """List each rank's layers, and the idle fraction if backward takes twice as long as forward."""
     idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
     rows: list[list[str]] = [[] for _ in lists]
     for stage, place in enumerate(places):
@@ -91,7 +91,7 @@ def parameters_in_all(parts: Parts) -> int:
 
 
 class ExpertLoad:
-    """Counts what the routers of all layers have decided since the last `take`."""
+    """Counts the routing decisions of all layers with experts since the last `take`."""
 
     def __init__(self, config: Any, parts: Parts):
         self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
@@ -104,22 +104,22 @@ class ExpertLoad:
 
     @staticmethod
     def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
-        """Hook of a layer's experts on this rank: `given` is (rows, how many of them are for each expert)."""
+        """Forward pre-hook of a layer's experts on this rank; `given`: (rows, the number of rows for each expert)."""
         sums[-3] += given[1].sum()
 
     @staticmethod
     def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        """Around a layer's `aux_loss`: p [tokens, experts], and counts [experts], how often each expert was chosen."""
+        """Wrap a layer's `aux_loss`; p: [tokens, experts]; counts: [experts], how often each expert was chosen."""
         sums[:-3] += counts
         sums[-2] += len(p)
         sums[-1] += torch.special.entr(p.detach()).sum()
         return plain(p, counts)
 
     def take(self) -> dict[str, Any]:
-        """Of all ranks: `expert_load`, by layer each expert's share of the choices; `drop_rate`, the part of choices
-        that no expert was given; `router_entropy`, the mean of p's (nats; log E if undecided).
+        """Return the metrics of all ranks, and reset the counts. A collective that the observer does not count.
 
-        A collective, of which the observer is not told.
+        `expert_load`: for each layer, each expert's share of the choices. `drop_rate`: the fraction of choices that
+        were dropped. `router_entropy`: the mean entropy of p in nats, log(experts) for a uniform router.
         """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "tp", "pp"):
@@ -136,7 +136,7 @@ class ExpertLoad:
 
 
 class Screen:
-    """Tables, records and pictures of a run. Rank 0 prints and draws; all ranks give their numbers."""
+    """Shows a run: tables, metrics and pictures. Rank 0 prints and draws; all ranks contribute their numbers."""
 
     def __init__(self, run: Any, parts: Parts, ledger: Ledger):
         self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
@@ -167,12 +167,12 @@ class Screen:
         return [*texts, *parts.said()]
 
     def lists(self) -> list[list[Action]]:
-        """What each rank of the pipeline does in a step."""
+        """The actions of each pipeline rank in a step, in order."""
         return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
 
     def begin(self, step: int):
-        """A step begins. Every tensor is watched in the first --profile-memory steps, and on a CPU in one at least."""
-        self.ledger.take()  # what was not part of a step
+        """Begin a step. Tensors are watched in the first --profile-memory steps; on a CPU, at least in the first."""
+        self.ledger.take()  # discards what was not part of a step
         if step == self.run.start:
             self.watching.enter_context(self.timeline)
         if step == self.run.start + (self.config.profile_memory or int(self.device.type == "cpu")):
@@ -183,7 +183,7 @@ class Screen:
             self.run.bar.disable = True
 
     def more(self, tokens: int) -> dict[str, Any]:
-        """Fields for the record of a step. A collective, if there are experts."""
+        """Compute the services' metrics of a step. A collective, if there are experts."""
         seconds = time.perf_counter() - self.run.began
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
         numbers = dict(mfu=model, hfu=executed) | self.clock.take()
@@ -205,7 +205,7 @@ class Screen:
             )
 
     def finish(self):
-        """Tables and pictures, after the last step. A collective."""
+        """Print tables and draw pictures, after the last step. A collective."""
         self.watching.close()
         timelines = gather_objects(self.clock.timeline())
         if not self.run.first or not self.run.history:
@@ -226,7 +226,7 @@ class Screen:
         )
 
     def draw_timeline(self, rows: list[list]):
-        """Draw when each stage of one pipeline computed what in the last step."""
+        """Draw the actions of one pipeline's ranks over time, in the last step."""
         places, lists = self.parts.pipeline.places, self.lists()
         kinds = {kind for row in rows for kind, *_ in row}
         spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}

@@ -1,8 +1,8 @@
 """Finds all techniques and services, adds their flags to a step's, and attaches them to its run.
 
 compose(step)            the step's Config with the flags of all techniques and services
-check(config, world)     settle open flags, then refuse what does not go together or does not fit
-OpenRun(config)          the plain run, with everything prepared and attached: the base of all other runs
+check(config, world)     set flags that are left open, then refuse combinations that cannot work
+OpenRun(config)          the plain run with all techniques and services: the base of all other runs
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SERVICES = "stages devices shapes legal readers resume evaluation profile dry_ru
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """All variants, by chapter and name, then services. To import them adds their entries to the menus."""
+    """Import all variants, by chapter and name, then services. Importing one adds its entries to the menus."""
     files = sorted(Path(variants.__file__).parent.glob("step0*/*.py"))
     names = [f"extras.variants.{path.parent.name}.{path.stem}" for path in files]
     names += [f"extras.services.{name}" for name in SERVICES.split()]
@@ -34,7 +34,7 @@ def plugins() -> list[ModuleType]:
 
 
 def serves(plugin: ModuleType, cls: type) -> bool:
-    """Whether a file serves a step with this Config: those from SINCE on, by default from the step of its folder on."""
+    """Whether a file serves the step of this Config: it serves steps from SINCE on, by default from its folder's on."""
     if hasattr(plugin, "SINCE"):
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
@@ -43,7 +43,7 @@ def serves(plugin: ModuleType, cls: type) -> bool:
 
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
-    """The files whose flags a step with this Config has, and that define this name."""
+    """The files that serve the step of this Config, and define a name `function`."""
     return tuple(plugin for plugin in plugins() if serves(plugin, cls) and hasattr(plugin, function))
 
 
@@ -54,7 +54,7 @@ def compose(step: ModuleType) -> type:
     fields = [("save_every", int, 100)]  # the last two are kept
     about = dict(__doc__=step.Config.__doc__)
     made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
-    made.__module__ = step.__name__  # by which a run names its directory
+    made.__module__ = step.__name__  # a run's directory is named after it
     return made
 
 
@@ -66,14 +66,14 @@ def defaults(cls: type) -> dict[str, Any]:
 
 @lru_cache
 def refusals(cls: type) -> tuple[Refusal, ...]:
-    """All that the files say about flags of a step that do not go together, or that need others."""
+    """All rules of the files about flags of a step that exclude or need one another."""
     plain = defaults(cls)
     needs = (line for plugin in offered(cls, "NEEDS") for line in plugin.NEEDS if {*line[:2]} <= plain.keys())
     return *(need(plain, *line) for line in needs), *(one for file in offered(cls, "REFUSES") for one in file.REFUSES)
 
 
 def refuse(config: Any):
-    """Raises UserError with the first line that the flags break."""
+    """Raises UserError for the first rule that the flags break."""
     plain, value = defaults(type(config)), partial(getattr, config)
     for refusal in refusals(type(config)):
         if refusal.holds(value, plain):
@@ -81,7 +81,7 @@ def refuse(config: Any):
 
 
 def check(config: Any, world: int):
-    """Check the mesh, set flags that are left open, then refuse what cannot work. Raises UserError."""
+    """Check the mesh, set flags that are left open, then refuse combinations that cannot work. Raises UserError."""
     legal.check_mesh(config, world)
     for plugin in offered(type(config), "settle"):
         plugin.settle(config, world)
@@ -91,10 +91,10 @@ def check(config: Any, world: int):
 
 
 class OpenRun(Run):
-    """A run for which techniques and services prepare menus, and to whose parts they attach; nothing else."""
+    """The plain run, extended: techniques and services prepare its menus, then attach to its parts."""
 
     def __enter__(self) -> "OpenRun":
-        """Until the step has built, menus have what the flags ask for."""
+        """Put into the menus what the flags ask for, until the step has built its parts."""
         self.parts = Parts(self)
         for plugin in offered(type(self.config), "prepare"):
             plugin.prepare(self.config, self.parts)
@@ -106,14 +106,14 @@ class OpenRun(Run):
         super().__exit__(*error)
 
     def restore(self, **_: Any) -> int:
-        """Nothing: services save and restore (extras/services/resume.py)."""
+        """Restore nothing: extras/services/resume.py saves and restores."""
         return 0
 
     def save(self, step: int, **_: Any):
-        """See above."""
+        """Save nothing: extras/services/resume.py does."""
 
     def open(self, **parts: Any) -> Parts:
-        """Attach everything to the parts of a run, before its first step."""
+        """Attach techniques and services to the parts of a run, before its first step; returns the parts."""
         self.parts.give_back()
         mesh = parts.pop("mesh", None) or Mesh(dp=1)  # step 1 has none
         self.parts = dataclasses.replace(self.parts, mesh=mesh, **parts)

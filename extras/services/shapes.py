@@ -1,4 +1,4 @@
-"""Shape flags: a preset with other sizes becomes one more entry of PRESETS, whose name lists what differs."""
+"""Shape flags, such as --dim: a preset with other sizes is added to PRESETS, under a name that lists the changes."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Flags:
     seq_len: int = 0  # override the sequence length, in tokens
     rope_theta: float = 0.0  # override RoPE's base; 0: as the preset
     rope_scaling: float = 0.0  # override Llama 3.1's factor for RoPE's long waves; 1: none, 0: as the preset
-    norm_eps: float = 0.0  # override what RMSNorm adds to the mean square; 0: as the preset
+    norm_eps: float = 0.0  # override RMSNorm's epsilon; 0: as the preset
     tied: bool = None  # override whether embedding and head share one matrix
 
 
 def check_shape(shape: ModelConfig):
-    """Raise UserError, naming the flags to change, unless its parts fit together."""
+    """Raise UserError, naming the flags to change, unless the sizes fit together."""
     dim, heads, kv_heads = shape.dim, shape.n_heads, shape.n_kv_heads
     if dim % (2 * heads):  # RoPE rotates pairs of components
         raise UserError(
@@ -48,7 +48,7 @@ def differing(shape: ModelConfig, preset: ModelConfig) -> str:
 
 
 def settle(config: Any, world: int):
-    """Let `--model` name the preset with its overrides. Raises UserError."""
+    """Add the preset with its overrides to PRESETS, and name it in `config.model`. Raises UserError."""
     preset = PRESETS[config.model]
     flags = {field.name: getattr(config, field.name) for field in dataclasses.fields(Flags)}
     shape = dataclasses.replace(preset, **{k: value for k, value in flags.items() if value != getattr(Flags, k)})

@@ -1,7 +1,7 @@
 """`--pp-split 3,3,2` sets the number of layers of each stage, first to last; `--pp-split cost` balances their cost.
 
-A pipeline is as fast as its slowest stage, and the last one also has the head. By default all stages have the same
-number of layers, or one more. With the flag, the places of the schedule get other layers.
+A pipeline is as fast as its slowest stage, and the last stage also computes the head. By default layers are divided
+evenly, with one more in some stages. With the flag, the places of the schedule get other numbers of layers.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from step06_pipeline import Config as SINCE  # noqa: F401
 class Flags:
     """Stages."""
 
-    pp_split: str = ""  # layers of each stage, like 3,3,2; cost: balanced, the head counted; default: as many in each
+    pp_split: str = ""  # layers of each stage, like 3,3,2; cost: balance the cost, head included; default: evenly
 
 
 NEEDS = [("pp_split", "pp")]
 
 
 def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
-    """The places with the numbers of layers that `split` lists. Raises UserError."""
+    """Deal the numbers of layers that `split` lists to the places. Raises UserError."""
     n = len(places) // sum(place.before is None for place in places)
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in split.split(",")]
     if len(lengths) != n or min(lengths) < 1 or sum(lengths) != n_layers:
@@ -44,13 +44,13 @@ def check(config: Any, world: int):
 
 
 def prepare(config: Any, parts: Parts):
-    """Change the schedule that the flags select."""
+    """Give the layers of --pp-split to the schedule that the flags select."""
     if config.pp_split:
         parts.around(SCHEDULES, config.schedule, with_split, by=__name__)
 
 
 def with_split(plain: Callable[[Any], Schedule], config: Any) -> Schedule:
-    """Around an entry of SCHEDULES: the same schedule with other places."""
+    """Wrap an entry of SCHEDULES: the same schedule, with the layers that --pp-split gives its places."""
     schedule, split = plain(config), config.pp_split
     if split != "cost":
         return schedule._replace(places=lambda n, p, v: given(schedule.places(n, p, v), split, n))

@@ -1,4 +1,4 @@
-"""Text tables, bytes for a person to read, and the table that shows how every parameter is cut."""
+"""Formats numbers of bytes, and tabulates how every parameter is sharded and its gradient reduced."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from extras.theory.tables import table
 
 
 def human(n_bytes: float) -> str:
-    """Bytes for a person to read."""
+    """Format a number of bytes: 1536 -> "1.50 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(n_bytes) < 1024:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:,.2f} {unit}"
@@ -21,7 +21,7 @@ def human(n_bytes: float) -> str:
 
 
 def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
-    """The shape of the whole tensor, from that of a rank's part and its cuts."""
+    """The shape of the whole tensor, from the shape and the shards of a rank's part."""
     shape = list(shape)
     for shard in reversed(shards):
         shape[shard.dim] = shard.full
@@ -29,11 +29,11 @@ def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
 
 
 def reduction_table(model: Decoder, mesh: Mesh) -> str:
-    """By parameter its full shape and, along each dimension, Shard(its own dimension), Partial or Replicate.
+    """A table of each parameter's full shape and, for each mesh dimension, Shard(d), Partial or Replicate.
 
-    Partial: its gradient is a sum over these ranks. Along pp: how many of the stages have it. There is a column for
-    each dimension of the mesh, and for each other group that shards or sums some parameter, such as ep. Layers share
-    a row, with a star for their number. A collective.
+    Shard(d): the parameter's dimension d is cut. Partial: its gradient is summed over these ranks. The pp column
+    tells how many stages have it. Other groups that shard or sum a parameter, such as ep, have columns, too. Layers
+    share a row, with a star for their number. A collective.
     """
     rows, dims = {}, [*mesh.groups]
     for name, param in model.named_parameters():

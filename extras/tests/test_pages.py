@@ -171,7 +171,7 @@ def test_chapter_1_a_parameter_has_16_or_18_bytes(pages):
 
 def test_chapter_2_buckets_leave_in_order(pages):
     """A bucket leaves when it and all before it are complete; in the end all ranks have one sum."""
-    frame = frames_of(pages, "step02_ddp", "Buckets fill and leave while backward goes on")[""]
+    frame = frames_of(pages, "step02_ddp", "Buckets fill and are sent during backward")[""]
     for state, (says, _) in enumerate(frame["states"]):
         rows = list(rows_of(frame, state).values())
         full = [all(chip[2] != "gone" for chip in row[0]) for row in rows]
@@ -220,7 +220,7 @@ def test_chapter_4_tensors_are_what_the_table_says(pages):
 
 def test_chapter_5_every_pair_is_computed_once(pages):
     """16 tokens have 136 pairs; with zigzag all ranks have the same work in each hop, in order they do not."""
-    frames = frames_of(pages, "step05_cp_ring", "Who meets which keys when")
+    frames = frames_of(pages, "step05_cp_ring", "Queries and keys, hop by hop")
     assert {"zigzag", "ring"} <= frames.keys()
     for mode, frame in frames.items():
         pairs = [(query, key) for query, key, *_ in frame["boxes"]]
@@ -234,7 +234,7 @@ def test_chapter_5_every_pair_is_computed_once(pages):
 
 def test_chapter_7_tokens_come_home(pages):
     """Each rank gets rows for its own experts, sorted by expert. No row is lost; outputs return in the rows' order."""
-    for frame in frames_of(pages, "step07_moe_ep", "Tokens go to experts and come home").values():
+    for frame in frames_of(pages, "step07_moe_ep", "Tokens travel to experts and back").values():
         rows = {name: [[c[0] for c in cell if c != "|"] for cell in row] for name, row in rows_of(frame).items()}
         assert rows["home"] == rows["sorted"] and sorted(chain(*rows["there"])) == sorted(chain(*rows["sorted"]))
         for (here,), there in zip(rows_of(frame)["experts here"], rows["there"], strict=True):

@@ -108,7 +108,7 @@ def test_a_job_saves_at_a_signal_and_is_queued_again(slurm, tmp_path):
     assert 3 <= saved < 60 and newest(out).name == f"step-{saved:08d}"
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # else SLURM waits for two minutes
     wait(lambda: state() in ("", "COMPLETED"), log)
-    assert f"going on from {newest(out).with_name(f'step-{saved:08d}')}" in log.read_text()
+    assert f"resuming from {newest(out).with_name(f'step-{saved:08d}')}" in log.read_text()
     ours, theirs = ([row["loss"] for row in read_metrics(folder)] for folder in (out, tmp_path / "one"))
     assert len(ours) == 60 and difference(ours, theirs) < 1e-10
     assert json.loads((out / "config.json").read_text())["nproc_per_node"] == 2

@@ -3,7 +3,8 @@
 import io
 import random
 import re
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from itertools import count, islice, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,9 +92,9 @@ def test_a_spike_goes_back_past_what_came_before_it(rule):
     assert all(torch.equal(value, left_out.weights[name]) for name, value in back.weights.items())
 
 
-@pytest.mark.parametrize("chunk", [0, 40, 64])
-def test_logits_of_one_chunk_exist(chunk):
-    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
+@contextmanager
+def logits_of() -> Iterator[list[int]]:
+    """Inside, the list gets the number of tokens of each product with the head's weight."""
     sizes, shape = [], (equal.SMALL["vocab_size"], equal.SMALL["dim"])
 
     def linear(x, weight, *bias, right=F.linear):
@@ -101,6 +102,13 @@ def test_logits_of_one_chunk_exist(chunk):
         return right(x, weight, *bias)
 
     with mock.patch.object(F, "linear", linear):
+        yield sizes
+
+
+@pytest.mark.parametrize("chunk", [0, 40, 64])
+def test_logits_of_one_chunk_exist(chunk):
+    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
+    with logits_of() as sizes:
         equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
     assert max(sizes) == (chunk or 64)
 

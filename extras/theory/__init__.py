@@ -1,1 +1,1 @@
-"""The planner, and the formulas that it evaluates: FLOPs, bytes held, bytes sent and seconds from plain sizes."""
+"""The planner, and its formulas for FLOPs, memory, traffic and seconds, which need only sizes, no run."""

@@ -1,7 +1,7 @@
-"""Activations: what a rank of the course's trainer keeps of a micro-batch in 16 bits; of a layer, to the byte.
+"""Counts the bytes of activations that a rank keeps of a micro-batch in 16 bits; for a layer the count is exact.
 
-A layer keeps what its backward needs, from F to B. Where a schedule has W apart, it keeps something else from B to W.
-How many micro-batches wait at a time, the rank's list of actions says (`kept_along`).
+From F to B, a layer keeps what its backward needs. If a schedule has separate actions W, it keeps the inputs and
+gradients of its products from B to W. A rank's list of actions says how many micro-batches wait (`kept_along`).
 """
 
 from itertools import accumulate
@@ -11,13 +11,13 @@ from common.schedules import Action, Place
 from extras.theory.layouts import Layout
 from extras.theory.shapes import Shape
 
-NARROW, WIDE = 2, 4  # bytes of a number, and of one that is added up
-MOST = 2**30  # bytes of a chunk's logits, wide (extras/variants/step01/chunked_loss.py)
+NARROW, WIDE = 2, 4  # bytes of a number, and of one that is accumulated
+MOST = 2**30  # most bytes of a chunk's logits in 32 bits (extras/variants/step01/chunked_loss.py)
 CHUNK = 2048  # tokens whose logits exist at the same time: a plan's --loss-chunk
 
 
 class MicroBatch(NamedTuple):
-    """The sizes of a micro-batch on one rank of a layout. `on_cpu`: with a CPU's kernels, as in the dry run."""
+    """The sizes of a micro-batch on one rank of a layout. `on_cpu`: it runs a CPU's kernels, as in the dry run."""
 
     m: Shape
     x: Layout
@@ -60,12 +60,12 @@ class MicroBatch(NamedTuple):
 
 
 def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
-    """A layer's matrix products on one rank: rows, inner, outer, and how many of them are one launch.
+    """A layer's matrix products on one rank: (rows, inner, outer, number of products in one launch).
 
     Matrices with the same input are one product: q, k and v; gate and up.
     """
     m, tp, up = p.m, p.x.tp, 1 if p.m.gpt else 2
-    width = m.shared_experts * m.expert_width if experts else m.ffn_dim  # of what every token visits
+    width = m.shared_experts * m.expert_width if experts else m.ffn_dim  # of the MLP that every token visits
     products = [(p.tokens, m.dim, m.dim / tp + 2 * p.kv, 1), (p.tokens, m.dim / tp, m.dim, 1)]
     if width:
         products += [(p.tokens, m.dim, up * width / tp, 1), (p.tokens, width / tp, m.dim, 1)]
@@ -76,22 +76,22 @@ def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float,
 
 
 def norm_bytes(p: MicroBatch) -> float:
-    """What a norm keeps of a token: its input, one wide number; on a CPU also what its kernels keep."""
+    """Bytes that a norm keeps of a token: its input, one wide number, and on a CPU also what its kernels keep."""
     return p.m.dim * NARROW + WIDE + p.on_cpu * p.m.dim * (2 * WIDE - NARROW)
 
 
 def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
-    """What one layer keeps until its backward. All inside the blocks is 1/tp wide; with SP all between them is, too.
+    """Bytes that one layer keeps until its backward. tp shards all that is inside the blocks; SP also all between them.
 
-    Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
-    Experts, of each token's choices: the same, and their outputs; of its tokens what routers found. With full
-    recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
-    made. (Scores, where they stay: step01/attention_scores.py.)
+    Of two norms, see `norm_bytes`. Of attention: input, q, k, v, output and a number a head. Of an MLP: input, gate,
+    up, silu(gate), their product. Of experts: the same and the outputs, for each choice of a token, and the routers'
+    results. Full recomputation keeps only the layer's input; elementwise recomputation also the outputs of matrices
+    and attention. (step01/attention_scores.py may keep the scores, too.)
     """
     m, e, cheap = p.m, NARROW, recompute == "elementwise"
     if recompute == "full":
         return p.own * m.dim * e
-    whole = p.tokens * m.dim * e  # a block's input, or what its last matrix made
+    whole = p.tokens * m.dim * e  # a block's input, or the output of its last matrix
     keys = p.tokens * 2 * p.kv * e * (1 if cheap else p.x.gathered)  # else they are gathered again
     kept = whole + keys + p.share * (2 * m.dim * e + WIDE * m.n_heads)
     kept += p.own * (m.dim * e if cheap else 2 * norm_bytes(p))
@@ -108,9 +108,9 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
 
 
 def end_bytes(p: MicroBatch) -> float:
-    """What norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
+    """Bytes that norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
 
-    In chunks: the gradients of the hidden states and of the head, which are known since forward.
+    A loss in chunks instead keeps the gradients of the hidden states and of the head, which it computes in forward.
     """
     kept = p.own * norm_bytes(p) + p.tokens * p.m.dim * NARROW
     if p.at_once < p.tokens:
@@ -119,9 +119,9 @@ def end_bytes(p: MicroBatch) -> float:
 
 
 def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]:
-    """What a stage keeps of a micro-batch from F to B and, `split`, from B to W: its products' inputs and gradients.
+    """Bytes that a stage keeps of a micro-batch from F to B and, if `split`, from B to W.
 
-    Tables of RoPE are shared by its layers.
+    From B to W it keeps the inputs and gradients of its products. Its layers share the tables of RoPE.
     """
     kinds = [p.m.has_experts(n) for n in place.layers]
     kept = sum(layer_bytes(p, kind, p.x.recompute) for kind in kinds)
@@ -135,7 +135,7 @@ def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]
 
 
 def kept_along(row: list[Action], kept: dict[int, tuple[float, float]]) -> list[float]:
-    """What a rank keeps before each action of its list, and after the last. `kept`: by stage, as `stage_bytes`."""
+    """Bytes that a rank keeps before each action of its list, and after the last. `kept`: stage -> `stage_bytes`."""
     changes = []
     for kind, _, stage in row:
         until_b, until_w = kept[stage]

@@ -1,15 +1,15 @@
-"""GPUs, each described by its memory and a few constants, and constants that hold for all of them.
+"""Describes each GPU by a few constants, such as memory, peak and bandwidths, and has some that hold for all GPUs.
 
-A constant comes from a data sheet, or from published step times. The last kind is fitted once for a GPU, to all
-published rows on it together; none belongs to a row.
+A constant comes from a data sheet or from published step times. Those of the second kind are fitted once for each GPU,
+to all published rows on it together, never to a single row.
 """
 
 from typing import NamedTuple
 
 GIB = 2**30
-ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, --dry-run counts
+ROOM = 0.95  # the part of the memory that a plan may fill, as allocators fragment it; --dry-run decides close cases
 CONTEXT = 1.5 * GIB  # CUDA's context and libraries
-COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
+COMMUNICATOR = 0.5e9  # bytes of NCCL's buffers for a group: estimated at 0.3e9 or more, here as an upper bound
 NODE = 8  # GPUs of a node
 
 
@@ -23,13 +23,13 @@ class Gpu(NamedTuple):
     hbm: float  # bytes/s that an elementwise kernel reaches
     within: float  # bytes/s that a GPU sends to others of its node, bus bandwidth of NCCL
     between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do
-    contention: float = 0.0  # by what part of itself each doubling of nodes beyond two lengthens a byte's time
+    contention: float = 0.0  # each doubling of nodes beyond two adds this part of a byte's time
     node: int = NODE  # GPUs of a node
-    number: int = 2  # bytes of a number that it computes with: an activation's, a weight's
-    start: float = 34e-6  # seconds of a message that has no bytes, and no way to go
+    number: int = 2  # bytes of an activation or of a weight
+    start: float = 34e-6  # seconds of a message without bytes and hops
     hop: float = 3.4e-6  # seconds from one rank of a ring to the next within a node
     hop_between: float = 14e-6  # and from one node to the next
-    launch: float = 12e-6  # seconds that a kernel takes if it has nothing to do
+    launch: float = 12e-6  # seconds of a kernel that has nothing to do
 
 
 # `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.

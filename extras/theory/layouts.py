@@ -1,4 +1,4 @@
-"""A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
+"""Defines layouts, the sizes of all dimensions and further flags that decide memory and time, and lists legal ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,10 +13,10 @@ from common.trainer import among
 from extras.theory.gpus import NODE
 from extras.theory.shapes import Shape, divisors, visited_weights
 
-RECOMPUTE = ("none", "elementwise", "full")  # attention is fused; Megatron's was not, and has "selective"
+RECOMPUTE = ("none", "elementwise", "full")  # no "selective": attention is fused, as Megatron's was not
 CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
-GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all
+GATHERS = ("allgather", "balanced")  # a rank gathers the keys and values of all ranks
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Layout:
     cp: int = 1  # ranks that share each sequence
     tp: int = 1  # ranks that share each matrix
     ep: int = 1  # ranks, of dp x cp x tp, that share the experts
-    zero: int = among(dict.fromkeys(range(4)), 1)  # what ZeRO cuts: 0 nothing, ... 3 everything
+    zero: int = among(dict.fromkeys(range(4)), 1)  # ZeRO stage: 0 shards nothing, ... 3 everything
     micro_batch_size: int = 1  # sequences per forward and backward
     global_batch_size: int = 1  # sequences per step, all ranks together
     schedule: str = among(SCHEDULES, "1f1b")  # order of the work in a pipeline
-    chunks: int = 2  # stages on each rank, of schedules that leave it open
+    chunks: int = 2  # stages on each rank, for schedules that leave it open
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
-    cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
+    cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries get at the keys of other ranks
     pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
     zero_keep: bool = False  # with --zero 3: gather weights once a step
-    zero_overlap: bool = False  # with --zero 1: start sums in the last backward
+    zero_overlap: bool = False  # with --zero 1: start to sum gradients in the last backward
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
-    dp: int = 1  # ranks that see other sequences: what is left
+    dp: int = 1  # ranks with different sequences: the number of all ranks divided by pp x cp x tp
 
     @property
     def world(self) -> int:
-        """All ranks; ep lies inside dp x cp x tp."""
+        """The number of all ranks; ep is a part of dp x cp x tp."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
@@ -58,14 +58,14 @@ class Layout:
 
     @property
     def way(self) -> tuple[str, int, int]:
-        """What decides a pipeline's stages and lists: schedule, ranks, and stages on each, if the schedule asks."""
+        """Schedule, pipeline ranks and --chunks, which decide a pipeline's stages and its lists of actions."""
         return self.schedule, self.pp, self.chunks
 
     def flags(self) -> str:
         """The layout as flags of step 7, or of step 6 for a model without experts."""
         always = ("pp", "cp", "tp", "zero", "micro_batch_size", "global_batch_size", "recompute")
         open_chunks, words = self.pp > 1 and has_chunks(self.schedule), []
-        for field in fields(self)[:-1]:  # dp is what is left
+        for field in fields(self)[:-1]:  # without dp, which follows from the others
             name, value = field.name, getattr(self, field.name)
             if name in always or (value != field.default and (name != "chunks" or open_chunks)):
                 flag = name.replace("_", "-")
@@ -91,15 +91,15 @@ class Network(NamedTuple):
         return -(-self.ranks // self.in_node)
 
 
-# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp. ZeRO's lie in dp x cp; experts,
-# which tp does not shard, in dp x cp x tp
+# Dimension -> (number of ranks, distance of neighbours). tp is innermost, then cp, dp, pp. ZeRO shards over dp x cp;
+# experts, which tp does not shard, are spread over dp x cp x tp.
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
     "dp": lambda x: (x.dp * x.cp, x.tp),
     "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
     "ep": lambda x: (x.ep, 1),
-    "shard": lambda x: (x.dp * x.cp // x.zero_replicas, x.tp),  # over which ZeRO cuts; and of the experts:
+    "shard": lambda x: (x.dp * x.cp // x.zero_replicas, x.tp),  # over which ZeRO shards; and for experts:
     "expert shard": lambda x: (x.dp * x.cp * x.tp // x.ep, x.ep),
     "replicas": lambda x: (x.zero_replicas, x.tp * (x.dp * x.cp // x.zero_replicas)),
 }
@@ -114,8 +114,8 @@ def network(x: Layout, dim: str, node: int = NODE) -> Network:
 def communicators(m: Shape, x: Layout) -> int:
     """How many NCCL communicators a rank belongs to: those that `Mesh.enter` creates, and one for services.
 
-    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) The two groups each
-    of --cp-mode usp and --ep-mode nodes are not counted: a layout does not know their sizes.
+    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) --cp-mode usp and
+    --ep-mode nodes have two groups each, which are not counted, as a layout does not know their sizes.
     """
     urgent = {STRIDES[dim](x) for dim in ("pp", "cp", "tp")}
     sums = {(x.dp, x.cp * x.tp), *(STRIDES[dim](x) for dim in ("dp", "shard", "replicas"))}
@@ -126,10 +126,10 @@ def communicators(m: Shape, x: Layout) -> int:
 
 
 def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
-    """The rules about sizes that a layout breaks, each as one line. `v`: stages on a rank in a pipeline.
+    """Yield a message for each rule about sizes that a layout breaks. `v`: stages on a rank in a pipeline.
 
-    A run (extras/services/legal.py) and the planner both ask it. Which flags do not go together is declared by the
-    techniques (extras/variants/record.py).
+    Both a run (extras/services/legal.py) and the planner use it. Techniques declare which flags exclude one another
+    (extras/variants/record.py).
     """
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
     cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of a rank
@@ -181,7 +181,7 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
 
 
 def illegal(m: Shape, x: Layout) -> str:
-    """Why the sizes of a layout do not fit, or why the planner has no times for it; else ""."""
+    """The reason why a layout's sizes do not fit, or why the planner cannot time it; "" if it is legal."""
     try:
         return next(broken(m, x, schedule_of(x.schedule, x.chunks).v), "")
     except UserError as error:
@@ -201,14 +201,14 @@ def has_chunks(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """Layers of each of n stages: the most expensive stage is as cheap as can be, then the sum of squares is small.
+    """Numbers of layers of n stages that minimise the cost of the costliest stage, then the sum of squared costs.
 
-    The cost is that of a token forward, in multiply-adds: of a layer's matrices and its attention; last, of the head.
+    A layer costs a token's multiply-adds in forward, of matrices and attention; the last layer includes the head.
     """
     costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
     costs[-1] += m.vocab_size * m.dim
     until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage has to cost more
-    best = {0: (0, 0, ())}  # layers dealt -> (the dearest stage, squares, layers of each)
+    best = {0: (0, 0, ())}  # layers dealt -> (cost of the costliest stage, sum of squares, layers of each)
     for stage in range(n):
         best = {
             stop: min(
@@ -239,7 +239,7 @@ def balance(m: Shape, places: list[Place]) -> list[Place]:
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
     """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with defaults for everything else.
 
-    A micro-batch divides the sequences of a rank.
+    The size of a micro-batch divides a rank's number of sequences.
     """
     for pp in [d for d in divisors(world) if d <= m.n_layers]:
         for tp in [d for d in divisors(world // pp) if m.n_heads % d == 0]:
@@ -252,7 +252,7 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 
 
 def schedules(m: Shape, mesh: Layout) -> list[Layout]:
-    """A mesh with every legal schedule, and --chunks where it asks; without a pipeline there is nothing to choose."""
+    """A mesh with every legal schedule, and every --chunks if the schedule has it; without a pipeline, only one."""
     if mesh.pp == 1:
         return [replace(mesh, schedule="1f1b", chunks=1)]
     each = product(SCHEDULES, divisors(m.n_layers // mesh.pp))
@@ -269,6 +269,6 @@ def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """Every legal schedule and way of ZeRO on a mesh."""
+    """A mesh with every legal schedule and every choice of ZeRO."""
     for x, zero in product(schedules(m, mesh), zero_ways(m, mesh)):
         yield replace(x, **zero)

@@ -1,26 +1,26 @@
-"""Bytes that a rank of the course's trainer holds at most in a step: a bound that can be derived on a page.
+"""Bounds the bytes that a rank of the course's trainer holds in a step, by formulas that fit on a page.
 
     state       weights, gradients (from the first backward on), masters, moments, or what ZeRO leaves of them
-    waiting     activations: of each micro-batch from its F to its B (and W), as the rank's list of actions has it
-    a moment    what rises above both while an action runs
+    waiting     activations of each micro-batch, from its F to its B (and W), along the rank's list of actions
+    a moment    bytes beyond both, while an action runs
 
-A number has 2 bytes, one that is added up 4 (e, w). T: tokens. h: dim. V, f: a rank's rows of the vocabulary, and its
+A number has e = 2 bytes, an accumulated one w = 4. T: tokens. h: dim. V, f: a rank's rows of the vocabulary, and its
 part of ffn_dim. N = V h: numbers of the head's matrix, or the embedding's. U: of a layer, M: of its largest matrix.
-Z = w from ZeRO 2 on, else 0: a gradient is moved into its unit's buffer, and there until the next unit's is on its way.
+Z = w from ZeRO 2 on, else 0: a gradient is copied into its unit's buffer, until the next unit's gradient is sent.
 
-    beside all that waits, the largest of
+    in addition to all that waits, the largest of
     loss        3 w T V: logits, their logarithms, their gradient; in chunks of C tokens 3 w C V + w N
-    head        (e + w + Z) N: its gradient as autograd makes it, as it is added up, and where ZeRO wants it; but what
-                it and the loss have kept is gone then
-    layer       3 e T f + e T h, gradients of SwiGLU's products and of the output, with the layer itself, if it is
-                done again. (On a CPU, whose norm is ten operators, 5 w T h, if that is more)
-    weights     (e + w) M: a gradient as autograd makes it, and as it is added up. Where W is not apart, Z U beside it
-                or beside the layer; else here
+    head        (e + w + Z) N: its gradient from autograd, accumulated, and in ZeRO's buffer; minus what head and loss
+                have kept, which is freed by then
+    layer       3 e T f + e T h, gradients of SwiGLU's products and of the output, and the layer itself, if it is
+                recomputed. (On a CPU, whose norm is ten operators, 5 w T h, if that is more)
+    weights     (e + w) M: a gradient from autograd, and accumulated. Z U is added here or, without separate actions W,
+                to the larger one of layer and weights
     when nothing waits any more
-    embedding   (e + w) N; w N more where a gradient is kept that is then copied: the head's by autograd, if both are
-                one; ZeRO 2's by B, if W is apart
-    all along   Z for the unit before, on its way (N, if the rank has an end); with ZeRO 3 e 2 U, weights of neighbours
-    update      w for what is copied as it is summed: ZeRO 1's slices; what a pair of ranks has twice
+    embedding   (e + w) N; w N more if a gradient is kept and then copied: the head's by autograd, if both have one
+                matrix; ZeRO 2's by B, if W is separate
+    all along   Z U for the unit being sent (on end ranks Z N, if more); with ZeRO 3 2 e U, weights of neighbours
+    update      w for copies that are summed: of ZeRO 1's slices; of weights that a pair of ranks shares
 
 The dry run counts every tensor. The bound is within 20% of its count, either way (extras/tests/test_plan.py).
 """
@@ -76,7 +76,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
     """Bytes that a pipeline rank always holds: weights; gradients; masters and AdamW's moments."""
     whole, slices = numbers_of(m, x, rank)
     weights = NARROW * (slices if x.zero == 3 else whole)
-    if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and there until the update
+    if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and kept until the update
         weights += NARROW * whole
     return weights, WIDE * (slices if x.zero >= 2 else whole), 3 * WIDE * (slices if x.zero >= 1 else whole)
 
@@ -84,8 +84,8 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
 def loss_bytes(p: MicroBatch) -> float:
     """Bytes at the loss, for the tokens of a chunk: logits, their logarithms and their gradient, in 4 bytes each.
 
-    With tp the gradient takes the place of the logits, and narrow ones are still there. Of one chunk alone the
-    logarithms are kept anyway; of several, the head's gradient is there, too, since forward.
+    With tp the gradient overwrites the logits, while their narrow copy still exists. If there is one chunk, the
+    logarithms are kept anyway; if there are several, the head's gradient exists since forward, too.
     """
     copies = 2 * WIDE + NARROW if p.x.tp > 1 else 3 * WIDE
     if p.at_once < p.tokens:
@@ -102,9 +102,9 @@ def work_bytes(p: MicroBatch, experts: bool) -> float:
 
 
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
-    """How high a pipeline rank rises: all along, above all that waits, and above that when nothing waits any more.
+    """Extra bytes of a pipeline rank: at all times, on top of all that waits, and when nothing waits any more.
 
-    Of its layers the largest counts. Its experts are a unit of their own, and one matrix.
+    Only its largest layer counts. The layer's experts are a unit of their own, and one matrix.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}
@@ -125,9 +125,9 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
 
 
 def rank_bytes(m: Shape, x: Layout, rank: int, on_cpu: bool = False) -> Held:
-    """The most that a pipeline rank holds in a step, by kind."""
+    """The most bytes that a pipeline rank holds in a step, by kind."""
     p, places, split = MicroBatch(m, x, on_cpu), rank_places(m, *x.way)[rank], splits(*x.way)
-    few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
+    few = 4 * x.pp + x.micro_batches % x.pp  # more of them would not wait at once, but in afab
     row = lists_of(*x.way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     waiting = max(kept_along(row, {stage: stage_bytes(p, place, split) for stage, place in places.items()}))
     along, beside, alone = moment_bytes(p, places, split)
@@ -146,7 +146,7 @@ def outside(m: Shape, x: Layout) -> float:
 
 
 def held(m: Shape, x: Layout) -> Held:
-    """What the fullest rank of a layout holds on a GPU: of up to eight pipeline ranks all are tried, else five."""
+    """Bytes that a layout's fullest rank holds on a GPU. Up to eight pipeline ranks are all tried, of more five."""
     ranks = range(x.pp) if x.pp <= 8 else (0, 1, x.pp // 2, x.pp - 2, x.pp - 1)
     most = max((rank_bytes(m, x, rank) for rank in ranks), key=sum)
     return most._replace(moment=most.moment + outside(m, x))

@@ -1,4 +1,4 @@
-"""Pipelines on paper: which stages a rank has, and what it does in which order."""
+"""Derives from a schedule, for the planner, which stages a pipeline rank has and its list of actions."""
 
 from functools import lru_cache
 
@@ -29,7 +29,7 @@ def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
 
 @lru_cache(maxsize=4096)
 def ways_of(schedule: str, pp: int, chunks: int) -> int:
-    """Directions in which micro-batches pass the ranks. If there are two, pairs of ranks hold the same weights."""
+    """How many directions micro-batches take through the ranks. With two, pairs of ranks hold the same weights."""
     return sum(place.before is None for place in places_of(schedule, pp, chunks))
 
 
@@ -40,12 +40,12 @@ def depth(schedule: str, pp: int, chunks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def splits(schedule: str, pp: int, chunks: int) -> bool:
-    """Whether its lists compute the gradients of weights, W, separately."""
+    """Whether a schedule computes the gradients of weights in separate actions, W."""
     return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
 
 
 @lru_cache(maxsize=4096)
 def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
-    """The lists of all ranks for n micro-batches."""
+    """The lists of actions of all ranks, for n micro-batches."""
     entry = schedule_of(schedule, chunks)
     return [entry.actions(pp, n, entry.v if pp > 1 else 1, rank) for rank in range(pp)]

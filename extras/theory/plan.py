@@ -1,10 +1,10 @@
-"""Will it fit, how fast will it be, which layout do I take?
+"""Plans a training run: will it fit, how fast will it be, and which layout is the best?
 
     python -m extras.theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m extras.theory.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
 
 It prints the ten best layouts of the course's own trainer, or the given one: memory, time, why the obvious others lose,
-the questions of a plan with their laws and answers, and a line that launches it. GPUs are in nodes of 8; tp is
+answers to the usual questions with their laws, and a line that launches it. GPUs are in nodes of 8; tp is
 innermost, then cp, dp, pp. Memory is bounded (memory.py), and a step's --dry-run counts it. Time is predicted
 (seconds.py), and `python -m extras.tests.bench plan` compares it with published runs. search.py finds the best.
 """
@@ -36,11 +36,11 @@ MOST_GPUS = 2**17
 
 @dataclass
 class Flags:
-    """What to plan."""
+    """The run to plan."""
 
     model: str = "llama3-8b"  # a preset of the course, or one of gpt3-22b, gpt3-175b, gpt3-530b, gpt3-1t
-    gpus: int = 8  # how many; nodes have 8
-    gpu: str = among(GPUS, "h100-80")  # of which kind
+    gpus: int = 8  # number of GPUs, in nodes of 8
+    gpu: str = among(GPUS, "h100-80")  # kind of GPU
     seq_len: int = 0  # tokens of a sequence; 0: the model's
     global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens
     layout: str = ""  # report on this layout instead of the best ones: "--tp 8 --pp 4 ..."
@@ -54,7 +54,7 @@ def models() -> dict[str, Shape]:
 
 
 def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
-    """The model and the global batch size of the flags. Raises UserError."""
+    """The model and the global batch size that the flags ask for. Raises UserError."""
     if flags.model not in known:
         raise UserError(f"--model {flags.model}: no such model; choose one of {', '.join(known)}")
     if flags.gpus > MOST_GPUS:
@@ -68,7 +68,7 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
 
 
 def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
-    """The layout of --layout, refused where the steps refuse it. Raises UserError."""
+    """The layout of --layout. Raises UserError, also if the steps would refuse it."""
     try:
         x = parse(Layout, shlex.split(flags.layout))
         inner = x.pp * x.cp * x.tp
@@ -89,7 +89,7 @@ def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
 
 
 def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
-    """The layout of --layout, or else the best ones of all. Raises UserError if nothing fits."""
+    """The layout of --layout, or else the best layouts. Raises UserError if no layout fits."""
     gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]
@@ -112,7 +112,7 @@ def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; a mistake is one line and exit status 2."""
+    """Run the command; a user's mistake gives one line and exit status 2."""
     try:
         flags, known = parse(Flags, argv), models()
         m, batch = asked(flags, known)

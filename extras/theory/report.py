@@ -1,7 +1,7 @@
-"""The planner's report: tables of the best layouts, why others lose, and the questions that texts ask of a plan.
+"""Writes the planner's report: tables of the best layouts, why others lose, and answers to the usual questions.
 
-Each question is answered by the law of a step, with this model's and this cluster's numbers, and by what the first
-layout does about it. The last line is that layout, as a launch.
+Each question is answered by the law from a step's chapter, with this model's and this cluster's numbers, and by the
+flags of the best layout. The last line launches that layout.
 
 N: weights. n: ranks. b: sequences of a micro-batch, of which a rank has m in a step. s: tokens of a sequence. h: dim.
 """
@@ -23,22 +23,22 @@ from extras.theory.tables import table
 
 
 def script(m: Shape) -> str:
-    """The step that trains this model: the last, if it has experts."""
+    """The file of the step that trains this model: step 7 if it has experts, else step 6."""
     return "step07_moe_ep.py" if m.experts else "step06_pipeline.py"
 
 
 def always(m: Shape) -> str:
-    """Flags of the launch line that every layout has."""
+    """The flags of a launch that are the same for all layouts."""
     return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
 
 
 def gib(n_bytes: float) -> str:
-    """Bytes in GiB, as text."""
+    """Format a number of bytes in GiB."""
     return f"{n_bytes / GIB:,.1f} GiB"
 
 
 def rates(m: Shape, one: Found, gpu: Gpu) -> tuple[float, float, float]:
-    """MFU (the model's FLOPs), HFU (all executed FLOPs), and tokens/s of a GPU."""
+    """MFU (the model's FLOPs), HFU (all executed FLOPs), and tokens/s per GPU."""
     x = one.layout
     tokens = x.global_batch_size * m.seq_len / x.world / one.seconds.step
     model, executed = flops_per_token(m, x.recompute == "full")
@@ -60,12 +60,12 @@ def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
     return (
         f"flags after torchrun ... -m extras {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
-        f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
+        f"time of a step, s; by dimension, communication that is not hidden:\n{table(times)}"
     )
 
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
-    """One line each: the obvious other choices, made in the best layout, and why they lose."""
+    """Yield a line for each obvious change of the best layout: its name, and why it loses."""
     x, alone, no_zero = best.layout, dict(tp=1, pp=1, cp=1), dict(zero=0, zero_keep=False, zero_overlap=False)
     tries = [dict(tp=1), alone | dict(tp=NODE), alone | dict(tp=2 * NODE), dict(pp=1), dict(pp=2 * x.pp), dict(ep=1)]
     tries += [alone | no_zero | dict(zero=3, micro_batch_size=1), no_zero, dict(recompute="none")]
@@ -103,7 +103,7 @@ def largest(known: dict[str, Shape], m: Shape, x: Layout, gpu: Gpu) -> str:
 
 
 def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
-    """Tokens of the longest sequence that fits on a mesh, in steps of an eighth; 0 if not even 1,024 tokens fit."""
+    """The most tokens of a sequence that fit on a mesh, in steps of an eighth; 0 if not even 1,024 tokens fit."""
     lengths = ((8 + part) << doubled for doubled in range(7, 24) for part in range(8))
     legal = (s for s in lengths if leanest(replace(m, seq_len=s), x))
     return max(takewhile(lambda s: can_fit(replace(m, seq_len=s), x, gpu), legal), default=0)
@@ -139,7 +139,7 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
     parts = sorted(seconds.parts.items(), key=lambda part: -part[1])
     yield (
         "What bounds the time?",
-        f"computation: 6 FLOPs a token for each weight that it meets, and its attention, at {gpu.matmul:.0%} of "
+        f"computation: 6 FLOPs a token for each weight that it visits, and its attention, at {gpu.matmul:.0%} of "
         f"{gpu.flops / 1e12:.0f} TFLOP/s; and the messages and idle time that it does not hide",
         "here: " + ", ".join(f"{name} {part / seconds.step:.1%}" for name, part in parts if part),
     )
@@ -160,8 +160,8 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
     if m.experts:
         yield (
             "Where are the experts?",
-            f"{m.experts} in a layer, {m.experts_per_token} (K) a token: a row goes and comes for each, and its "
-            "gradient, 4 (ep-1)/ep T K h a layer (step 7)",
+            f"{m.experts} in a layer, {m.experts_per_token} (K) a token: a row is sent and comes back for each, and so "
+            "do gradients: 4 (ep-1)/ep T K h a layer (step 7)",
             f"here: --ep {x.ep}",
         )
     yield (

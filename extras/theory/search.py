@@ -1,9 +1,9 @@
-"""The best layouts among all legal ones, found without timing them all.
+"""Finds the best of all legal layouts without timing them all: branch and bound.
 
-A bound comes first: a step is never shorter than its computation and its exposed messages, dealt evenly to all ranks.
+A lower bound: a step is never shorter than its computation and its exposed messages, dealt evenly to all ranks.
 Meshes, each with one kind of recomputation, are taken in the order of their bounds. As soon as the next bound is longer
-than the tenth best step, the search is over: nothing better can be left. Within a mesh, a layout's bound has the least
-bubble that its schedule could have; only what fits, and could still win, is simulated.
+than the tenth best step, the search is over: no other layout can be better. Within a mesh, a layout's bound has the
+least bubble that its schedule could have; only layouts that fit, and could still win, are simulated.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from extras.theory.shapes import Shape
 
 
 class Found(NamedTuple):
-    """A layout with what it costs."""
+    """A layout with its memory and its time."""
 
     layout: Layout
     held: Held
@@ -42,7 +42,7 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """The layouts of a mesh among which one needs the least memory (a V-shaped schedule needs two layers a rank)."""
+    """One or two layouts of a mesh, of which one needs the least memory (a V-shaped schedule may not be legal)."""
     mesh = replace(mesh, zero_keep=False, zero_overlap=False)
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, **zero_ways(m, mesh)[-1]) for name in names]
@@ -50,7 +50,7 @@ def leanest(m: Shape, mesh: Layout) -> list[Layout]:
 
 
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found | None, int]:
-    """The best schedule and way of ZeRO of a mesh, if its step is under `limit` seconds; how many were simulated."""
+    """The best schedule and choice of ZeRO of a mesh, if its step is under `limit` seconds; how many were simulated."""
     winner, timed, room = None, 0, ROOM * gpu.memory
     bounds = [(step_seconds(m, x, gpu, simulated=False).step, i, x) for i, x in enumerate(variants(m, mesh))]
     for bound, _, x in sorted(bounds):

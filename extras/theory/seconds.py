@@ -1,22 +1,22 @@
-"""The time of one step on paper: each matmul, each pass over memory and each message has its seconds.
+"""Predicts the time of one step: the sum of its matmuls, passes over memory and exposed messages.
 
     matmul        FLOPs / (peak x part reached) + bytes of its three matrices / memory bandwidth + a launch
     elementwise   bytes / memory bandwidth + a launch
     collective    bytes sent by a rank / bandwidth + a start + hops; `within` a node, or `between` nodes x the ranks
                   of the group that a node has, which send side by side
-    all-to-all    what a rank has for others of its node at `within`, beside it what it has for other nodes at `between`
-    pipeline      its lists, simulated with the mean stage; and the dearest stage for the rest
+    all-to-all    rows for ranks of the same node at `within`; at the same time, rows for other nodes at `between`
+    pipeline      its lists, simulated with the mean stage; all else takes the time of the busiest rank
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
 The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 
-What makes a network worse as it grows (the laws of NCCL, ncclTopoTuneModel in its src/graph/tuning.cc):
+How a network slows down as it grows (the laws of NCCL, ncclTopoTuneModel in its src/graph/tuning.cc):
 
     ring          a gather or a scatter over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between
     tree          each half of an all-reduce has n/k - 1 hops within a node and log2 k between; never more than a ring
     contention    on some networks: bandwidth between k > 2 nodes / (1 + contention x log2(k / 2))
 
-A ring over many ranks sends each of them less and less, but its hops grow with n: from some n on, nothing hides them.
+With more ranks, a ring's messages become smaller, but its hops grow with n: from some n on, nothing hides them.
 """
 
 from functools import lru_cache
@@ -34,22 +34,22 @@ from extras.theory.pipelines import depth, ends_of, lists_of, places_of, rank_pl
 from extras.theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
-PARTS = ("matmul", "attention", "memory", "again", "tp", "cp", "ep")  # again: what backward recomputes; messages
-SENDS_AGAIN = ("elementwise", "full")  # ways to recompute
+PARTS = ("matmul", "attention", "memory", "again", "tp", "cp", "ep")  # again: recomputation; after it: messages
+SENDS_AGAIN = ("elementwise", "full")  # recomputation that repeats messages
 BothWays = tuple[float, float]  # seconds of a forward pass, and of its backward pass
 
 
 class Recipe(NamedTuple):
-    """The choices of one software. The course's trainer is `COURSE`; the others predict published runs."""
+    """The choices of one training software. `COURSE` is the course's trainer; others predict published runs."""
 
     name: str
     flash: bool = False  # attention is one kernel: scores never reach memory, and half of them are not computed
-    gradient: float = 2  # bytes of a weight's gradient, in which micro-batches add up and which travels
+    gradient: float = 2  # bytes of a weight's gradient, as it is accumulated and sent
     stops: bool = False  # recomputation stops before a layer's last matmul, as torch.utils.checkpoint does
     overlap_dp: bool = False  # sums gradients during backward
-    overlap_tp: bool = False  # with SP gathers a block's input again in backward, behind its weight gradients
+    overlap_tp: bool = False  # with SP: in backward, hides a second gather of inputs behind weight gradients
     scatter: bool = True  # tp ranks send a slice each over a pipeline boundary, also without SP
-    library: float = 1.0  # the part of `Gpu.matmul` that the libraries of its time reached
+    library: float = 1.0  # the part of `Gpu.matmul` that its matmul library reached
 
 
 COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, scatter=False)
@@ -67,7 +67,7 @@ def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: flo
 
 
 def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
-    """Seconds to read and write so many bytes."""
+    """Seconds in which so many kernels read and write `n_bytes` in all."""
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
@@ -77,7 +77,7 @@ def card(gpu: Gpu, net: Network) -> float:
 
 
 def hops_seconds(gpu: Gpu, net: Network, tree: bool) -> float:
-    """Until a number of one rank has reached all others: over a ring, or over a tree of nodes, in each a chain."""
+    """Seconds until one rank's number has reached all others: over a ring, or a tree of nodes with chains inside."""
     if tree:
         return (net.in_node - 1) * gpu.hop + ceil(log2(net.nodes)) * gpu.hop_between
     return (net.ranks - net.nodes) * gpu.hop + (net.nodes - 1) * gpu.hop_between
@@ -89,9 +89,9 @@ def ring(net: Network, n_bytes: float) -> float:
 
 
 def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1, tree: bool = False) -> float:
-    """A collective in which each rank sends so many bytes, cut into `messages`, while other groups do the same.
+    """Seconds of a collective in which each rank sends `sent` bytes in `messages`, while other groups do the same.
 
-    `tree`: half of an all-reduce, for which NCCL has both ways, and takes the quicker. All others are rings.
+    `tree`: it is half of an all-reduce, for which NCCL may use a tree. All other collectives are rings.
     """
     if net.ranks == 1:
         return 0.0
@@ -100,10 +100,10 @@ def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1,
 
 
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
-    """Each rank has `n_bytes`, as much for each rank of the group, itself too.
+    """Seconds of an all-to-all: each rank has `n_bytes`, in equal parts for all ranks of the group, itself included.
 
     In a ring one rank of a node sends to the next node, over the cards of all. Here each rank has rows for all ranks of
-    other nodes and sends them over its own card, while those for its own node travel over the links there.
+    other nodes and sends them over its own card, while rows for its own node travel over the links there.
     """
     if not net.leaves:
         return collective_seconds(gpu, net, ring(net, n_bytes))
@@ -112,7 +112,7 @@ def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
 
 
 def product_seconds(p: MicroBatch, gpu: Gpu, experts: bool) -> tuple[float, float, float]:
-    """A layer's matrix products: forward, the gradients of their inputs, and those of the weights."""
+    """Seconds of a layer's matrix products: forward, the gradients of the inputs, and those of the weights."""
     products = products_of(p, experts) + [(p.share, p.m.dim, p.m.experts, 1)] * experts  # the router
     return (
         sum(matmul_seconds(gpu, rows, inner, outer, n) for rows, inner, outer, n in products),
@@ -122,11 +122,11 @@ def product_seconds(p: MicroBatch, gpu: Gpu, experts: bool) -> tuple[float, floa
 
 
 def attention_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> BothWays:
-    """One layer's attention core, between the projections."""
+    """Seconds of one layer's attention core, between the projections."""
     m, x = p.m, p.x
     if recipe.flash:
         busiest = 2 - 1 / x.cp if x.cp_mode == "ring" else 1  # a plain ring's last rank has most keys
-        keys = m.seq_len / 2 * busiest  # of a token, in the mean
+        keys = m.seq_len / 2 * busiest  # the mean over tokens
         forward = p.tokens * keys * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
         return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, p.tokens * m.seq_len * m.n_heads / x.tp
@@ -136,7 +136,7 @@ def attention_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> BothWays:
 
 
 def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> BothWays:
-    """One layer's passes over memory between its matmuls."""
+    """Seconds of one layer's passes over memory between its matmuls."""
     m, x = p.m, p.x
     width = p.share * m.ffn_dim
     if experts:
@@ -144,17 +144,17 @@ def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) 
     between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # norms 2 x 2, residual sums (with GPT's dropout)
     qkv = p.tokens * (m.dim / x.tp + 2 * p.kv) * (2 if recipe.flash else 6)
     inside = gpu.number * (qkv + width * (2 if m.gpt else 3))
-    rows = experts * p.visits * m.dim * gpu.number * 2 * 3  # are sorted, sent, and put back
+    rows = experts * p.visits * m.dim * gpu.number * 2 * 3  # rows are sorted, sent, and put back
     forward = memory_seconds(gpu, between + inside + rows, 12)
     return forward, memory_seconds(gpu, 1.5 * between + 1.7 * inside + rows, 20)
 
 
 def tp_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool, w: float) -> BothWays:
-    """Messages over tp of one layer. Backward includes what recomputation sends again, and excludes what `w` hides.
+    """Seconds of one layer's messages over tp. Backward includes those of recomputation, and excludes hidden ones.
 
     They are halves of all-reduces: a block has a gather and a scatter, or an all-reduce. Experts have none, but shared
-    ones have SP's, and without SP their outputs are gathered. Recomputation does not need the output of a layer's last
-    matmul, so a recipe that `stops` does not sum it again. `w`: seconds of the weights' gradients.
+    experts have SP's, and without SP the experts' outputs are gathered. Recomputation does not need a layer's last
+    matmul, so a recipe that `stops` does not sum it again. `w`: seconds of weights' gradients, which hide messages.
     """
     m, x, net = p.m, p.x, network(p.x, "tp", gpu.node)
     half = collective_seconds(gpu, net, ring(net, p.tokens * m.dim * gpu.number), tree=not x.sp)
@@ -169,10 +169,10 @@ def tp_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool, w: float)
 
 
 def cp_seconds(p: MicroBatch, gpu: Gpu, core: BothWays) -> BothWays:
-    """Messages over cp of one layer that its attention, `core`, does not hide.
+    """Seconds of one layer's messages over cp that its attention, `core`, does not hide.
 
-    A ring's messages travel beside attention. A gather of keys comes before it, the sum of their gradients, in fp32,
-    after it. Ulysses' q, k and v come before, and o leaves after it; their gradients the other way.
+    A ring's messages overlap with attention. A gather of keys precedes it, and the fp32 sum of their gradients follows
+    it. Ulysses exchanges q, k and v before it and o after it; gradients go the other way.
     """
     x, net = p.x, network(p.x, "cp", gpu.node)
     q, kv = p.share * p.m.dim, p.tokens * 2 * p.kv
@@ -184,13 +184,13 @@ def cp_seconds(p: MicroBatch, gpu: Gpu, core: BothWays) -> BothWays:
     sent = (x.cp - 1) * kv * gpu.number  # keys and values of all others
     if x.cp_mode in GATHERS:
         return collective_seconds(gpu, net, sent), collective_seconds(gpu, net, (x.cp - 1) * kv * 4)
-    back = sent + x.cp * kv * 4  # their gradients go round with them
+    back = sent + x.cp * kv * 4  # their gradients travel with them
     hidden = zip((sent, back), core, strict=True)
     return tuple(max(0.0, collective_seconds(gpu, net, n) - seconds) for n, seconds in hidden)
 
 
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> np.ndarray:
-    """One layer on one rank, for one micro-batch: [forward, input's gradient, weights' gradient; part].
+    """Seconds of one layer on one rank, for one micro-batch: [forward, input's gradient, weights' gradient; part].
 
     Elementwise recomputation keeps the outputs of matmuls but sends as much again as full recomputation, as the dry run
     counts. Full recomputation may stop before an MLP's last matmul, whose output is not needed. Selective
@@ -212,7 +212,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> np.ndarray:
-    """The same for the output projection and the loss, which are never recomputed."""
+    """As `layer_work`, for the output projection and the loss, which are never recomputed."""
     tokens, vocab, net = MicroBatch(m, x).tokens, m.vocab_size / x.tp, network(x, "tp", gpu.node)
     gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * gpu.number), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
@@ -222,7 +222,7 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> np.ndarray:
 
 
 def layer_layout(x: Layout) -> Layout:
-    """The part of a layout that decides the work of a layer."""
+    """A layout with only the fields that decide the work of a layer."""
     keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp, cp_mode=x.cp_mode)
     return Layout(cp=x.cp, tp=x.tp, ep=x.ep, **keep)
 
@@ -236,15 +236,15 @@ def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
 
 
 def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
-    """One micro-batch in the whole model, for a `layer_layout`: [forward ..., part]."""
+    """Seconds of one micro-batch in the whole model, for a `layer_layout`: [forward ..., part]."""
     return np.tensordot((*layer_counts(m).values(), 1), works(m, x, gpu, recipe), 1)
 
 
 @lru_cache(maxsize=200_000)
 def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int, int]) -> tuple:
-    """One micro-batch on the busiest rank, [part], and the f, b and w of a mean stage, for a `layer_layout`.
+    """Seconds of one micro-batch on the busiest rank, [part], and f, b, w of the mean stage, for a `layer_layout`.
 
-    If micro-batches take two ways through the ranks, half of them take each.
+    If micro-batches pass the ranks in two directions, half of them take each.
     """
     loads = []  # of each rank: its layers without experts, those with experts, and heads
     for places in rank_places(m, *way):
@@ -269,10 +269,10 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
 
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
-    """Seconds that no order of work can save.
+    """A lower bound of the bubble, in seconds, for any order of actions.
 
-    The rank that micro-batches reach last waits for its first forward; where no W fills the gap, another one also for
-    the last backward. And one micro-batch passes all stages in turn, there and back.
+    The rank that micro-batches reach last waits for its first forward; if no W fills the gap, another rank also waits
+    for the last backward. Besides, one micro-batch passes all stages in turn, forward and backward.
     """
     ends, passed = x.pp // ways_of(*x.way) - 1, depth(*x.way)
     return max(ends * (f if splits(*x.way) else f + b + w), passed * (f + b - x.micro_batches / x.pp * (f + b + w)))
@@ -312,7 +312,7 @@ class Seconds(NamedTuple):
 
 
 def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulated: bool = True) -> Seconds:
-    """The step of one layout. Unless `simulated`, with the least bubble that its schedule could have."""
+    """Seconds of one layout's step. Unless `simulated`, its bubble is the lower bound, `least_bubble`."""
     n = x.micro_batches
     busy, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, x.way)
     bubble, exposed = 0.0, {}
@@ -333,14 +333,14 @@ def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulat
 
 
 def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
-    """Numbers of weights of the fullest rank: (replicated over dp x cp, of its experts)."""
+    """The number of weights on the fullest rank: (replicated over dp x cp, of its experts)."""
     return max(rank_numbers(m, *x.way, x.tp, x.ep), key=sum)
 
 
 def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
-    """Seconds of summing over pairs of pipeline ranks the gradients of what both hold.
+    """Seconds of summing the gradients of weights that two pipeline ranks share. Nothing hides them.
 
-    With two ways that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
+    If a schedule has two directions, pairs share all their weights; else the first and last stage share a tied matrix.
     """
     places, two = places_of(*x.way), ways_of(*x.way) > 1
     if not two and (not m.tied or places[0].rank == places[-1].rank):
@@ -355,13 +355,13 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
 def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
     """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
 
-    Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
-    the last twentieth: the last unit's gradient travels when nothing is left to compute. It sends a layer at a time,
-    any other software all at once.
+    With `overlap_dp`, an all-reduce is hidden behind the last micro-batch, and the sums of ZeRO 2 and 3 behind all of
+    them, but for a twentieth: the last unit's gradient is sent when nothing is left to compute. Such software sends a
+    layer at a time; other software sends all at once.
     """
     n, hidden, exposed = x.micro_batches, 0.0, pair_seconds(m, x, gpu, recipe)
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1
-    sums, late_sums, gathers, late_gathers = {  # how often: beside computation, or after it
+    sums, late_sums, gathers, late_gathers = {  # how often: during computation, or after it
         0: (2, 0, 0, 0),  # an all-reduce has two halves
         1: (x.zero_overlap, not x.zero_overlap, 0, 1),
         2: (n, 0, 0, 1),
@@ -384,7 +384,7 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
 
 
 def update_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
-    """Norm, clip and AdamW on the rank's part: read and write weights, gradients, masters and moments."""
+    """Seconds of norm, clip and AdamW on a rank's part: read and write weights, gradients, masters and moments."""
     shared, own = fullest_numbers(m, x)
     data, expert = (network(x, dim).ranks if x.zero else 1 for dim in ("shard", "expert shard"))
     passes = 2 * 12 + 4 * recipe.gradient + 8

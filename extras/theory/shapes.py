@@ -1,4 +1,4 @@
-"""A model as the formulas see it: its sizes, its weights, its FLOPs."""
+"""Computes the number of weights and of FLOPs of a model from its sizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -10,9 +10,9 @@ from common.model import ModelConfig
 
 @dataclass(frozen=True)
 class Shape(ModelConfig):
-    """A decoder, with the experts of step 7, or with what GPT-3 has (Brown et al. 2020)."""
+    """The sizes of a decoder, with the experts of step 7, or with GPT-3's differences (Brown et al. 2020)."""
 
-    experts: int = 0  # in the place of an MLP, in layers that have them
+    experts: int = 0  # in each layer that has them instead of an MLP
     experts_per_token: int = 2
     expert_dim: int = 0  # width of an expert; 0: ffn_dim
     shared_experts: int = 0
@@ -37,7 +37,7 @@ class Shape(ModelConfig):
 
 
 def shape_of(m: ModelConfig, flags: Any) -> Shape:
-    """A model's shape, with the experts that `flags` ask for, if they are those of step 7."""
+    """A model's shape, with the experts that `flags` ask for, if they are flags of step 7."""
     own = {field.name for field in fields(Shape)} - {field.name for field in fields(ModelConfig)}
     return Shape(**vars(m) | {name: value for name, value in vars(flags).items() if name in own})
 
@@ -103,11 +103,11 @@ def visited_weights(m: Shape, experts: bool) -> int:
 def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
     """FLOPs of training on one token: (model, executed).
 
-    A token is multiplied with each weight that it meets once, 2 FLOPs, and backward does twice as much: 6. Attention to
-    seq_len keys is 4 seq_len dim forward, and three times that in all; that keys come later is not subtracted, by
-    convention (Chowdhery et al. 2022, appendix B). Executed are also the scores,
-    once more in flash attention's backward, and a layer's forward, if it is recomputed: up to its last matrix, whose
-    output nobody keeps; with experts, to its end.
+    A token is multiplied once with each weight that it visits, 2 FLOPs, and backward takes twice as many: 6 in all.
+    Attention to seq_len keys takes 4 seq_len dim in forward, and three times that in all; by convention masked keys
+    count, too (Chowdhery et al. 2022, appendix B). Executed FLOPs include the scores that flash attention's backward
+    computes again and, with recomputation, a layer's forward: up to its last matrix, whose output is not needed, or,
+    with experts, to its end.
     """
     layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
     attention = 4 * m.n_layers * m.seq_len * m.dim

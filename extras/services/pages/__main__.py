@@ -1,4 +1,4 @@
-"""`python -m extras.services.pages DIR`: an index, and a page for each step and file of common/, from the sources."""
+"""Builds a page for each step and file of common/, and an index: `python -m extras.services.pages DIR`."""
 
 import argparse
 import ast
@@ -30,13 +30,13 @@ ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
 
 def blocks(*lines: str) -> str:
-    """Each line in a block of its own, so that a long line wraps under its own indentation."""
+    """Put each line into a block of its own, so that a long line wraps under its own indentation."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     return "".join(f'<span style="--in: {n}">{line.rstrip()}\n</span>' for n, line in zip(indents, lines, strict=True))
 
 
 class Pages:
-    """What the template shows. `lines`: for each module, the lines of its file in HTML."""
+    """What the template shows of the sources. `lines`: for each module, the lines of its file in HTML."""
 
     def __init__(self, files: dict[str, Path]):
         self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
@@ -44,7 +44,7 @@ class Pages:
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
 
     def highlight(self, module: str, source: str) -> list[str]:
-        """The lines in HTML. A name links to its definition; where it is defined, it has an id."""
+        """The lines of `source` in HTML. A name links to its definition; in its definition, it has an id."""
         lines, column = [""], 0
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
@@ -61,16 +61,16 @@ class Pages:
         return lines
 
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
-        """A docstring, in Markdown. Names that its file knows are links, but for a function's `own`, its parameters.
+        """Render a docstring's Markdown. Names that its file knows become links, except `own`, a function's parameters.
 
-        Lines with columns are a picture.
+        Lines with columns are rendered as a figure.
         """
 
         def link(match: re.Match) -> str:
             places = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
             return f"[{match[0]}]({places[0]})" if 0 < len(places) < 4 and match[1] not in own else match[0]
 
-        text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a picture is a paragraph
+        text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a figure is a paragraph
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
@@ -86,7 +86,7 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """What comes after a statement, to the end of the next: of each definition its words, and its code without."""
+        """Split the lines after one statement, to the end of the next, by definition: docstring, and other code."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         menu = getattr(getattr(node, "target", None) or getattr(node, "targets", [None])[0], "id", None)
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
@@ -104,7 +104,7 @@ class Pages:
         return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
-        """The difference of two definitions: (what happened, old lines, new lines)."""
+        """Compare two definitions: [(difflib's tag, old lines, new lines), ...]."""
         old, new = (self.lines[module][node.lineno - 1 : node.end_lineno] for module, node in both)
         plain = [[re.sub("<.*?>", "", line) for line in lines] for lines in (old, new)]
         codes = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()

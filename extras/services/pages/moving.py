@@ -1,4 +1,4 @@
-"""README's moving picture: `python -m extras.services.pages.moving FILE.gif` draws schedules, as they run."""
+"""Draws README's animation of pipeline schedules: `python -m extras.services.pages.moving FILE.gif`."""
 
 import sys
 
@@ -16,7 +16,7 @@ RANKS, MICRO_BATCHES = 4, 8
 
 
 def spans_of(name: str) -> list[tuple]:
-    """(end, rank, start, action) of all actions. A rank's two short stages take half the time each."""
+    """Simulate a schedule: (end, rank, start, action) of each action. A rank's two stages take half the time each."""
     config = compose(step06)(model="llama3-8b", schedule=name, pp=RANKS)
     places, lists = step06.plan(config, MICRO_BATCHES)
     each = len(places) // RANKS
@@ -25,7 +25,7 @@ def spans_of(name: str) -> list[tuple]:
 
 
 def main():
-    """Draw all frames, and write them."""
+    """Draw all frames, and write the animation."""
     if len(sys.argv) != 2 or not sys.argv[1].endswith((".gif", ".png")):
         sys.exit("error: name the file: python -m extras.services.pages.moving FILE.gif (or .png)")
     plugins()

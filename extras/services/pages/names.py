@@ -1,6 +1,6 @@
-"""Resolves names to their definitions with Jedi, as editors do. Torch is unknown to it here.
+"""Resolves names to their definitions with Jedi, as editors do. Names of torch are not resolved.
 
-An address is where a definition is on the pages: common.comm.html#Group.share. A place is (module, line, column).
+An address is a definition's link on the pages: common.comm.html#Group.share. A place is (module, line, column).
 """
 
 from collections import defaultdict
@@ -10,9 +10,9 @@ import jedi
 
 
 class Names:
-    """`refs`: by place, the addresses of what a name there may stand for. `homes`: by address, where it is defined.
+    """The links of all names. `refs`: place -> addresses to which its name may refer. `homes`: address -> its place.
 
-    `users`: by address, the addresses of what names it. `named`: by module, the addresses of what it names.
+    `users`: address -> addresses of the definitions that name it. `named`: module -> the addresses that it names.
     """
 
     def __init__(self, root: Path, files: dict[str, Path]):
@@ -23,7 +23,7 @@ class Names:
         scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
         names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]
         known = {it.name for _, it in names if it.is_definition()}.union(*(module.split(".") for module in files))
-        for module, name in [(m, it) for m, it in names if it.name in known]:  # others are of torch or Python
+        for module, name in [(m, it) for m, it in names if it.name in known]:  # other names are torch's or Python's
             addresses, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
             if not addresses and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
                 addresses = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
@@ -45,5 +45,5 @@ class Names:
         if scope and scope.type == "function" and it.type not in ("function", "class"):
             if not it.get_line_code()[: it.column].endswith("."):
                 return ""
-            name = f"{scope.parent().full_name}.{it.name}"  # a method gives it to `self`
+            name = f"{scope.parent().full_name}.{it.name}"  # a method assigns it to `self`
         return f"{module}.html#{name.removeprefix(module).lstrip('.')}"

@@ -1,5 +1,5 @@
 "use strict"
-// A definition in place: frames of the pages that have it, which show only what is asked for, in a panel at its link.
+// Definitions in place: a panel at the link has frames of the pages that define the name, and each shows only that.
 const framed = self !== top, panel = document.querySelector("aside"), contents = document.querySelector(".contents")
 let timer, over
 
@@ -22,7 +22,7 @@ addEventListener("mousemove", event => {
   over = link
   timer = setTimeout(() => link ? open(link) : panel.hidePopover(), link ? 150 : 400)
 })
-addEventListener("message", ({ data, source }) => {  // from a frame: how high it is, or that Escape is pressed there
+addEventListener("message", ({ data, source }) => {  // from a frame: its height, or 0 after Escape was pressed in it
   if (!data) panel.hidePopover()
   for (const frame of panel.children) if (frame.contentWindow === source) frame.height = data
 })
@@ -37,7 +37,7 @@ if (framed) {
   addEventListener("hashchange", () => location.reload())
 }
 
-// The contents follow: what is at the top of the window is marked. They stand beside the text where there is room.
+// The contents mark the section at the top of the window. They are beside the text if there is room.
 if (contents && !framed) {
   const links = [...contents.querySelectorAll("a")], beside = matchMedia("(min-width: 1400px)")
   const sections = links.map(link => document.getElementById(link.hash.slice(1)).closest("section, form"))
@@ -89,7 +89,7 @@ function simulate({ lists, linked }, costs) {
   return { text, boxes, rows: lists.map((_, rank) => `rank ${rank}`), width: end, moments, linked: linked + " " }
 }
 
-// A picture that moves: the state of the slider; of boxes those that are there, and the note of the chosen one.
+// A picture: shows the state that its slider selects. Of boxes, it shows those present and the chosen one's note.
 for (const form of framed ? [] : document.forms) {
   const [says, stage, text, data] = form.querySelectorAll("p, .stage, output, script"), { moment, play } = form
   const frames = JSON.parse(data.textContent), costs = form.querySelector(".costs")
@@ -113,7 +113,7 @@ for (const form of framed ? [] : document.forms) {
     const head = columns.map(name => `<th scope=col>${plain(name)}</th>`).join("")
     stage.innerHTML = `<table><tr><td></td>${head}</tr>${body}</table>` + skyline(curve, n)
     says.textContent = said
-    stage.style.minHeight = stage.offsetHeight + "px"  // what is below stays where it is
+    stage.style.minHeight = stage.offsetHeight + "px"  // so that the content below does not move
   }
   function skyline(curve, at) {
     const kinds = Object.entries(curve)

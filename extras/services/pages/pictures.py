@@ -1,15 +1,15 @@
-"""Interactive pictures as data: they come from the program's own functions, and the page only draws them.
+"""Makes the data of the interactive pictures, with the program's own functions; the page only draws them.
 
-A picture is dict(title, at=the section that it stands in, choices=[(name, values, value shown first)],
+A picture is dict(title, at=its section of the page, choices=[(name, values, value shown first)],
 frames={"value/value": frame}). A frame has a `text` and is one of three:
 
-    table    columns, cells, states=[(what it says, {row: numbers of cells, one for each column or one for all})], and
+    table    columns, cells, states=[(text, {row: numbers of cells, one for each column or one for all})], and
              curve: see record.py. In code: `table`
-    boxes    boxes, rows=names, width=columns, moments=what it says at each, linked=a word before what is linked to a
-             box. A box is (row, column, width, colour, label, note, [(number of a box linked to it, tag), ...], the
-             moment from which on it is there)
-    lists    of a schedule, by rank: [kind, micro-batch, stage, (rank, number in its list) of what it waits for, or
-             None], and costs={kind: units of time}: the page adds the times, with the costs that its reader chooses
+    boxes    boxes, rows=names, width=columns, moments=the text of each, linked=a word before the links of a box. A box
+             is (row, column, width, colour, label, note, [(number of a box linked to it, tag), ...], the moment from
+             which on it is shown)
+    lists    of a schedule, by rank: [kind, micro-batch, stage, (rank, number in its list) of the action that it waits
+             for, or None], and costs={kind: units of time}: the page adds times, from costs that its reader chooses
 """
 
 import inspect
@@ -37,9 +37,9 @@ from extras.services.tables import human
 
 
 def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> dict:
-    """Of all frames, by "value/value" of the choices. `first`: by choice, the value that is shown first.
+    """Make a picture of `frames`, by "value/value" of the choices. `first`: choice -> the value that is shown first.
 
-    `at`: the section of the page that it stands in, by the name of what it defines; "": before the code.
+    `at`: the function or class whose section of the page has the picture; "": it is before the code.
     """
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
@@ -48,13 +48,13 @@ def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> 
 
 
 def small(of: dict) -> dict:
-    """The same picture without choices: only the frame that is shown first."""
+    """The same picture without choices: it has only the frame that is shown first."""
     first = "/".join(value for *_, value in of["choices"])
     return of | dict(choices=[], frames={"": of["frames"][first]})
 
 
 def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
-    """A frame for each choice; where the program refuses a choice, the frame is its message."""
+    """Make a frame for each combination of choices; if the program refuses one, the frame shows its message."""
     frames = {}
     for values in product(*choices):
         try:
@@ -66,7 +66,7 @@ def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """A table that changes from state to state: the ranks' recordings side by side. Equal cells are stored once."""
+    """Make a table that changes from state to state, of the ranks' recordings. Equal cells are stored once."""
     cells: dict[str, int] = {}
     states, curve = [], {kind: [] for kind in ranks[0].get("curve", ())}
     for n, now in enumerate(zip(*(rank["states"] for rank in ranks), strict=True)):
@@ -82,7 +82,7 @@ def table(ranks: list[dict], columns: list[str]) -> dict:
 
 
 def schedule(name: str, p: int, m: int) -> dict:
-    """The lists of a schedule for p ranks and m micro-batches. Raises UserError."""
+    """Make the frame of a schedule: its lists for p ranks and m micro-batches. Raises UserError."""
     config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
     places, lists = step06.plan(config, m)
     at = {consumer(a, places): (rank, n) for rank, row in enumerate(lists) for n, a in enumerate(row)}
@@ -91,7 +91,7 @@ def schedule(name: str, p: int, m: int) -> dict:
 
 
 def ring(mode: str) -> dict:
-    """Which queries meet which keys in which hop: the pairs that the rule of a mode lets each rank compute."""
+    """Show in which hop each pair of query and key is computed, by the mode's rule for the pairs of each rank."""
     positions, attention = step05.CONTEXT[mode]
     visible = inspect.signature(attention).parameters["visible"].default
     own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
@@ -120,7 +120,7 @@ def ring(mode: str) -> dict:
 
 
 def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
-    """All ranks of a mesh, a row for each place in pp, dp and cp, with their groups. Raises UserError."""
+    """Show all ranks of a mesh with their groups, in a row for each place in pp, dp and cp. Raises UserError."""
     world, places = pp * dp * cp * tp, [*product(range(pp), range(dp), range(cp), range(tp))]
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
@@ -140,7 +140,7 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
         here = step05.CONTEXT[config.cp_mode].positions(PRESETS[config.model].seq_len, place[2], cp)
         tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
         lines = [f"rank {rank}: sequences {2 * place[1]}-{2 * place[1] + 1}, of each the tokens {tokens}"]
-        tags: dict[int, list[str]] = defaultdict(list)  # the ranks with which it shares groups, and which
+        tags: dict[int, list[str]] = defaultdict(list)  # rank -> the groups that it shares with this one
         for name, rows in groups.items():
             own = next(row for row in rows if rank in row)
             travels = [f"{op.replace('_', '-')} {human(n)}" for op, n in sorted(sent[place[0]].get(name, {}).items())]
@@ -156,19 +156,19 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
 
 
 def all_pictures() -> dict[str, list[dict]]:
-    """All pictures, by the module on whose page they are."""
+    """Make all pictures, by the module on whose page they are."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
     batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]
 
     def of(name: str, columns: list[str], *rest: str, **first: Any) -> dict:
-        """A picture of what the ranks have recorded under this name; as many as it takes for the columns."""
+        """Make a picture of the ranks' recordings of this name; of as many ranks as there are columns."""
         who = [rank[name] for rank in seen if rank[name]][: 2 if columns is two else RANKS]
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
 
     schedules = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8])
     meshes = tried(mesh, *[[1, 2]] * 3, *[[1, 2, 4]] * 2)
-    filling, timing = "Buckets fill and leave while backward goes on", dict(schedule="1f1b", ranks=4, micro_batches=8)
+    filling, timing = "Buckets fill and are sent during backward", dict(schedule="1f1b", ranks=4, micro_batches=8)
     return dict(
         step01_single_gpu=[of("step", batches, "A step, and what memory holds", dtype="fp32", recompute="none")],
         step02_ddp=[
@@ -177,10 +177,10 @@ def all_pictures() -> dict[str, list[dict]]:
         ],
         step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],
         step04_tp_sp=[of("block", two, "A block on two ranks", block="MLP", sp="yes")],
-        step05_cp_ring=[picture(tried(ring, ["zigzag", "ring"]), "Who meets which keys when", mode="zigzag")],
+        step05_cp_ring=[picture(tried(ring, ["zigzag", "ring"]), "Queries and keys, hop by hop", mode="zigzag")],
         step06_pipeline=[picture(schedules, "A schedule, with your own costs", **timing)],
         step07_moe_ep=[
-            of("routing", four, "Tokens go to experts and come home", ep=2),
+            of("routing", four, "Tokens travel to experts and back", ep=2),
             picture(meshes, "The mesh: choose a rank", "train", pp=2, dp=1, cp=2, tp=2, ep=2),
         ],
     )

@@ -1,7 +1,7 @@
-"""Four ranks run the course's own code on a small model and record what they saw: the numbers that the pictures show.
+"""Records the numbers that the pictures show: four ranks run the course's own code on a small model.
 
 `recorded()` forks the ranks, which use gloo. A recording is a rank's part of a table that changes from state to state:
-dict(text, states=[(what it says, {row: [cell]})], curve={kind: a number for each state} or {}). A cell is a list of
+dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state} or {}). A cell is a list of
 texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
 """
 
@@ -61,11 +61,11 @@ def chips(labels: Iterable, colours: Iterable[int], style: str = "") -> list:
 
 
 class Film:
-    """A step's `train` on the small model. After each event, what `rows(film)` returns is a state.
+    """Runs a step's `train` on the small model, and records `rows(film)` as a state after each event.
 
     Events: a unit has its input, or the gradient of its output; a parameter's gradient is here; a collective starts; a
-    unit's weights are freed; a method of the sync or the optimizer has returned. `passed` are those of units, as (its
-    name, direction), and of methods, by name; `here` the parameters whose gradients have come.
+    unit's weights are freed; a method of the sync or the optimizer has returned. `passed` lists events of units, (name,
+    direction), and of methods, by name; `here` has the parameters whose gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
@@ -83,7 +83,7 @@ class Film:
             step.train(self.config, run)
 
     def attach(self, parts: Parts):
-        """Listen to the parts that the step has built. Our hooks run after its own."""
+        """Add hooks to the parts that the step has built. They run after the step's own hooks."""
         self.parts, model = parts, parts.model
         self.watch = MemoryWatch(parts, self.memory)
         Clock(parts, host=True).listeners.append(self.memory.phase)
@@ -102,24 +102,24 @@ class Film:
                 parts.around(unit, "free", partial(self.follow, f"{name.capitalize()} is freed.", None), by=__name__)
 
     def reach(self, unit: str, way: str):
-        """Hook: a unit begins its forward or its backward."""
+        """Hook: a unit starts its forward or its backward."""
         self.tell(f"{way.capitalize()} of {UNITS[unit]}.", (unit, way))
 
     def arrive(self, name: str, param: nn.Parameter):
-        """Hook: autograd has added to a gradient."""
+        """Hook: autograd has added to a parameter's gradient."""
         self.here.add(param)
         self.tell(f"The gradient of {brief(name)} is here.")
 
     def follow(self, says: str, event: str | None, call: Callable, *args: Any):
-        """Around a method: tell when it has returned."""
+        """Wrap a method: note when it has returned."""
         call(*args)
         self.tell(says, event)
 
     def tell(self, says: str, event: Any = None):
-        """Note an event, and the state after it."""
+        """Record an event, and the state after it."""
         self.passed += [event] if event else []
         if rows := self.rows(self):
-            self.watch.measure()  # so the timeline knows what is whose
+            self.watch.measure()  # labels all tensors in the timeline
             self.states.append((says, rows))
             for kind in KINDS:
                 self.curve[kind].append(self.memory.total[kind])
@@ -168,7 +168,7 @@ def collective(mesh: Mesh, name: str) -> dict:
 
 
 def buckets() -> dict:
-    """Chapter 2: buckets fill and leave while backward goes on. Rank 0 also shows its gradients."""
+    """Chapter 2: buckets fill and are sent during backward. Rank 0 also shows its gradients."""
 
     def rows(film: Film) -> dict:
         sync, of = film.parts.sync, {}
@@ -240,7 +240,7 @@ TENSORS = {  # by block: modules, and what the page calls their input and output
 def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
     """Chapter 4: by name, what passes through a block, and ("d ...") its gradients; on one device if `mesh` is None.
 
-    The course's own initial matrices, 40 times as large: so two digits behind the point tell something.
+    Matrices have the course's initial values times 40, so that numbers differ in their first two decimals.
     """
     with torch.device("meta"):
         model = Decoder(BLOCK)
@@ -256,7 +256,7 @@ def block_tensors(of: str, mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
         seen[name] = tensor.detach()[0]
         tensor.register_hook(lambda gradient: seen.update({"d " + name: gradient[0]}))
 
-    for path, (given, made) in TENSORS[of].items():  # our hooks come after those of f and g, and see what these return
+    for path, (given, made) in TENSORS[of].items():  # these hooks run after f's and g's, and get their results
         module = model.model.layers["0"].get_submodule(path)
         module.register_forward_hook(lambda _, _inputs, out, name=made: keep(name, out))
         if given:
@@ -302,8 +302,8 @@ def block(mesh: Mesh, of: str, sp: bool) -> dict:
 
 
 ROUTES = {
-    "router": "Router: of each token, what the experts weigh. The two heaviest are its choices.",
-    "sorted": "Sorted by expert; a bar between what is for one rank and for the next.",
+    "router": "Router: the weight of each expert for each token. A token chooses the two highest.",
+    "sorted": "Sorted by expert; a bar between the rows for one rank and for the next.",
     "there": "There: the all-to-all has brought the rows, and they are sorted by expert; a bar between experts.",
     "home": "Home: the outputs are back, in the order in which the rows left.",
 }
@@ -312,7 +312,7 @@ ROUTES = {
 def routing(mesh: Mesh, ep: int) -> dict:
     """Chapter 7: a layer with 4 experts, which change nothing; 2 tokens a rank, 2 choices a token.
 
-    A row that travels is known by its first number: it is the token's.
+    The first number of a row is its token's number, by which it is recognised after it has been sent.
     """
     config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
     mesh.join("sequence", "dp")
@@ -353,7 +353,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Everything that a rank recorded, by picture and choice. Chapter 1 needs only rank 0."""
+    """Make all recordings of a rank, by picture and choice. Chapter 1 needs only rank 0."""
     torch.set_num_threads(1)
     PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
@@ -373,9 +373,9 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def recorded() -> list[dict[str, dict[str, Any]]]:
-    """What each of four ranks recorded. Raises what one of them has raised."""
+    """Make the recordings of four ranks. Raises the first error of a rank."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
         ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
         for rank in as_completed(ranks):
-            rank.result()  # raises what came first: the others fail because this rank has left
+            rank.result()  # raises the first error; others fail because this rank has left
         return [rank.result() for rank in ranks]
