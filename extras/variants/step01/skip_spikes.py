@@ -4,8 +4,9 @@ Now and then the gradient of a batch throws the weights far off (Chowdhery et al
 and left such batches out). Spikes enter the medians, too: what lasts becomes normal, and training continues.
 
 The cause may lie some steps before the spike. With `--roll-back N` a rank copies what it updates, masters and moments,
-every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next batch, so
-all batches since the copy are left out, as in PaLM. The copy takes the memory of masters and moments once more.
+after its first update and then every N steps. At a spike it restores the copy and continues with the next batch, so all
+batches since the copy are left out, as in PaLM. The copy takes the memory of masters and moments once more: with AdamW
+12 bytes for each parameter that the rank updates, which the dry run counts.
 
 In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from extras.variants import Parts
@@ -25,7 +27,7 @@ WINDOW, ENOUGH = 32, 8  # the largest and the smallest number of steps for a med
 
 
 class Past:
-    """A copy of what this rank's update changes, made before the update of `step` (-1: there is none)."""
+    """A copy of what this rank's update changes, as it is before the update of `step` (-1: no copy)."""
 
     def __init__(self, optimizer: Any, every: int):
         self.optimizer, self.every, self.step = optimizer, every, -1
@@ -37,13 +39,17 @@ class Past:
             held = dict(master=master.detach()) | self.optimizer.torch_optimizer.state.get(master, {})
             yield from (((name, kind), value) for kind, value in held.items() if isinstance(value, Tensor))
 
-    def before(self, step: int, spike: bool):
-        """Before the update of a step: at a spike restore the last copy, otherwise make one if it is due."""
-        if not spike and (self.step < 0 or step % self.every == 0):
-            self.step, self.copies = step, {key: value.clone() for key, value in self.tensors()}
-        elif spike and self.step >= 0:
+    def keep(self, step: int):
+        """Before `step`, copy the state if it is due, into the memory of the last copy."""
+        if self.step < 0 or step % self.every == 0:
+            self.step = step
             for key, value in self.tensors():
-                value.copy_(self.copies[key]) if key in self.copies else value.zero_()  # moments begin as zeros
+                self.copies.setdefault(key, torch.empty_like(value)).copy_(value)
+
+    def restore(self):
+        """Return to the last copy, if there is one."""
+        for key, value in self.tensors() if self.step >= 0 else ():
+            value.copy_(self.copies[key]) if key in self.copies else value.zero_()  # moments begin as zeros
 
 
 class Spikes:
@@ -64,8 +70,8 @@ class Spikes:
         plain(step, loss=loss, grad_norm=grad_norm)
         finite = math.isfinite(grad_norm)  # else --dtype fp16 skips the update
         self.skipping = finite and self.is_spike(loss, grad_norm)
-        if self.past is not None:
-            self.past.before(step, self.skipping)
+        if self.past is not None and self.skipping:
+            self.past.restore()
 
     def update(self, plain: Callable):
         """Around the update rule's step: leave it out at a spike."""
@@ -73,9 +79,11 @@ class Spikes:
             plain()
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
-        """Around `run.record`: note a skipped step."""
-        back = {} if self.past is None else dict(back_to=self.past.step)
+        """Around `run.record`: note a skipped step, or keep what an update has changed."""
+        back = dict(back_to=self.past.step) if self.past is not None and self.past.step >= 0 else {}
         plain(step, tokens, **numbers, **(dict(skipped=1) | back if self.skipping else {}))
+        if self.past is not None and not self.skipping:
+            self.past.keep(step + 1)
 
     def state(self) -> list:
         """For a checkpoint: the numbers of the last steps."""
@@ -91,7 +99,7 @@ class Flags:
     """Spikes."""
 
     skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
-    roll_back: int = 0  # steps between copies of the state, the last of which a spike restores; 0: no copies
+    roll_back: int = 0  # steps between copies of the state, 12 bytes a parameter; a spike restores the last; 0: none
 
 
 TRIED = dict(skip_spikes=1.5, roll_back=1)
