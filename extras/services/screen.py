@@ -116,8 +116,9 @@ class ExpertLoad:
         return plain(p, counts)
 
     def take(self) -> dict[str, Any]:
-        """Of all ranks: `expert_load`, by layer each expert's share of the choices; `drop_rate`, the part of choices
-        that no expert was given; `router_entropy`, the mean of p's (nats; log E if undecided).
+        """Of all ranks: `expert_load`, by which factor a layer's busiest expert exceeds the mean, as percentiles 50 and
+        90 of the layers; `unused_experts`, which no token chose; `drop_rate`, the part of choices that no expert was
+        given; `router_entropy`, the mean of p's (nats; log E if undecided).
 
         A collective, of which the observer is not told.
         """
@@ -126,13 +127,15 @@ class ExpertLoad:
             comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
         sums = self.sums.cpu()  # one wait for the device
-        choices, (rows, tokens, entropy) = sums[:, :-3], sums[:, -3:].sum(0).tolist()
+        choices, (rows, tokens, entropy) = sums[sums.any(1), :-3], sums[:, -3:].sum(0).tolist()  # by layer with experts
         if not tokens:  # no layer has experts
             return {}
-        shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}
-        dropped = 1 - rows / choices.sum().item()
+        busiest = choices.amax(1) / choices.mean(1)
+        p50, p90 = busiest.quantile(busiest.new_tensor([0.5, 0.9])).tolist()
+        unused, dropped = (choices == 0).sum().item(), 1 - rows / choices.sum().item()
         self.sums.zero_()
-        return dict(expert_load=shares, drop_rate=dropped, router_entropy=entropy / tokens)
+        numbers = dict(expert_load_p50=p50, expert_load_p90=p90, unused_experts=unused)
+        return numbers | dict(drop_rate=dropped, router_entropy=entropy / tokens)
 
 
 class Screen:
