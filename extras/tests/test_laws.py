@@ -22,7 +22,7 @@ from common.model import Attention
 from extras.services.dry_run import run_rank
 from extras.services.ledger import Ledger
 from extras.tests import bounds, equal
-from extras.variants.step01 import fused_gradients
+from extras.variants.step01 import fused_gradients, offload_activations
 from extras.variants.step03 import zero_overlap
 from extras.variants.step05 import allgather, flash
 from extras.variants.step07 import ep_overlap
@@ -254,6 +254,30 @@ def test_law(name):
     if law.than:
         found.subtract(count(law.step, law.ranks, law.rank, **law.flags | law.than))
     assert {key: found[key] for key in law.has} == law.has
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_offloaded_activations(kv_heads):
+    """Of a layer nothing stays. What is sent comes back; a CPU's norms save more than a GPU's."""
+    sent, back = [], []
+
+    def to_host(here: set[int], tensor: Tensor, right=offload_activations.to_host) -> tuple[str, Tensor]:
+        if (kept := right(here, tensor)[1]) is tensor:
+            return "here", tensor
+        sent.append(kept.nbytes)
+        return "there", kept.to("meta")  # whose bytes do not count
+
+    def to_device(where: str, tensor: Tensor) -> Tensor:
+        back.append(tensor.nbytes * (where == "there"))
+        return tensor if where == "here" else torch.empty_like(tensor, device="cpu")
+
+    with mock.patch.multiple(offload_activations, to_host=to_host, to_device=to_device):
+        few, more = (
+            count("step01_single_gpu", 1, n_layers=n, recompute="offload", n_kv_heads=kv_heads)["held activations"]
+            for n in (1, 2)
+        )
+    a_token = B * (10 * D + 2 * kv_heads * D // HEADS + 4 * FFN + HEADS) + 2 * NORMS
+    assert more == few and sum(sent) == sum(back) == 2 * M * SEQ * (1 + 2) * a_token  # two steps
 
 
 @pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])
