@@ -63,24 +63,18 @@ def test_buckets_overlap_with_backward(pools, tmp_path):
 
 def snapshots_on_rank(out: str, fails_in: int) -> tuple[str, list]:
     """Runs in one process: what a run says whose GPU has no room for an update, and each call of torch.cuda.memory."""
-    update, memory, begin, said = step01.Optimizer.step, mock.Mock(), Trace.__init__, ""
+    memory, begin, said, left = mock.Mock(), Trace.__init__, "", iter(range(fails_in))
 
     def on_gpu(*given: Any):
         with mock.patch.object(torch.nn.Parameter, "is_cuda", True, create=True):
             begin(*given)
 
-    def fill(*given: Any):
-        nonlocal fails_in
-        if fails_in == 0:
+    def fill(*_: Any):
+        if next(left, None) is None:
             raise torch.OutOfMemoryError("Tried to allocate 2.50 GiB")
-        fails_in -= 1
-        update(*given)
 
-    with (
-        mock.patch.object(torch.cuda, "memory", memory),
-        mock.patch.object(Trace, "__init__", on_gpu),
-        mock.patch.object(step01.Optimizer, "step", fill),
-    ):
+    full = mock.patch.object(step01.Optimizer, "publish", fill)
+    with mock.patch.object(torch.cuda, "memory", memory), mock.patch.object(Trace, "__init__", on_gpu), full:
         try:
             serve_on_rank("step01_single_gpu", SMALL | dict(steps=5), out)
         except UserError as error:

@@ -3,15 +3,9 @@
 What a layer saves for its backward is copied into pinned memory of the host, and backward copies it to the GPU again.
 Weights and RoPE's tables stay, because the GPU holds them anyway. A tensor that several operators save is sent for each
 of them: the input of q_proj, k_proj and v_proj three times. With h = dim, k = kv heads x head_dim, f = ffn_dim, a =
-heads, and e bytes an element, for a token of a layer
-
-                 stays on the GPU                 is sent to the host, and back
-    none         e (6 h + 2 k + 4 f) + 4 a + 8    0
-    full         e h                              0, but the forward is repeated
-    offload      0                                e (10 h + 2 k + 4 f) + 4 a + 8
-
-Copies are on the stream that computes, so they are in order without events, and the host never waits; but the GPU does
-not compute meanwhile. (Frameworks copy on a stream of their own.) In step 1 RECOMPUTE would have one more entry.
+heads, and e bytes an element, e (10 h + 2 k + 4 f) + 4 a + 8 bytes of a token and layer are sent to the host, and back.
+Copies are on the stream that computes, so they are in order and the host never waits, but the GPU computes nothing
+meanwhile. (Frameworks copy on a stream of their own.) In step 1 RECOMPUTE would have one more entry.
 """
 
 from collections.abc import Callable
