@@ -27,11 +27,12 @@ LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process 
 
 
 def memory_is_full(error: BaseException) -> str:
-    """Advice for a user whose GPU memory is full."""
+    """Advice for a user whose GPU memory is full. The error's notes name files that list what is in it."""
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
     return (
         f"GPU memory is full{f' (it asked for {asked[1]} more)' * bool(asked)}: lower --micro-batch-size, "
         "use --recompute full or more ranks; the same flags with --dry-run N count the bytes"
+        + "".join(f"; pytorch.org/memory_viz shows what is in {file}" for file in getattr(error, "__notes__", ()))
     )
 
 

@@ -9,7 +9,8 @@ untraced and one that warms up the profiler. Besides PyTorch's own events it has
     gather layers.0                      an all-gather of ZeRO 3 starts
     f, g, attend                         the ends of a block under tp, and attention, which under cp is a ring
 
-On a GPU, OUT/memory-RANK.pickle has every allocation of these steps, for https://pytorch.org/memory_viz.
+On a GPU, OUT/memory-RANK.pickle has every allocation from before the first step on, for https://pytorch.org/memory_viz.
+It is written after the last traced step, or when memory is full before that.
 """
 
 from collections.abc import Callable
@@ -55,12 +56,12 @@ class Trace:
     """Puts named ranges around the parts of a step, and profiles N steps."""
 
     def __init__(self, steps: int, parts: Parts):
-        self.run, self.cuda = parts.run, next(parts.model.parameters()).is_cuda
+        self.run, self.recording = parts.run, next(parts.model.parameters()).is_cuda  # the history of allocations
         self.name(parts)
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.cuda
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.recording
         when = schedule(wait=1, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
-        if self.cuda:
+        if self.recording:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         self.profiler.start()
 
@@ -91,9 +92,15 @@ class Trace:
     def write(self, profiler: profile):
         """Write the files, when the last of the N steps is over."""
         profiler.export_chrome_trace(str(self.run.out / f"trace-{self.run.rank}.json.gz"))
-        if self.cuda:
-            torch.cuda.memory._dump_snapshot(str(self.run.out / f"memory-{self.run.rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self.recording:
+            self.snapshot()
+
+    def snapshot(self) -> str:
+        """On a GPU, write all allocations so far into the file that is returned, and record no more."""
+        torch.cuda.memory._dump_snapshot(path := str(self.run.out / f"memory-{self.run.rank}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.recording = False
+        return path
 
 
 def attach(config: Any, parts: Parts) -> Trace | None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common import comm
@@ -43,13 +44,16 @@ class ServedRun(OpenRun):
         self.watchdog = failures.Watchdog(self.config.timeout)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
+    def __exit__(self, kind: type | None, error: BaseException | None, frames: Any):
         """Finish the run, or report the error that ended it."""
         if not self.config.dry_run:
             comm.waiting = nullcontext
             self.watchdog.pause()
-            super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, frames)
             self.keeper.close()
+            trace = self.parts.kept.get("profile")
+            if isinstance(error, torch.OutOfMemoryError) and trace is not None and trace.recording:
+                error.add_note(trace.snapshot())
         if error is not None:
             failures.report(error, early=not self.began)
 

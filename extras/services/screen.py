@@ -118,21 +118,24 @@ class ExpertLoad:
     def take(self) -> dict[str, Any]:
         """Return the metrics of all ranks, and reset the counts. A collective that the observer does not count.
 
-        `expert_load`: for each layer, each expert's share of the choices. `drop_rate`: the fraction of choices that
-        were dropped. `router_entropy`: the mean entropy of p in nats, log(experts) for a uniform router.
+        `expert_load`: by which factor a layer's busiest expert exceeds the mean, as percentiles 50 and 90 of the
+        layers. `unused_experts`: how many no token chose. `drop_rate`: the fraction of choices that were dropped.
+        `router_entropy`: the mean entropy of p in nats, log(experts) for a uniform router.
         """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "tp", "pp"):
             comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
         sums = self.sums.cpu()  # one wait for the device
-        choices, (rows, tokens, entropy) = sums[:, :-3], sums[:, -3:].sum(0).tolist()
+        choices, (rows, tokens, entropy) = sums[sums.any(1), :-3], sums[:, -3:].sum(0).tolist()  # by layer with experts
         if not tokens:  # no layer has experts
             return {}
-        shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}
-        dropped = 1 - rows / choices.sum().item()
+        busiest = choices.amax(1) / choices.mean(1)
+        p50, p90 = busiest.quantile(busiest.new_tensor([0.5, 0.9])).tolist()
+        unused, dropped = (choices == 0).sum().item(), 1 - rows / choices.sum().item()
         self.sums.zero_()
-        return dict(expert_load=shares, drop_rate=dropped, router_entropy=entropy / tokens)
+        numbers = dict(expert_load_p50=p50, expert_load_p90=p90, unused_experts=unused)
+        return numbers | dict(drop_rate=dropped, router_entropy=entropy / tokens)
 
 
 class Screen:

@@ -183,7 +183,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("rounds", "2 if ahead else min(v, 2)", "min(v, 2)", "what a pair sends comes too late")),
     *noticed_by(Row(1, "step01_single_gpu", {}, BACK), "/step01.skip_spikes",
         ("Past", "value.copy_(self.copies[key])", "None", "they know what was undone"),
-        ("Past", "value.clone()", "value", "the copy is an alias of the live state")),
+        ("Past", "torch.empty_like(value)", "value", "the copy is an alias of the live state")),
     *noticed_by(Row(2, "step02_ddp", {}, SGD | STALE), "/step01.stale",
         ("update", "len(waiting[name]) > late", "len(waiting[name]) >= late", "K - 1 updates late"),
         ("update", "master.grad.clone()", "master.grad", "what waits is overwritten by the next gradient")),

@@ -79,6 +79,7 @@ ROWS = [
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), BACK),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=EVALUATES),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums
     Row(3, "step02_ddp", dict(sync="server"), SGD),
     Row(3, "step02_ddp", dict(sync="tree"), SGD),

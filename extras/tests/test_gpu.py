@@ -42,6 +42,7 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "ring": ("step05_cp_ring", dict(cp=2, tp=2), 8, (9, 0), 0),
     "ring, flash": ("step05_cp_ring", dict(cp=2, tp=2, cp_kernel="flash"), 8, (9, 0), 0),
     "fused sums": ("step03_zero", dict(zero=3, recompute="full", fused_gradients=True), 8, (9, 0), 0),
+    "activations": ("step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), 8, (9, 0), 0),
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, (9, 0), 0),
     "experts": ("step07_moe_ep", MOE, 8, (9, 0), 12),  # once for 3 layers, 2 micro-batches, 2 steps
     "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),

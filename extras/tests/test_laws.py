@@ -22,7 +22,7 @@ from common.model import Attention
 from extras.services.dry_run import run_rank
 from extras.services.ledger import Ledger
 from extras.tests import bounds, equal
-from extras.variants.step01 import fused_gradients
+from extras.variants.step01 import fused_gradients, offload_activations
 from extras.variants.step03 import zero_overlap
 from extras.variants.step05 import allgather, flash
 from extras.variants.step07 import ep_overlap
@@ -51,7 +51,7 @@ class Law(NamedTuple):
     """What one rank sends, computes and holds in a step with `flags`; with `than`, how much more than with those flags.
 
     Keys of `has`: "dp", bytes that are sent over a dimension; "dp send", by one operation; "dp send calls";
-    "held moments", bytes; "add kernels", how often an operator runs; "flops" of all matmuls.
+    "held moments", bytes, "peak", of all; "add kernels", how often an operator runs; "flops" of all matmuls.
     """
 
     step: str
@@ -67,6 +67,7 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
     config = equal.config_of(step, dict(global_batch_size=M, n_layers=L, dry_run=ranks) | options)
     seen = run_rank(importlib.import_module(step).train, config, rank)
     found = Counter({f"held {kind}": n_bytes for kind, n_bytes in seen.held.items()})
+    found["peak"] = sum(seen.meter.peak().values())
     for dim, operations in seen.taken["traffic"].items():
         for operation, n_bytes in operations.items():
             found[dim] += n_bytes
@@ -204,6 +205,9 @@ LAWS: dict[str, Law] = {
     **{f"moments, {rule}": Law("step01_single_gpu", 1, dict(optimizer=rule), {"held moments": numbers * B})
        for rule, numbers in {"adafactor": SIDES + (2 * L + 1) * D, "muon": 2 * P - L * HIDDEN, "adamw": 2 * P,
                              "sgd": 0}.items()},
+    # masters and moments once more, and each tensor's count of steps
+    "roll back": Law("step01_single_gpu", 1, dict(skip_spikes=3.0, roll_back=50), {"peak": 3 * P * B + 4 * PARAMS},
+                     dict(roll_back=0)),
     **{name: tp_law(flags) for name, flags in {
         "overlap": dict(tp_overlap=True), "int8": INT8, "int8, overlap": INT8 | dict(tp_overlap=True)}.items()},
     # D + 4 bytes a token; without SP two messages replace each all-reduce of a block
@@ -220,6 +224,9 @@ LAWS: dict[str, Law] = {
     }),
     "ulysses": Law("step05_cp_ring", 4, dict(cp=4, cp_mode="ulysses", seq_len=48), {
         "cp all_to_all": M * L * swapped(4)}),
+    # of 16 tokens 4 see all before them; 3 times 4 tokens make two triangles
+    **{f"window, flash, cp={n}": Law("step05_cp_ring", n, dict(cp=n, cp_mode="ulysses", window=5, cp_kernel="flash"), {
+        "_scaled_dot_product_flash_attention_for_cpu kernels": M * L * 7}) for n in (1, 2)},
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
     "window": window_law(2, 0, 5, 16),
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 7, 16), (4, 2, 7, 16))},
@@ -247,6 +254,30 @@ def test_law(name):
     if law.than:
         found.subtract(count(law.step, law.ranks, law.rank, **law.flags | law.than))
     assert {key: found[key] for key in law.has} == law.has
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_offloaded_activations(kv_heads):
+    """Of a layer nothing stays. What is sent comes back; a CPU's norms save more than a GPU's."""
+    sent, back = [], []
+
+    def to_host(here: set[int], tensor: Tensor, right=offload_activations.to_host) -> tuple[str, Tensor]:
+        if (kept := right(here, tensor)[1]) is tensor:
+            return "here", tensor
+        sent.append(kept.nbytes)
+        return "there", kept.to("meta")  # whose bytes do not count
+
+    def to_device(where: str, tensor: Tensor) -> Tensor:
+        back.append(tensor.nbytes * (where == "there"))
+        return tensor if where == "here" else torch.empty_like(tensor, device="cpu")
+
+    with mock.patch.multiple(offload_activations, to_host=to_host, to_device=to_device):
+        few, more = (
+            count("step01_single_gpu", 1, n_layers=n, recompute="offload", n_kv_heads=kv_heads)["held activations"]
+            for n in (1, 2)
+        )
+    a_token = B * (10 * D + 2 * kv_heads * D // HEADS + 4 * FFN + HEADS) + 2 * NORMS
+    assert more == few and sum(sent) == sum(back) == 2 * M * SEQ * (1 + 2) * a_token  # two steps
 
 
 @pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])

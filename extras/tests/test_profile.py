@@ -4,10 +4,15 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+import step01_single_gpu as step01
 from common import UserError
+from extras.services.profile import Trace
 from extras.services.seam import check
 from extras.tests.equal import config_of
 from extras.tests.test_screen import serve_on_rank
@@ -54,3 +59,33 @@ def test_buckets_overlap_with_backward(pools, tmp_path):
     assert "gather layers.1" in {event["name"] for event in traced(tmp_path / "units", 1)}
     with pytest.raises(UserError, match="--profile 2: it needs --steps 4"):
         check(config_of("step01_single_gpu", dict(profile=2, steps=3)), 1)
+
+
+def snapshots_on_rank(out: str, fails_in: int) -> tuple[str, list]:
+    """Runs in one process: what a run says whose GPU has no room for an update, and each call of torch.cuda.memory."""
+    memory, begin, said, left = mock.Mock(), Trace.__init__, "", iter(range(fails_in))
+
+    def on_gpu(*given: Any):
+        with mock.patch.object(torch.nn.Parameter, "is_cuda", True, create=True):
+            begin(*given)
+
+    def fill(*_: Any):
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("Tried to allocate 2.50 GiB")
+
+    full = mock.patch.object(step01.Optimizer, "publish", fill)
+    with mock.patch.object(torch.cuda, "memory", memory), mock.patch.object(Trace, "__init__", on_gpu), full:
+        try:
+            serve_on_rank("step01_single_gpu", SMALL | dict(steps=5), out)
+        except UserError as error:
+            said = str(error)
+    return said, [call[:2] for call in memory.mock_calls]
+
+
+@pytest.mark.parametrize("fails_in", [3, 4, 9])
+def test_a_snapshot_of_memory(pools, tmp_path, fails_in):
+    """Written once: after the last traced step, the fourth; or when memory is full before, which the line says."""
+    ((said, calls),) = pools(1).run(snapshots_on_rank, str(tmp_path), fails_in)
+    file = str(tmp_path / "memory-0.pickle")
+    assert [call[0] for call in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
+    assert calls[1][1] == (file,) and (file in said) == (fails_in == 3) and bool(said) == (fails_in < 9)

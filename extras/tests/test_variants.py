@@ -84,7 +84,7 @@ def with_spikes(spikes: set[int], **flags) -> equal.Watch:
 
 @pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
 def test_a_spike_goes_back_past_what_came_before_it(rule):
-    """Copies before steps 0, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
+    """Copies before steps 1, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
     back = with_spikes({5}, steps=8, optimizer=rule, roll_back=3)
     left_out = with_spikes({3, 4, 5}, steps=8, optimizer=rule)
     assert [row.get("back_to") for row in back.history] == [3 if n == 5 else None for n in range(8)]

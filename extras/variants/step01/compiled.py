@@ -58,7 +58,8 @@ def attach(config: Any, parts: Parts):
         return
     broken = max(getattr(config, dim, 1) for dim in ("tp", "cp")) > 1
     for layer in parts.model.model.layers.values():
-        forward, outside = layer.forward, config.recompute == "full" and broken  # step 1's partial(checkpoint, ...)
+        forward = layer.forward  # partial(checkpoint, ...) of step 1, or a like one that offloads
+        outside = config.recompute == "offload" or (config.recompute == "full" and broken)
         compiled = torch.compile(forward.args[0] if outside else forward)
         graph = partial(without_gradients, list(layer.parameters()), compiled)
         graph = partial(forward.func, graph, **forward.keywords) if outside else graph

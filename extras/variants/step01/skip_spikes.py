@@ -3,9 +3,10 @@
 Occasionally the gradient of one batch damages the weights (Chowdhery et al. 2022, "PaLM", section 5.1, restarted from
 an earlier checkpoint and skipped such batches). Spikes count in the medians, too, so training continues if they last.
 
-The cause may lie some steps before the spike. With `--roll-back N`, every N steps (and when a run begins or resumes) a
-rank copies the masters and moments that it updates. At a spike it restores the copy and continues with the next batch,
-so all batches since the copy are left out, as in PaLM. The copy doubles the memory of masters and moments.
+The cause may lie some steps before the spike. With `--roll-back N`, a rank copies the masters and moments that it
+updates, after its first update and then every N steps. At a spike it restores the copy and continues with the next
+batch, so all batches since the copy are left out, as in PaLM. The copy takes the memory of masters and moments once
+more: with AdamW 12 bytes for each parameter that the rank updates, which the dry run counts.
 
 In step 1, `optimizer.step` would follow `if not spikes.is_spike(loss, norm):`.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from extras.variants import Parts
@@ -37,13 +39,17 @@ class Past:
             held = dict(master=master.detach()) | self.optimizer.torch_optimizer.state.get(master, {})
             yield from (((name, kind), value) for kind, value in held.items() if isinstance(value, Tensor))
 
-    def before(self, step: int, spike: bool):
-        """Before the update of a step: at a spike restore the last copy, otherwise make one if it is due."""
-        if not spike and (self.step < 0 or step % self.every == 0):
-            self.step, self.copies = step, {key: value.clone() for key, value in self.tensors()}
-        elif spike and self.step >= 0:
+    def keep(self, step: int):
+        """Before `step`, copy the state if it is due, into the memory of the last copy."""
+        if self.step < 0 or step % self.every == 0:
+            self.step = step
             for key, value in self.tensors():
-                value.copy_(self.copies[key]) if key in self.copies else value.zero_()  # moments begin as zeros
+                self.copies.setdefault(key, torch.empty_like(value)).copy_(value)
+
+    def restore(self):
+        """Return to the last copy, if there is one."""
+        for key, value in self.tensors() if self.step >= 0 else ():
+            value.copy_(self.copies[key]) if key in self.copies else value.zero_()  # moments begin as zeros
 
 
 class Spikes:
@@ -64,8 +70,8 @@ class Spikes:
         plain(step, loss=loss, grad_norm=grad_norm)
         finite = math.isfinite(grad_norm)  # else --dtype fp16 skips the update
         self.skipping = finite and self.is_spike(loss, grad_norm)
-        if self.past is not None:
-            self.past.before(step, self.skipping)
+        if self.past is not None and self.skipping:
+            self.past.restore()
 
     def update(self, plain: Callable):
         """Wraps the update rule's step: leave it out at a spike."""
@@ -73,9 +79,11 @@ class Spikes:
             plain()
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
-        """Wraps `run.record`: note a skipped step."""
-        back = {} if self.past is None else dict(back_to=self.past.step)
+        """Wraps `run.record`: note a skipped step, or keep what an update has changed."""
+        back = dict(back_to=self.past.step) if self.past is not None and self.past.step >= 0 else {}
         plain(step, tokens, **numbers, **(dict(skipped=1) | back if self.skipping else {}))
+        if self.past is not None and not self.skipping:
+            self.past.keep(step + 1)
 
     def state(self) -> list:
         """For a checkpoint: the numbers of the last steps."""
@@ -91,7 +99,7 @@ class Flags:
     """Spikes."""
 
     skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
-    roll_back: int = 0  # copy the state every so many steps; a spike restores the last copy; 0: no copies
+    roll_back: int = 0  # copy the state every so many steps (12 bytes a parameter); a spike restores it; 0: no copies
 
 
 TRIED = dict(skip_spikes=1.5, roll_back=1)
