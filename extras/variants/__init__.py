@@ -13,8 +13,8 @@
     whichever file attaches first: the step's own method or its replacement, techniques in ORDER, services and tests.
  9  By default no course code is replaced. A run prints each changed method, and its table of traffic each new group.
 10  `parts.kept` has what each `attach` returned, by the file's name. Services call what it offers: checkpoints
-    `state()`, JSON that is the same on all ranks, `restore(state)`, and `owed`, tensors by bucket or unit; the record
-    of a step `figures()`; validation `look(tokens)`.
+    `state()`, JSON that is the same on all ranks, `restore(state)`, `owed`, tensors by bucket or unit, and `between`,
+    True while ranks of dp have different weights; the record of a step `figures()`; validation `look(tokens)`.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from common.trainer import Run
 # nor are late gradients; a skipped update still moves biases; documents see inputs that were prefetched or received;
 # attention is recomputed with all other changes.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += ["routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
+ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 
 
