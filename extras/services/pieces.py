@@ -111,12 +111,17 @@ def buffers(parts: Parts) -> Iterator[Piece]:
         yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards)
 
 
+def own(parts: Parts) -> str:
+    """What ends the names of moments in files: "@1" on rank 1 of dp, if its moments are its own (--sync diloco)."""
+    return f"@{parts.mesh['dp'].rank}" if parts.keeps("between") else ""
+
+
 def pieces(parts: Parts) -> Iterator[Piece]:
     """Yield all that this rank keeps from step to step: masters, the update rule's state, buffers and debts."""
     for master in masters(parts):
         yield master
         for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
-            yield master.like(kind, value)
+            yield master.like(kind + own(parts), value)
     yield from buffers(parts)
     for name, (owed, key) in debts(parts).items():
         if key in owed:
@@ -146,8 +151,10 @@ def take(parts: Parts, saved: Any, moments: bool):
     optimizer, device = parts.optimizer, next(parts.model.parameters()).device
     for master in masters(parts):
         saved.fill(master)
-        for kind in saved.stored[master.name].keys() - {"master"} if moments else ():
-            value = master.cut(saved.whole(kind, master.name)).to(master.tensor.device)
+        there = saved.stored[master.name].keys() - {"master"} if moments else set()
+        for kind in {name.partition("@")[0] for name in there}:
+            name = next(name for name in (kind + own(parts), f"{kind}@0", kind) if name in there)  # ours, or any
+            value = master.cut(saved.whole(name, master.name)).to(master.tensor.device)
             optimizer.torch_optimizer.state[master.tensor][kind] = value
     for buffer in buffers(parts):
         saved.fill(buffer)

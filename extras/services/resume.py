@@ -131,6 +131,7 @@ class Keeper:
     def leave(self, step: int) -> bool:
         """After a step: save if it is time; returns whether the run ends here, the same on all ranks."""
         stopping, writing = agree(bool(self.signalled), self.saver.writing())
+        stopping &= not any(kept.between for kept in self.parts.keeps("between"))  # ranks differ: stop when they meet
         last, every = stopping or step + 1 >= self.end, self.config.save_every
         saving = stopping or (every and (last or (step + 1) % every == 0))
         if saving or not writing:

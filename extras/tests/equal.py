@@ -77,6 +77,14 @@ class Watch(Seeing, OpenRun):
         yield from super().steps(**parts)
 
 
+class Apart(Watch):
+    """Keeps no gradients: with --sync diloco each rank of dp has its own."""
+
+    def require_finite(self, step: int, **numbers: float):
+        """As the plain run's."""
+        OpenRun.require_finite(self, step, **numbers)
+
+
 class Served(Seeing, ServedRun):
     """A run with all services except pictures. It writes into `--out`, and keeps its gradients and weights."""
 

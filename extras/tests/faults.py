@@ -14,7 +14,23 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from extras.tests.rows import BACK, BIAS, DROP, EXPERTS, GROUPS, MASK, MUON, RAMP, SGD, STALE, TIED, WINDOW, Row
+from extras.tests.rows import (
+    BACK,
+    BIAS,
+    DROP,
+    EXPERTS,
+    GROUPS,
+    MASK,
+    MEETS,
+    MUON,
+    RAMP,
+    SGD,
+    STALE,
+    TIED,
+    UNCLIPPED,
+    WINDOW,
+    Row,
+)
 
 
 class Fault(NamedTuple):
@@ -193,6 +209,13 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
          "backward uses other weights than forward"),
         ("Stashed", "self.now[name] = self.now[name] - self.lr * weight.grad",
          "self.now[name].sub_(self.lr * weight.grad)", "all versions are one")),
+    *noticed_by(("test_diloco", "test_ranks_that_meet_are_two_models"), "/step02.diloco",
+        ("DilocoSync", 'state[master].setdefault("outer_momentum", torch.zeros_like(master))',
+         "torch.zeros_like(master)", "each meeting forgets the momentum"),
+        ("DilocoSync", "masters.items()]) / dp.size", "masters.items()])", "changes are summed, not averaged")),
+    *noticed_by(Row(4, "step05_cp_ring", MEETS | dict(cp=2), UNCLIPPED, does=("meets",)), "/step02.diloco",
+        ("DilocoSync", 'param.grad.mul_(self.mesh["dp"].size)', "pass", "a mean over all ranks' targets"),
+        ("DilocoSync", "if share and", "if False and", "ranks of cp train on their own tokens")),
     *noticed_by(Row(3, "step02_ddp", dict(sync="server"), SGD), "/step02.tree_sync",
         ("TreeSync", "for part, _ in received:", "for part, _ in received[:-1]:", "a rank's gradient is not added")),
     *noticed_by(Row(2, "step02_ddp", dict(sync="torch"), SGD), "/step02.torch_ddp",

@@ -125,6 +125,8 @@ def ranks_of(run: Options) -> int:
 
 def comparable(run: Options) -> bool:
     """Whether a run fits on four ranks, with whole micro-batches, and can be compared with one process."""
+    if run.get("sync") == "diloco":  # between meetings ranks have weights of their own
+        return False
     ranks, pp, cp, start = ranks_of(run), run.get("pp", 1), run.get("cp", 1), run["batch_ramp"].split(",")[0]
     data, batches = ranks // pp // run.get("tp", 1), [run["global_batch_size"], *([int(start)] if start else [])]
     divides = ranks // pp % run.get("ep", 1) == 0 and data % run.get("zero_replicas", 1) == 0

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 EQUALS = ("equals",)  # BEHAVIOURS of extras/tests/test_layouts.py
 ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
 STAYS_NEAR, EVALUATES = (("equals", other) for other in ("stays_near", "evaluates"))
+MEETS = dict(sync="diloco", inner_steps=1, outer_lr=1.0, outer_momentum=0.0)
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
 FROZEN = dict(patch="frozen")  # extras/tests/faults.py
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
+UNCLIPPED = SGD | dict(grad_clip=0.0)
 LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
@@ -85,6 +87,14 @@ ROWS = [
     Row(3, "step02_ddp", dict(sync="tree"), SGD),
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),
+    # ranks of dp that meet after each step
+    Row(3, "step02_ddp", MEETS, TIED | UNCLIPPED, does=("meets",)),
+    Row(2, "step03_zero", MEETS | dict(zero=0), UNCLIPPED, does=("meets",)),
+    Row(4, "step04_tp_sp", MEETS | dict(tp=2), UNCLIPPED, does=("meets",)),
+    Row(4, "step05_cp_ring", MEETS | dict(cp=2), UNCLIPPED, does=("meets",)),
+    Row(4, "step06_pipeline", MEETS | dict(pp=2), TIED | UNCLIPPED, does=("meets",)),
+    Row(4, "step07_moe_ep", MEETS | dict(tp=2), EXPERTS | UNCLIPPED, does=("meets",)),
+    Row(4, "step07_moe_ep", MEETS | dict(cp=2), EXPERTS | UNCLIPPED, does=("meets",)),
     *(Row(3, "step02_ddp", dict(bucket_mb=0.001, **lossy), SLOW, bound=bound) for lossy, bound in LOSSY),
     Row(3, "step03_zero", dict(zero=3, compress="topk", topk_fraction=1.0), TIED | SGD),
     # variants of ZeRO

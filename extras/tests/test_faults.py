@@ -11,7 +11,7 @@ from extras.tests.pool import Pool, RankError
 from extras.tests.rows import Row, sized
 from extras.tests.test_checkpoint import ALONE
 from extras.tests.test_checkpoint import continues as continues  # a fixture
-from extras.tests.test_layouts import equals, label
+from extras.tests.test_layouts import BEHAVIOURS, label
 
 NAMES = [f"{fault.module.rpartition('.')[2]}: {fault.new[:40]}" for _, fault in FAULTS]
 
@@ -45,7 +45,7 @@ def ask(pools, reference, continues, tmp_path):
     def wrong(judge: Row | tuple, fault: str | Fault = ""):
         mistaken = lambda *which: Mistaken(pools(*which), fault)  # noqa: E731
         if isinstance(judge, Row):
-            equals(mistaken, reference, sized(judge), tmp_path)
+            BEHAVIOURS[judge.does[0]](mistaken, reference, sized(judge), tmp_path)
         elif judge[0] == "resumed":
             continues({}, ALONE, judge[1:], fault)
         else:

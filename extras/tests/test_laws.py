@@ -174,6 +174,10 @@ LAWS: dict[str, Law] = {
     # rank 0 sends (n-1) S, a message a parameter and rank; any other S
     **{f"server, rank {rank}": Law("step02_ddp", 3, dict(sync="server", global_batch_size=3), {
         "dp send": times * P * B, "dp send calls": times * PARAMS}, rank=rank) for rank, times in ((0, 2), (1, 1))},
+    # in a step with a meeting what step 2 sends, else the loss; a moment more from the first meeting on
+    **{f"meets, H = {h}": Law("step02_ddp", 2, dict(sync="diloco", inner_steps=h), {
+        "dp": reduced(2, meets * P * B + B), "dp all_reduce calls": meets + 1, "held moments": (2 + meets) * P * B})
+       for h, meets in ((2, 1), (3, 0))},
     # each but rank 0 sends up, and down to each that sends to it: 2 (n-1) S together
     **{f"tree of {n}, rank {rank}": Law("step02_ddp", n, dict(sync="tree", global_batch_size=n), {
         "dp send": ((rank > 0) + below) * P * B}, rank=rank)

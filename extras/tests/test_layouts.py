@@ -70,7 +70,15 @@ def goes_on(pools, reference, row: Row, folder: Path):
     require_same(stored(folder / "cut"), stored(folder / "whole"))
 
 
-BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on)}
+def meets(pools, reference, row: Row, folder: Path):
+    """Losses and final parameters are equal; on the way ranks of dp have gradients and norms of their own."""
+    right = reference(row)
+    for seen in pools(row.ranks).run(equal.record, row.step, row.base | row.layout, equal.Apart):
+        assert difference(seen.losses, right.losses) < 1e-10 and seen.parameters.keys() == right.parameters.keys()
+        assert max(difference(seen.parameters[name], value) for name, value in right.parameters.items()) < 1e-10
+
+
+BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on, meets)}
 
 
 def label(row: Row) -> str:

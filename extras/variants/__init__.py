@@ -14,8 +14,9 @@
     own method or its replacement, then come the techniques in ORDER, then services and tests.
  9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
 10  `parts.kept` maps a file's name to what its `attach` returned. Services use what they find there: checkpoints call
-    `state()` (JSON, the same on all ranks) and `restore(state)`, and save `owed` (tensors by bucket or unit); the
-    record of a step calls `figures()`; validation calls `look(tokens)`.
+    `state()` (JSON, the same on all ranks) and `restore(state)`, save `owed` (tensors by bucket or unit), and wait
+    while `between` is true (ranks of dp have different weights); the record of a step calls `figures()`; validation
+    calls `look(tokens)`.
 """
 
 from collections import Counter
@@ -34,7 +35,7 @@ from common.trainer import Run
 # Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, and skips an update
 # before `stale` queues its gradient; documents see the batch that prefetch read; attention is recomputed as changed.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += ["routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
+ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 
 
