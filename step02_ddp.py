@@ -114,7 +114,7 @@ class Bucket:
 
 
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
-    """Split params, in order, into buckets of one group and at most `limit` bytes; a larger parameter is alone."""
+    """Split params, in order, into buckets of at most `limit` bytes, each of one group. A larger one is alone."""
     lists, room, last_group = [], 0.0, None
     for param in params:
         size, group = param.numel() * param.grad_dtype.itemsize, mesh[layout_of(param).data_dim]

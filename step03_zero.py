@@ -30,10 +30,11 @@ buffer, padded, of n equal shards; rank r updates shard r.
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses. `sent` is (n-1)/n x (4 bytes x elements + 24, for loss and norm); a bf16 weight has 2.
+You should see step 1's losses. `sent` is (n-1)/n x (4 bytes x elements + 24 for loss and norm); bf16 weights: 2 bytes.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -51,23 +52,70 @@ from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, s
 from step02_ddp import SYNCS, join_ranks
 
 
+class Unit:
+    """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates one shard."""
+
+    def __init__(self, named: dict[str, nn.Parameter], group: Group):
+        self.named, self.group = named, group
+        self.trained = {name: param for name, param in named.items() if param.requires_grad}
+        ends = list(accumulate((param.numel() for param in named.values()), initial=0))
+        self.span = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
+        self.length = -(-ends[-1] // group.size)  # rounded up
+        self.first = group.rank * self.length
+        reference_param = next(iter(named.values()))
+        self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
+        for name, param in named.items():
+            self.view(self.flat, name).copy_(param.detach())
+            param.data = self.view(self.flat, name)  # `.data`: else autograd would reject the writes to flat
+            param.grad_dtype = wide(param.dtype)
+        self.shard = self.flat[self.first : self.first + self.length]
+        self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64
+        self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to make
+        self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
+        self.reduced_shard: Tensor | None = None  # [padded / n], this rank's shard of `gradient`, summed over the ranks
+        self.grad_shard: Tensor | None = None  # [padded / n], `reduced_shard` of all micro-batches, added up
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """A parameter's part of a flat buffer, in the parameter's shape: a view, so writing to it changes `flat`."""
+        start, stop = self.span[name]
+        return flat[start:stop].view_as(self.named[name])
+
+    def view_shard(self, shard: Tensor, name: str) -> Tensor:
+        """A parameter's part of this rank's `shard`, as a view [k]; k is 0 if the parameter is all on other ranks."""
+        start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
+        return shard[start:stop]
+
+    def make_room(self):
+        """Allocate a flat buffer of zeros for this rank's gradients."""
+        self.gradient = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
+
+
+def unit_names(model: Decoder) -> list[list[str]]:
+    """Names of parameters, by unit. All gradients of a unit are summed over one group; in this chapter, always dp."""
+    units: dict[tuple[str, str], list[str]] = {}
+    for name, param in model.named_parameters():
+        found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
+        module = found.group() if found else "norm and head"
+        units.setdefault((module, layout_of(param).data_dim), []).append(name)
+    return list(units.values())
+
+
 class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
 
-    Three methods are ZeRO: `finish` reduce-scatters gradients, `step` updates this rank's shards of the masters, and
-    `publish` all-gathers the weights. `Unit`, the class below, cuts parameters into shards. All reduce-scatters start
-    after the last backward, so no computation hides them, unlike the all-reduces of step 2's buckets.
+    Three methods are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers the weights.
+    All reduce-scatters start after the last backward, so nothing hides them, unlike the sums of step 2's buckets.
     """
 
-    def __init__(
-        self, make_unit: type, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
-    ):
+    unit_type: type[Unit] = Unit
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype):
         self.units: list[Unit] = []
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
-            self.units.append(make_unit(named, group))
+            self.units.append(self.unit_type(named, group))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
             own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
@@ -81,7 +129,7 @@ class Zero1:
             for name, param in unit.trained.items():
                 param.grad = unit.view(unit.gradient, name)
 
-    def reduce(self, unit: "Unit") -> Pending:
+    def reduce(self, unit: Unit) -> Pending:
         """Start the reduce-scatter of a unit's gradient. This rank's shard of the sum goes to a new `reduced_shard`."""
         unit.reduced_shard = unit.gradient.new_empty(unit.length)
         return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
@@ -124,60 +172,12 @@ class Zero1:
                 param.grad = None
 
 
-class Unit:
-    """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates one shard."""
-
-    def __init__(self, named: dict[str, nn.Parameter], group: Group):
-        self.named, self.group = named, group
-        self.trained = {name: param for name, param in named.items() if param.requires_grad}
-        ends = list(accumulate((param.numel() for param in named.values()), initial=0))
-        self.span = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
-        self.length = -(-ends[-1] // group.size)  # rounded up
-        self.first = group.rank * self.length
-        reference_param = next(iter(named.values()))
-        self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
-        for name, param in named.items():
-            self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # `.data`: else autograd would reject the writes to flat
-            param.grad_dtype = wide(param.dtype)
-        self.shard = self.flat[self.first : self.first + self.length]
-        self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64
-        self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to make
-        self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
-        self.reduced_shard: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
-        self.grad_shard: Tensor | None = None  # [padded / n], `reduced_shard` of all micro-batches, added up
-
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter's part of a flat buffer, in the parameter's shape: a view, so writing to it changes `flat`."""
-        start, stop = self.span[name]
-        return flat[start:stop].view_as(self.named[name])
-
-    def view_shard(self, shard: Tensor, name: str) -> Tensor:
-        """A parameter's part of this rank's `shard`, as a view [k]; k is 0 if the parameter is all on other ranks."""
-        start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
-        return shard[start:stop]
-
-    def make_room(self):
-        """Allocate a flat buffer of zeros for this rank's gradients."""
-        self.gradient = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
-
-
-def unit_names(model: Decoder) -> list[list[str]]:
-    """Names of parameters, by unit. All gradients of a unit are summed over one group; in this chapter, always dp."""
-    units: dict[tuple[str, str], list[str]] = {}
-    for name, param in model.named_parameters():
-        found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
-        module = found.group() if found else "norm and head"
-        units.setdefault((module, layout_of(param).data_dim), []).append(name)
-    return list(units.values())
-
-
 class Zero2(Zero1):
-    """ZeRO 2: gradients are sharded as well. Each trained parameter needs a gradient in every micro-batch.
+    """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every micro-batch.
 
-    A unit's reduce-scatter overlaps the next unit's backward, after which the unit's whole gradient is freed. So two
-    exist at a time (if the head is tied, autograd keeps a third: the head's part of E's gradient). E comes last: its
-    sum is awaited after H's backward in the next micro-batch, or in `finish`.
+    A unit's reduce-scatter overlaps the next unit's backward. Then the unit's whole gradient is freed, so two whole
+    gradients exist at a time. (With a tied head there is a third: autograd keeps the head's part of E's gradient.) E is
+    last in backward: its sum is awaited after H's backward in the next micro-batch, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -264,13 +264,15 @@ class Zero3(Zero2):
     are whole at a time; if the head is tied, a third: E is gathered again with H, and stays until its own backward.
     """
 
-    def __init__(self, make_unit: type[ShardedUnit], model: Decoder, *args):
-        super().__init__(make_unit, model, *args)
+    unit_type = ShardedUnit
+
+    def __init__(self, model: Decoder, *args):
+        super().__init__(model, *args)
         trunk, head = model.model, model.lm_head
         entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
         self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
         self.uses: list[list[Unit]] = []  # for each entry, in forward order: the units of its parameters
-        for i, modules in enumerate(entry for entry in entries if None not in entry):  # None: on another stage
+        for i, modules in enumerate(entry for entry in entries if None not in entry):  # None: on another rank (step 6)
             params = set(nn.ModuleList(modules).parameters())
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
             modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(self.uses) - 1)))
@@ -304,7 +306,7 @@ class Zero3(Zero2):
             unit.free()
 
 
-STAGES = {0: None, 1: partial(Zero1, Unit), 2: partial(Zero2, Unit), 3: partial(Zero3, ShardedUnit)}
+STAGES: dict[int, Callable[..., Zero1 | Zero2] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}
 
 
 @dataclass
@@ -333,7 +335,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)  # inside stage 3's hooks: the second forward gathers nothing more
+    RECOMPUTE[config.recompute](model)  # it repeats forward without stage 3's hooks: it gathers nothing more
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -161,7 +161,7 @@ class Pipeline:
         return self.send_receive(self.group.rank - 1, receive_of=i)
 
     def send_forward(self, y: Tensor, dy_of: int | None = None) -> Tensor | None:
-        """Send y and, together, receive the dy of micro-batch `dy_of`, if given. None on the last rank."""
+        """Send y and, together, receive the dy of micro-batch `dy_of`, if given. On the last rank, do nothing."""
         return self.send_receive(self.group.rank + 1, send=y, receive_of=dy_of)
 
     def recv_backward(self, i: int) -> Tensor | None:
@@ -169,7 +169,7 @@ class Pipeline:
         return self.send_receive(self.group.rank + 1, receive_of=i)
 
     def send_backward(self, dx: Tensor | None, x_of: int | None = None) -> Tensor | None:
-        """Send dx and, together, receive the x of micro-batch `x_of`, if given. None on the first rank."""
+        """Send dx and, together, receive the x of micro-batch `x_of`, if given. On the first rank, do nothing."""
         return self.send_receive(self.group.rank - 1, send=dx, receive_of=x_of)
 
     def execute(self):

@@ -171,7 +171,7 @@ def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tenso
 
 
 def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-    """`Experts.forward` with experts on several ranks. The backward of `dispatch` is `combine`, and the reverse."""
+    """`Experts.forward` with experts on several ranks. `dispatch` and `combine` are each other's backward."""
     leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()

@@ -1,7 +1,7 @@
-"""From chapter 6 on: pipeline schedules as data: each rank has a list of actions, which can be drawn, checked or run.
+"""From chapter 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn, checked or run.
 
-A schedule is a function of p ranks, m micro-batches and v stages on each rank; it returns one rank's list. Those here
-differ only in `warm_up`, the number of forwards before forwards and backwards alternate.
+A schedule is a function of p ranks, m micro-batches and v stages on each rank; it returns one rank's list. The
+schedules here differ only in `warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
 """

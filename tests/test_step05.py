@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """torch's own attention in fp64: o, lse and, given `do`, dq, dk and dv. `seen` [queries, keys]: if not causal."""
+    """torch's own attention in fp64: o, lse and, given `do`, dq, dk and dv. `seen`: mask [queries, keys], or causal."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)

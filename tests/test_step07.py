@@ -155,7 +155,7 @@ def test_aux_loss_by_hand():
 
 @task("layer", 3)
 def test_a_layer_is_mixtrals():
-    """Output and gradients are those of Mixtral in transformers, whose auxiliary loss counts a token k times."""
+    """Output and gradients equal those of Mixtral in transformers. Its auxiliary loss is top_k times ours."""
     from transformers.models.mixtral import modeling_mixtral as hf
 
     sizes = dict(hidden_size=6, intermediate_size=10, num_experts_per_tok=2, num_local_experts=5)

@@ -98,9 +98,9 @@ def format_of(file: Path) -> str:
 
 
 def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
-    """Return the kind of a file, or a folder's first kind, and the files of this kind.
+    """Return the kind of `root` if it is a file, else the first kind that the folder has; and the files of this kind.
 
-    All other files are noted in `left_out`. Raises ValueError if no file can be read.
+    Other files, unless hidden, are noted in `left_out`. Raises ValueError if no file can be read.
     """
     paths = [path for path in sorted(root.rglob("*")) or [root] if path.is_file()]
     names = {path: name for path in paths if not HIDDEN.search(name := path.relative_to(root).as_posix())}

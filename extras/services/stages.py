@@ -28,7 +28,7 @@ NEEDS = [("pp_split", "pp")]
 
 
 def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
-    """Deal the numbers of layers that `split` lists to the places. Raises UserError."""
+    """Give the stages, first to last, the numbers of layers that `split` lists. Raises UserError if they do not fit."""
     n = len(places) // sum(place.before is None for place in places)
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in split.split(",")]
     if len(lengths) != n or min(lengths) < 1 or sum(lengths) != n_layers:

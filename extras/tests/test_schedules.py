@@ -201,7 +201,7 @@ def test_pairs_are_complete_and_end(name):
 
 
 def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
-    """For random p, m, costs and limits: complete, in order, free of deadlock. Here more memory never costs time."""
+    """Random p, m, costs, limits: lists are complete, ordered, free of deadlock. Here more memory never costs time."""
     draw = random.Random(0)
     for _ in range(8):
         p, m = draw.randint(1, 6), draw.randint(1, 12)

@@ -166,7 +166,7 @@ def order(name: str) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_collectives_hide_behind_matrices(pools, name):
-    """Backward waits for the all-gather after dx, for the sum of dx after dW. With SP only s/n tokens are kept."""
+    """Backward awaits the all-gather only after dx, and the sum of dx only after dW. With SP it keeps s/n tokens."""
     tokens, *_, events = ORDERS[name]
     assert pools(2).run(order, name) == [(events, [1, tokens, 4])] * 2
 

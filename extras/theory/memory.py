@@ -84,8 +84,8 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
 def loss_bytes(p: MicroBatch) -> float:
     """Bytes at the loss, for the tokens of a chunk: logits, their logarithms and their gradient, in 4 bytes each.
 
-    With tp the gradient overwrites the logits, while their narrow copy still exists. If there is one chunk, the
-    logarithms are kept anyway; if there are several, the head's gradient exists since forward, too.
+    With tp the gradient overwrites the logits, while their narrow copy still exists. One chunk's
+    logarithms are counted in `end_bytes`, as they are kept. With several, the head's gradient exists since forward.
     """
     copies = 2 * WIDE + NARROW if p.x.tp > 1 else 3 * WIDE
     if p.at_once < p.tokens:
@@ -94,7 +94,7 @@ def loss_bytes(p: MicroBatch) -> float:
 
 
 def work_bytes(p: MicroBatch, experts: bool) -> float:
-    """Bytes in a layer's backward: what is recomputed, and the gradients of its outputs or, on a CPU, of a norm."""
+    """Bytes in a layer's backward: what is recomputed, and gradients in its MLP (on a CPU in a norm, if more)."""
     m = p.m
     again = layer_bytes(p, experts, "none") - layer_bytes(p, experts, p.x.recompute)
     made = p.visits * (m.dim + 3 * m.expert_width) if experts else p.tokens * m.dim + p.share * 3 * m.ffn_dim

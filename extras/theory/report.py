@@ -103,7 +103,7 @@ def largest(known: dict[str, Shape], m: Shape, x: Layout, gpu: Gpu) -> str:
 
 
 def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
-    """The most tokens of a sequence that fit on a mesh, in steps of an eighth; 0 if not even 1,024 tokens fit."""
+    """The most tokens of a sequence that fit on a mesh, to an eighth of a power of two; 0 if not even 1,024 fit."""
     lengths = ((8 + part) << doubled for doubled in range(7, 24) for part in range(8))
     legal = (s for s in lengths if leanest(replace(m, seq_len=s), x))
     return max(takewhile(lambda s: can_fit(replace(m, seq_len=s), x, gpu), legal), default=0)

@@ -61,7 +61,7 @@ def mlp_weights(m: Shape, width: int) -> int:
 
 
 def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
-    """Weights of one layer on one rank: (replicated over dp x cp, of its experts)."""
+    """Number of weights of one layer on one rank: (those replicated over dp x cp, those of its experts)."""
     kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same head
     shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
     if m.gpt:

@@ -43,9 +43,9 @@ def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
 
 
 def attach(config: Any, parts: Parts):
-    """With `full`, too, keep a router's choice. Without a router keep nothing, because keeping costs time.
+    """Set what layers keep. With `full`, those with a router keep its choice; others keep nothing, to save time.
 
-    With --cp attention is recomputed, with its messages, because step 5 changes an operator's output in place.
+    With --cp, attention and its messages are repeated, because step 5 changes an operator's output in place.
     """
     kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
     for layer in parts.model.model.layers.values():

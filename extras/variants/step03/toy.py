@@ -84,7 +84,7 @@ def settle(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Print the example in all stages on all ranks."""
+    """Run the example in all stages; rank 0 prints the lines of all ranks."""
     if not config.toy:
         return
     everyones = [[toy(stage, parts.mesh, next(parts.model.parameters()).device) for stage in range(4)]]

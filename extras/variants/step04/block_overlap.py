@@ -99,7 +99,7 @@ def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
 
 
 def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, reduce: Callable, by: str) -> bool:
-    """Replace f of a block if its first matrices are column-parallel. Returns whether they are (not in experts)."""
+    """Replace f and the first matrices of a block, if they are column-parallel (experts' are not). Returns if so."""
     linears = [child for name, child in block.named_children() if name in COLUMNS]
     boxes = [[] for _ in linears]
     for linear, box in zip(linears, boxes, strict=True):
