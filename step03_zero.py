@@ -103,7 +103,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
 class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
 
-    Three methods are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers the weights.
+    Three methods are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers weights.
     All reduce-scatters start after the last backward, so nothing hides them, unlike the sums of step 2's buckets.
     """
 
