@@ -38,7 +38,7 @@ def serves(plugin: ModuleType, cls: type) -> bool:
     if hasattr(plugin, "SINCE"):
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
-    return not folder.startswith("step0") or any(folder <= base.__module__ < "step08" for base in cls.__mro__)
+    return not folder.startswith("step0") or folder <= cls.__module__
 
 
 @lru_cache
@@ -52,9 +52,8 @@ def compose(step: ModuleType) -> type:
     """The step's Config with the flags of everything that attaches to it."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
     fields = [("save_every", int, 100)]  # the last two are kept
-    about = dict(__doc__=step.Config.__doc__)
-    made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
-    made.__module__ = step.__name__  # a run's directory is named after it
+    made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags))
+    made.__doc__, made.__module__ = step.Config.__doc__, step.__name__  # a run's directory is named after the module
     return made
 
 
