@@ -120,7 +120,7 @@ BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # steps with a gradient like 
 def scale():
     """Compare the scale before each step, each loss, and the weights. A skipped step shows in the next loss."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
-    options = dict(dtype="fp16", patch="wide", steps=14, grad_clip=0.0)
+    options = dict(dtype="fp16", patch="wide", steps=14, grad_clip=0.0, lr=5e-3)  # 5e-2 makes roundings grow by 1e5
     scales, plain = [], LossScaling.gradients
 
     def gradients(self, inner: Callable) -> dict[str, Tensor]:
