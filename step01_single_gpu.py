@@ -121,13 +121,13 @@ class Optimizer:
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
 
     def zero_grad(self):
-        """Drop the gradients: the next backward starts from nothing."""
+        """Free the gradients, so that the next backward starts anew."""
         for name, param in self.params.items():
             param.grad = self.masters[name].grad = None
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (`train` gives them no variable: it would keep their memory after `zero_grad`.)"""
+    """Multiply gradients in place. (`train` has no variable for them: it would keep their memory after `zero_grad`.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)

@@ -68,7 +68,7 @@ class NaiveSync:
                 self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """All-reduce a gradient in place. `note` counts the bytes sent: the last argument times those of `gradient`."""
+        """All-reduce a gradient in place. `note` counts the bytes sent: its last argument x the bytes of `gradient`."""
         note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
         dist.all_reduce(gradient, group=group.handle)
 
@@ -104,17 +104,17 @@ class RingSync(NaiveSync):
 
 
 class Bucket:
-    """A flat buffer: `flat` [elements] holds the gradients of all `params`; each of `views` has one, in its shape."""
+    """A buffer, `flat` [elements], of the gradients of all `params`; views[i] is that of params[i], in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
-        """Allocate `flat` as zeros in the params' grad_dtype; `views` is a list in the order of `params`."""
+        """Allocate `flat` as zeros, in the params' grad_dtype."""
         self.params, self.group, sizes = params, group, [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
         self.views = [view.view_as(p) for view, p in zip(self.flat.split(sizes), params, strict=True)]
 
 
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
-    """Split params, in order, into buckets of at most `limit` bytes, each of one group. A larger one is alone."""
+    """Split params, in order, into buckets of at most `limit` bytes and of one group. A larger param is alone."""
     lists, room, last_group = [], 0.0, None
     for param in params:
         size, group = param.numel() * param.grad_dtype.itemsize, mesh[layout_of(param).data_dim]
@@ -135,7 +135,7 @@ class BucketSync:
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
-        """Make it after the optimizer, which decides the dtype of gradients."""
+        """Create the sync after the optimizer, which sets the dtype of the gradients."""
         backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
         self.buckets = fill_buckets(backwards, mesh, config.bucket_mb * 2**20)
         for bucket in self.buckets:
@@ -143,7 +143,7 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers; make each `.grad` a view of its buffer. n_micro_batches additions complete it."""
+        """Zero the buffers; make each `.grad` a view of its buffer. Each micro-batch will add to it once."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()

@@ -15,7 +15,7 @@ independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. S
 f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
-gather. g does the first and the next f the second; between them, norms and residual sums have s/n tokens. Same bytes:
+gather. g is the first and the next f the second. In between, norms and residual sums see s/n tokens. Bytes are equal:
 
     f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather
@@ -125,7 +125,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy, equal on all ranks. A rank has the logits of the `ids`, then perhaps padding.
+    """The summed cross entropy, the same on all ranks, of logits that are sharded over the vocabulary.
 
     A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
     its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
+        """logits [batch, seq, vocab/n] of `ids`, then padding; targets int64 [batch, seq] -> the sum, in nats."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it

@@ -27,7 +27,7 @@ B: the bytes of k and v of a rank's tokens in a micro-batch. G: those of their g
 sends (n-1) B forward (twice with --recompute full), (n-1) B + n G backward: this grows with s, the FLOPs with s^2/n.
 
 Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
-its first chunk would get the first token of its second chunk as target: wrong (but on the last rank), and no error.
+its first chunk would get the first token of its second chunk as target: wrong on all ranks but the last, in silence.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses, and `sent` over cp: these bytes x layers x micro-batches, + 12 bytes for the norm.

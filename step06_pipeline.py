@@ -18,9 +18,9 @@ saves memory: a rank holds the activations of at most p - rank micro-batches. In
 DEADLOCK. In mid-1F1B, rank r has an output y for rank r+1, which has a dx for rank r. If each sends first, and a send
 blocks until it is received, both wait for ever. So `send_receive` posts the send and the receive together.
 
-AUTOGRAD ends at a boundary. A stage's input is a leaf, whose `.grad` is the dx to send. Of its output we keep only the
-graph node (`get_gradient_edge`), where backward can start. So the output's memory is freed after it is sent (here: when
-the next forward returns, or the step ends), as by Megatron's deallocate_pipeline_outputs.
+AUTOGRAD's graph is a stage's alone. The stage's input is a leaf, whose `.grad` is the dx to send. Of its output we keep
+only the graph node (`get_gradient_edge`), where backward can start. So the output's memory is freed after it is sent
+(here: when the next forward returns, or the step ends), as by Megatron's deallocate_pipeline_outputs.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. In the steady phase, y and dy cross, and so do dx and x."""
+        """At most p - rank micro-batches are in flight. In the steady phase, y leaves while dy arrives, dx while x."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -264,7 +264,7 @@ class ListPipeline(Pipeline):
         self.program = add_messages(lists, self.places, costs)[self.group.rank]
 
     def execute(self):
-        """Messages are asynchronous: an action waits for its input, a send for the previous send to the same peer."""
+        """Run the program. An action waits for its input, and a send for the previous send to the same peer."""
         box: dict[Action, tuple[Tensor, Pending]] = {}  # action -> its input, and the message that brings it
         sent: dict[int, Pending] = defaultdict(Pending)  # peer -> the last send to it
         for verb, action, peer in self.program:
