@@ -235,7 +235,7 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """Results are rounded once, when complete: 16-bit sums would be 1.5 to 2 roundings off. (dq, from o, is 1.1.)"""
+    """Results are rounded once, when complete. Sums in 16 bits would be wrong by 1.5 to 2 roundings. (dq is by 1.1.)"""
     group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
     found, _, back = ring(Tape, group, mine)
     close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Live are k and v, own, of this hop and the next; in backward also three sums; and the last part's results."""
+    """A rank has its own k and v, those of two hops, the last part's results and, in backward, three sums."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()

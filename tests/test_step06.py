@@ -202,7 +202,7 @@ def carry_out(programs: list[list[list]], places: list[Place]):
 
 
 def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
-    """The lines of a loop's `execute`: an action, or all messages posted before a wait. Tensors are just numbers."""
+    """What a loop's `execute` does, line by line: an action, or all messages up to a wait. Tensors are just numbers."""
     lines, loop, posts = [], cls.__new__(cls), []
     loop.group, loop.xs, loop.places, loop.buffer = Group("pp", rank, p, None), [0] * m, round_robin(p, p, 1), int
     loop.forward = lambda i, stage, _: lines.append([("compute", Action("F", i, stage), None)]) or i
