@@ -404,26 +404,6 @@ def test_formulas_are_the_kernels(kernel, dtype):
             assert off < max(bounds.FP64, 2 * bounds.attention(dtype))
 
 
-@pytest.mark.parametrize(
-    "kernel, gpus, dtype, sizes",
-    [
-        ("flash", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], torch.bfloat16, [64, 128, 136]),
-        ("cudnn", [(9, 0), (10, 0), (10, 3)], torch.bfloat16, [64, 128]),
-        *((kernel, [], torch.float32, []) for kernel in ("flash", "cudnn")),
-    ],
-)
-def test_gpus_that_have_the_kernel(monkeypatch, kernel, gpus, dtype, sizes):
-    """For 16 bits and heads of a multiple of 8: flash to 256 from Ampere on, cuDNN to 128 on 9.x and 10.x."""
-
-    def has(gpu: tuple[int, int], size: int) -> bool:
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: gpu)
-        return flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0), kernel)
-
-    known = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
-    assert [gpu for gpu in known if has(gpu, 64)] == gpus
-    assert [size for size in (60, 64, 128, 136, 264) if has((9, 0), size)] == sizes
-
-
 # --- experts, in real ranks
 
 

@@ -102,9 +102,3 @@ def cases() -> list:
 def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
     """Call the function of the behaviour."""
     BEHAVIOURS[behaviour](pools, reference, row, tmp_path)
-
-
-def test_every_step_has_every_behaviour():
-    """Each is in some row, so a run with services equals a plain one. (Other rows are compared with step 1.)"""
-    for path in Path(__file__).parents[2].glob("step0[2-9]_*.py"):
-        assert {name for row in ROWS for name in row.does if row.step == path.stem} == {*BEHAVIOURS}, path.stem

@@ -8,7 +8,6 @@
     --z-loss, --capacity-factor              transformers: Switch Transformers' z-loss, and its router
     --expert-groups, --shared-experts, bias  transformers: DeepSeek-V3's block; V2's router, where a group has one best
     --balance bias                           Wang et al. 2024, algorithm 1, in numpy
-    --compress topk                          Karimireddy et al. 2019, algorithm 2, in numpy
     --compress, --compress-activations int8  half a step of a block's scale
     --dropout: random words                  Random123's known answers of Philox 4x32-10
 
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import ceil
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import step01_single_gpu as step01
-from common.comm import Group, Pending
+from common.comm import Group
 from common.data import Data
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder
@@ -40,7 +38,6 @@ from extras.tests.rows import BIAS, EXPERTS
 from extras.variants.step01 import dropout, fp16
 from extras.variants.step01.fp16 import LossScaling
 from extras.variants.step02 import narrow
-from extras.variants.step02.compress import Compression
 from extras.variants.step02.narrow import BLOCK
 from extras.variants.step07.routing import RoutedMoE
 from step01_single_gpu import OPTIMIZERS
@@ -280,28 +277,7 @@ def biases():
     assert b.any()
 
 
-# --- messages, and random words
-
-
-def arrived(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """Replaces a collective of one rank: copies at once, and returns a Pending."""
-    output.copy_(tensor)
-    return Pending(group, SimpleNamespace(wait=lambda: None))
-
-
-def largest_first():
-    """Sent plus owed values equal the gradient plus the previous debt, to the bit. The largest values are sent."""
-    compression = Compression(SimpleNamespace(compress="topk", topk_fraction=0.1), SimpleNamespace(pending=[]))
-    key, owed = type("Part", (), dict(group=ALONE))(), np.zeros(1000, np.float32)
-    for step in range(5):
-        key.flat = torch.randn(1000, generator=torch.Generator().manual_seed(step))
-        whole = owed + key.flat.numpy()
-        with mock.patch.multiple("extras.variants.step02.compress", all_to_all=arrived, all_gather=arrived):
-            compression.scatter(key, key.flat[None], partial(compression.gather, key)).wait()
-        compression.sync.pending.pop().wait()
-        sent = np.where(np.abs(whole) >= np.sort(np.abs(whole))[-100], whole, 0)
-        owed = whole - sent
-        assert np.array_equal(key.flat.numpy(), sent) and np.array_equal(compression.owed[key][0].numpy(), owed)
+# --- roundings, and random words
 
 
 def rounding():
@@ -351,7 +327,6 @@ RULES: dict[str, Callable[[], None]] = {
     "deepseek-v2": deepseek_v2,
     "switch": switch,
     "biases": biases,
-    "top-k": largest_first,
     "int8": rounding,
     "philox": words,
 }

@@ -14,14 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from common import comm
 from common.comm import Mesh
 from common.model import Decoder, attend
-from extras.services.memory import MemoryTimeline
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
 from extras.variants.step01 import dropout, skip_spikes
@@ -401,42 +398,6 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools, ranks, rec
         assert max(equal.difference(ours[name], weight) for name, weight in weights.items()) < 1e-10
     assert late[0][0][:1] == flushed[0][0][:1] and equal.difference(late[0][0], flushed[0][0]) > 1e-3
     assert f"a rank: {ranks - 1} of {7 + ranks}, flushed after each {8 * (ranks - 1)} of {8 * ranks}" in printed[0]
-
-
-# --- what a layer keeps
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
-    """s b h (34 + 5 a s / h), and 34 s b h with selective recomputation: from live tensors, in plain torch.
-
-    A layer as Megatron has it: LayerNorm, attention, LayerNorm, GELU; dropout. Statistics of norms are not counted.
-    """
-    seq, batch, dim, heads = 24, 2, 32, 4
-    sizes = [(dim, dim)] * 4 + [(dim, 4 * dim), (4 * dim, dim)]
-    modules = nn.ModuleList([*(nn.LayerNorm(dim) for _ in "12"), *(nn.Linear(*size) for size in sizes)]).bfloat16()
-    first, second, *qkv_proj, out, up, down = modules
-    drop = lambda x: torch.native_dropout(x, 0.1, True)[0]  # noqa: E731
-
-    def core(*qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.view(seq, batch * heads, -1).transpose(0, 1) for x in qkv)
-        p = drop((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1))
-        return (p @ v).transpose(0, 1).flatten(1).view(seq, batch, dim)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        qkv = [proj(y) for y in [first(x)] for proj in qkv_proj]
-        x = x + drop(out(checkpoint(core, *qkv, use_reentrant=False) if recompute == "selective" else core(*qkv)))
-        return x + drop(down(F.gelu(up(second(x)))))
-
-    x = torch.randn(seq, batch, dim, dtype=torch.bfloat16, requires_grad=True)
-    statistics = 2 * sum(t.nbytes for t in torch.native_layer_norm(x, [dim], None, None, 1e-5)[1:])
-    with MemoryTimeline() as timeline:
-        for given in (x, *modules.parameters()):
-            timeline.note(given, "other")
-        timeline.born = "activations"
-        y = layer(x)
-        kept = timeline.total["activations"] - y.nbytes + x.nbytes - statistics
-    assert kept == seq * batch * dim * (34 + (recompute == "none") * 5 * heads * seq / dim)
 
 
 # --- dropout
