@@ -9,7 +9,7 @@ import functools
 import importlib
 import io
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,11 @@ class Seeing(equal.Watch):
 
 class Watch(Seeing, OpenRun):
     """A run that draws and writes nothing, and keeps its gradients and weights."""
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Attach the techniques."""
+        self.open(**parts)
+        yield from super().steps(**parts)
 
 
 class Apart(Watch):
