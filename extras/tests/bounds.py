@@ -22,21 +22,6 @@ RUN = {"fp64": 1e-10, "fp32": 1e-5}
 # softmaxes and sums over ranks are all of this kind, and a mistake in them changes the first three digits.
 FP64 = 1e-12
 
-# PyTorch's attention in 16 bits (AVX2, AVX-512, SVE; from 8 or 16 keys on) approximates exp by a cubic; its relative
-# error is at most 1.07e-4 (Malossi et al. 2015). A log-sum-exp has this absolute error. Stored in 16 bits, its error
-# would be four times as large (fp16, values from 1 to 2) or more.
-EXP_FOR_16_BITS = 2**-13
-
 # The losses (nats) of two 16-bit runs that round in different places may differ by one bf16 rounding, 2^-8, of the
 # first loss, log(259) = 5.6. Sums and masters are fp32, so drift does not grow with the steps.
 DRIFT = 0.02
-
-
-def attention(dtype: torch.dtype) -> float:
-    """Bound the error of attention's output, gradients and log-sum-exp, for scores of a few units and tens of keys.
-
-    64 roundings in fp32 or wider: dots of 6, 6 and 10 numbers, exp, its sum over 10 keys and a division, in two ways.
-    In 16 bits, weights (or the scores' gradients) and both results are rounded, too, and exp is approximate.
-    """
-    wide = roundings(torch.promote_types(dtype, torch.float32), 64)
-    return wide + (roundings(dtype, 3) + EXP_FOR_16_BITS if dtype.itemsize == 2 else 0)

@@ -22,7 +22,7 @@ from common.model import Attention
 from extras.services.dry_run import run_rank
 from extras.services.ledger import Ledger
 from extras.tests import bounds, equal
-from extras.variants.step01 import fused_gradients, offload_activations
+from extras.variants.step01 import fused_gradients
 from extras.variants.step03 import zero_overlap
 from extras.variants.step05 import allgather, flash
 from extras.variants.step07 import ep_overlap
@@ -124,13 +124,9 @@ def experts_law(mode: str, tp: int) -> Law:
     return Law("step07_moe_ep", 2 * tp, flags, {"ep": M // 2 * L * (2 * once // tp + counts)})
 
 
-def parts_law(schedule: str, n_layers: int, boundaries: int) -> Law:
-    """--pp-scatter sends pp's bytes / tp; over tp, (tp-1)/tp of an activation for each x or dx from another rank.
-
-    In a V of two ranks the two middle stages are on one rank: nothing is sent or gathered between them.
-    """
-    flags = dict(pp=2, tp=2, sp=False, schedule=schedule, n_layers=n_layers, pp_scatter=True)
-    half = M * boundaries * A // 2
+def parts_law() -> Law:
+    """--pp-scatter sends pp's bytes / tp; over tp, (tp-1)/tp of an activation for each x or dx from another rank."""
+    flags, half = dict(pp=2, tp=2, sp=False, schedule="1f1b", pp_scatter=True), M * A // 2
     return Law("step06_pipeline", 4, flags, {"pp send": -half, "tp all_gather": half}, dict(pp_scatter=False))
 
 
@@ -186,15 +182,11 @@ LAWS: dict[str, Law] = {
     **{f"replicas, zero {zero}": Law("step03_zero", 4, dict(zero=zero, zero_replicas=2, global_batch_size=4), {
         "replicas all_reduce": reduced(2, P * B / 2), "shard all_gather": gathered * B / 2,
         "shard reduce_scatter": P * B / 2}) for zero, gathered in ((1, P), (3, 2 * P - ENDS))},
-    # (m+1) P: an all-gather a unit and step, m reduce-scatters; in a pipeline, too
+    # (m+1) P: an all-gather a unit and step, m reduce-scatters
     "kept": Law("step03_zero", 2, dict(zero=3, zero_keep=True, global_batch_size=4), {
         "dp all_gather": P * B / 2, "dp all_gather calls": L + 2,
         "dp reduce_scatter": 2 * P * B / 2, "dp reduce_scatter calls": 2 * (L + 2),
     }),
-    **{f"kept, {schedule}": Law(
-        "step06_pipeline", 4, dict(pp=2, zero=3, zero_keep=True, n_layers=2, schedule=schedule, global_batch_size=4),
-        {"data all_gather calls": 2, "data reduce_scatter calls": 2 * 2},
-    ) for schedule in ("afab", "zb-h1")},
     # layers are below the threshold; embedding and head are not, and are gathered in each micro-batch
     "kept if small": Law("step03_zero", 2, dict(zero=3, zero_keep=True, zero_keep_mb=0.06, global_batch_size=4), {
         "dp all_gather": (L * LAYER + 2 * ENDS) * B / 2, "dp all_gather calls": L + 2 * 2,
@@ -234,8 +226,7 @@ LAWS: dict[str, Law] = {
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
     "window": window_law(2, 0, 5, 16),
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 7, 16), (4, 2, 7, 16))},
-    "parts": parts_law("1f1b", L, 1),
-    "parts, zbv": parts_law("zbv", 4, 2),
+    "parts": parts_law(),
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
     **{f"fused{', tied' * tied}": fused_law(tied) for tied in (False, True)},
@@ -243,6 +234,8 @@ LAWS: dict[str, Law] = {
     **{f"fused attention, {k} kv heads": kept_law(B * (6 * D + 2 * k * D // HEADS + 4 * FFN + HEADS), n_kv_heads=k)
        for k in (2, 4)},
     **{f"scores, {k} kv heads": kept_law(B * (8 * D + 4 * FFN + HEADS * SEQ), **SCORES, n_kv_heads=k) for k in (2, 4)},
+    # sent to the host, whose copies a dry run counts, too; an input once for each matrix that it enters
+    "offloaded": kept_law(B * (10 * D + 2 * KVD + 4 * FFN + HEADS) + NORMS, recompute="offload"),
     "selective recomputation": kept_law(B * (6 * D + 2 * KVD + 4 * FFN), **SCORES, recompute="selective"),
     "dropout": mask_law(1, tp=1),
     "dropout, sp": mask_law(2, tp=2),
@@ -260,59 +253,25 @@ def test_law(name):
     assert {key: found[key] for key in law.has} == law.has
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_offloaded_activations(kv_heads):
-    """Of a layer nothing stays. What is sent comes back; a CPU's norms save more than a GPU's."""
-    sent, back = [], []
-
-    def to_host(here: set[int], tensor: Tensor, right=offload_activations.to_host) -> tuple[str, Tensor]:
-        if (kept := right(here, tensor)[1]) is tensor:
-            return "here", tensor
-        sent.append(kept.nbytes)
-        return "there", kept.to("meta")  # whose bytes do not count
-
-    def to_device(where: str, tensor: Tensor) -> Tensor:
-        back.append(tensor.nbytes * (where == "there"))
-        return tensor if where == "here" else torch.empty_like(tensor, device="cpu")
-
-    with mock.patch.multiple(offload_activations, to_host=to_host, to_device=to_device):
-        few, more = (
-            count("step01_single_gpu", 1, n_layers=n, recompute="offload", n_kv_heads=kv_heads)["held activations"]
-            for n in (1, 2)
-        )
-    a_token = B * (10 * D + 2 * kv_heads * D // HEADS + 4 * FFN + HEADS) + 2 * NORMS
-    assert more == few and sum(sent) == sum(back) == 2 * M * SEQ * (1 + 2) * a_token  # two steps
-
-
 @pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])
 def test_two_levels(n, node):
-    """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient.
-
-    The ring: 2 (n-1) messages; those of a node's last rank all leave the node. Each gradient rounds its bytes.
-    """
-    seen, right = Counter(), dist.batch_isend_irecv
+    """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient."""
+    seen, right, nodes = Counter(), dist.batch_isend_irecv, n // node
 
     def spy(operations: list) -> list:
         for one in operations:
             if one.op is dist.isend:
                 way = "between" if one.peer // node != dist.get_rank() // node else "inside"
-                seen["messages", way] += 0.5  # of two steps
-                seen[way] += one.tensor.nbytes / 2
+                seen.update({way: one.tensor.nbytes / 2, f"messages {way}": 0.5})  # of two steps
         return right(operations)
 
-    nodes, total = n // node, Counter()
     with mock.patch.object(dist, "batch_isend_irecv", spy):
         for rank in range(n):
-            seen.clear()
             count("step02_ddp", n, rank, global_batch_size=n, sync="hierarchical", ranks_per_node=node)
-            total.update(seen)
-            assert seen["messages", "inside"] == 2 * (node - 1) * PARAMS
-            assert seen["messages", "between"] == 2 * (nodes - 1) * PARAMS
-            assert seen["between"] == pytest.approx(reduced(nodes, P * B / node), abs=2 * B * n * PARAMS)
-            seen.clear()
-            count("step02_ddp", n, rank, global_batch_size=n, sync="ring")
-            assert seen["messages", "between"] == 2 * (n - 1) * PARAMS * (rank % node == node - 1)
-    assert total["inside"] == 2 * (node - 1) * nodes * P * B and total["between"] == 2 * (nodes - 1) * P * B
+    # all ranks together: alone, each rounds the bytes of a gradient
+    assert seen["inside"] == 2 * (node - 1) * nodes * P * B and seen["between"] == 2 * (nodes - 1) * P * B
+    assert seen["messages inside"] == 2 * (node - 1) * PARAMS * n
+    assert seen["messages between"] == 2 * (nodes - 1) * PARAMS * n
 
 
 @pytest.mark.parametrize("flags", [{}, dict(fused_gradients=True)], ids=str)
@@ -332,13 +291,11 @@ def test_sums_start_in_backward(flags):
 
 def mm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Replaces CUDA's matmul with a wider output."""
-    assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
 def addmm_on_cpu(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor):
     """Replaces CUDA's matmul that adds to a wider sum."""
-    assert out.data_ptr() == total.data_ptr() and (beta, alpha) == (1, 1)
     return out.add_(mm_on_cpu(a, b, out_dtype))
 
 
@@ -346,15 +303,13 @@ def test_matmuls_add_16_bits_to_32():
     """CUDA has operators (here by their schemas) that add in fp32. A CPU has none, and rounds each product."""
     torch.manual_seed(0)
     batches = [torch.randn(2, 64, 8).bfloat16() for _ in range(3)]
-    right = sum(dy.double().T @ x.double() for dy, x in batches)
 
     def off() -> float:
         weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
         weight.grad_dtype, fused = torch.float32, fused_gradients.adds_to_wide(weight)
         for dy, x in batches:
             fused_gradients.add_product(weight, dy, x, fused)
-        assert weight.grad.dtype == torch.float32
-        return equal.difference(weight.grad, right)
+        return equal.difference(weight.grad, sum(dy.double().T @ x.double() for dy, x in batches))
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype", mm_on_cpu, "CPU")
@@ -381,40 +336,27 @@ def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tens
     return backward(do, q, k, v, o, lse.squeeze(-1), 0.0, causal)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_formulas_are_the_kernels(kernel, dtype):
+@pytest.mark.parametrize("kernel", ["FLASH", "CUDNN"])
+def test_formulas_are_the_kernels(kernel):
     """Kernels equal step 5's formulas: attention to some keys, its log-sum-exp, and their share of all gradients.
 
     cuDNN's operators get the shapes, strides and order of arguments that PyTorch's schemas require.
     """
     torch.manual_seed(0)
-    dtype = getattr(torch, dtype)
-    (q, do), (k, v) = torch.randn(2, 2, 4, 6, 8, dtype=dtype), torch.randn(2, 2, 2, 6, 8, dtype=dtype)
+    (q, do), (k, v) = torch.randn(2, 2, 4, 6, 8).double(), torch.randn(2, 2, 2, 6, 8).double()
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
         library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
         for causal in (True, False):
             lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # as if other ranks had more keys
             both = []
-            for attention, gradients in (allgather.FORMULAS, dict(flash=flash.FLASH, cudnn=flash.CUDNN)[kernel]):
+            for attention, gradients in (allgather.FORMULAS, getattr(flash, kernel)):
                 o = attention(q, k, v, causal)
-                both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
-            off = max(equal.difference(a, b) for a, b in zip(*both, strict=True))
-            assert off < max(bounds.FP64, 2 * bounds.attention(dtype))
+                both.append([*o, *gradients(do, q, k, v, o[0], lse, causal)])
+            assert max(equal.difference(a, b) for a, b in zip(*both, strict=True)) < bounds.FP64
 
 
 # --- experts, in real ranks
-
-
-def test_groups_bound_the_nodes(pools):
-    """If each node has one group of experts, and a token visits one group, it crosses between nodes at most once."""
-    ep, experts, m = 4, 8, 2
-    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=3, expert_groups=2, groups_per_token=1)
-    found = pools(ep).run(equal.record, "step07_moe_ep", options | dict(global_batch_size=m * ep, n_layers=L))
-    sent = sum(seen.sent[-1]["ep between"] for seen in found) - ep * m * L * 8  # without counts
-    crossed = sent / (2 * (2 * D * B + experts // 2 * B))
-    assert crossed == int(crossed) and 0 < crossed <= ep * m * L * SEQ
 
 
 def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
