@@ -6,14 +6,6 @@ round each result by at most half a unit in its last place, so a bound is a numb
 Every bound is far below the effect of the fault that its test must notice.
 """
 
-import torch
-
-
-def roundings(dtype: torch.dtype, n: int) -> float:
-    """Bound the relative (norm-wise) error of `n` successive roundings, each by half a unit in the last place."""
-    return n * torch.finfo(dtype).eps / 2
-
-
 # Two runs of a few steps, compared norm-wise: a thousand times the rounding errors of sums of some thousand numbers, of
 # the division by a norm, and of Adam's division by a root. Every fault causes 1e-6 or more (in fp32, 1e-4).
 RUN = {"fp64": 1e-10, "fp32": 1e-5}

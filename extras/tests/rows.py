@@ -86,6 +86,7 @@ ROWS = [
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     # ranks of dp that meet after each step
     Row(3, "step02_ddp", MEETS, TIED | UNCLIPPED, does=("meets",)),
+    Row(2, "step02_ddp", dict(sync="diloco", inner_steps=1), does=("goes_on",)),
     Row(4, "step04_tp_sp", MEETS | dict(tp=2), UNCLIPPED, does=("meets",)),
     Row(4, "step05_cp_ring", MEETS | dict(cp=2), UNCLIPPED, does=("meets",)),
     Row(4, "step06_pipeline", MEETS | dict(pp=2), TIED | UNCLIPPED, does=("meets",)),

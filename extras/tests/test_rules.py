@@ -16,7 +16,7 @@ Their code rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from typing import Any
@@ -43,7 +43,6 @@ from extras.variants.step07.routing import RoutedMoE
 from step01_single_gpu import OPTIMIZERS
 
 ALONE = Group("dp", 0, 1, None)
-IN_16_BITS = bounds.roundings(torch.bfloat16, 15)  # Muon's, if not in fp64: three products in each of five iterations
 
 
 @contextmanager
@@ -102,13 +101,12 @@ THEIRS = dict(
 )
 
 
-def updates(name: str, step: str = "step01_single_gpu", bound: float = bounds.RUN["fp64"], **flags: Any):
+def updates(name: str, step: str = "step01_single_gpu", **flags: Any):
     """Compare losses, gradients and weights of four steps, each with another learning rate."""
     flags = dict(steps=4, weight_decay=0.3) | flags
     ours = equal.record(step, flags | dict(optimizer=name))
-    rounded = nullcontext() if "dtype" in flags else exact()
-    with mock.patch.dict(OPTIMIZERS, theirs=THEIRS[name]), rounded:
-        equal.compare(ours, equal.record(step, flags | dict(optimizer="theirs")), bound)
+    with mock.patch.dict(OPTIMIZERS, theirs=THEIRS[name]), exact():
+        equal.compare(ours, equal.record(step, flags | dict(optimizer="theirs")), bounds.RUN["fp64"])
 
 
 BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # steps with a gradient like this; three good ones make a scale grow
@@ -286,19 +284,13 @@ def rounding():
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]
     x[1, BLOCK:] = 0
-    arrived, scales = send(x), narrow.quantise(x)[..., x.shape[-1] :].contiguous().view(torch.float32)
-    blocks = [part.abs().amax(-1) for part in x.split(BLOCK, -1)]
-    step = scales.repeat_interleave(BLOCK, -1)[:, : x.shape[-1]]
-    half = 0.5 + 127 * 2 * torch.finfo(torch.float32).eps  # the division and the product round, too
-    assert ((arrived - x).abs() <= half * step).all() and ((arrived - x).abs() > 0.49 * step).any()
-    for i, most in enumerate(blocks):
-        same(127 * scales[most > 0, i], most[most > 0], bounds.roundings(torch.float32, 2))
-    assert not arrived[1, BLOCK:].any()
+    largest = torch.cat([part.abs().amax(-1, keepdim=True).expand_as(part) for part in x.split(BLOCK, -1)], -1)
+    off, half = (send(x) - x).abs(), largest / 127 / 2
+    assert (off <= 1.001 * half).all() and (off > 0.98 * half).any() and not send(x)[1, BLOCK:].any()
     for bad in torch.inf, -torch.inf, torch.nan:
         y = x.clone()
         y[0, 3] = bad
-        found = send(y)
-        assert not found[0, 3].isfinite() and torch.equal(found[1:], arrived[1:])
+        assert not send(y)[0, 3].isfinite() and torch.equal(send(y)[1:], send(x)[1:])
 
 
 # counter, key -> words: Salmon et al., Random123, extras/tests/kat_vectors
@@ -320,7 +312,6 @@ def words():
 RULES: dict[str, Callable[[], None]] = {
     **{name: partial(updates, name) for name in ("adafactor", "sgd", "muon")},
     "muon, experts": partial(updates, "muon", "step07_moe_ep", steps=2, **EXPERTS),
-    "muon, fp32": partial(updates, "muon", bound=IN_16_BITS, dtype="fp32", steps=1, warmup_steps=0),
     "loss scale": scale,
     "mixtral": mixtral,
     "deepseek-v3": deepseek_v3,
