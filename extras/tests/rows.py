@@ -17,7 +17,6 @@ NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_nea
 FROZEN = dict(patch="frozen")  # extras/tests/faults.py
 SGD, TIED = dict(optimizer="sgd", lr=0.5), dict(tied=True)
 UNCLIPPED = SGD | dict(grad_clip=0.0)
-LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
     (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing, but sends the same kind of messages
@@ -28,7 +27,6 @@ LOSSY = (
 SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one step hardly grows in the next
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
-UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # each space ends a document
@@ -64,9 +62,6 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), EXPERTS | dict(aux_loss_coeff=0.0), does=ALL),
     # parameters that do not train
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h2", zero=2), FROZEN | TIED),
-    # shapes for which GPUs have other kernels: heads of 128, lengths that no tile divides, experts in 16 bits
-    Row(2, "step03_zero", dict(zero=1), LARGE_HEADS, does=("stays_near",)),
-    Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped"), EXPERTS, does=("stays_near",)),
     # step 1: variants of the trainer
     Row(2, "step06_pipeline", dict(zero=1, dtype="bf16"), bound=0.05, does=("goes_on",)),
     Row(2, "step02_ddp", dict(compress="int8"), does=("goes_on",)),
@@ -115,7 +110,7 @@ ROWS = [
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK, does=EVALUATES),
     # variants of pipelines
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
-    Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", pp_split="2,1,1,1", zero=2), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),

@@ -1,12 +1,10 @@
 """What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
 
-import io
 import random
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
+from copy import deepcopy
 from itertools import count, islice, product
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,44 +21,15 @@ from extras.tests import equal
 from extras.tests.faults import Fault, injected
 from extras.variants.step01 import dropout, skip_spikes
 from extras.variants.step01.documents import MicroBatch
-from extras.variants.step01.fp16 import LossScaling
 from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
 from extras.variants.step03 import toy
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from extras.variants.step05.balanced import deal
 from extras.variants.step06 import pipedream
-from step01_single_gpu import learning_rate
+from step01_single_gpu import Optimizer, learning_rate, scale
 from step05_cp_ring import zigzag_positions
 from tests.tape import Tape
-
-
-def overflow_on_rank(options: dict) -> tuple[list[int], float]:
-    """Make the last rank's gradient infinite in step 2 of 3; returns the steps that had an update, and the scale."""
-    begun, updated, gradients, update = count(1), [], LossScaling.gradients, LossScaling.update
-
-    def infinite(self, inner):
-        first, found = self.scaled, gradients(self, inner)
-        if first:
-            self.step_begun = next(begun)
-            if self.step_begun == 2 and dist.get_rank() == dist.get_world_size() - 1:
-                next(iter(found.values())).fill_(torch.inf)
-        return found
-
-    def noting(self, inner):
-        update(self, lambda: updated.append(self.step_begun) or inner())
-
-    without = mock.patch.object(equal.Watch, "pieces", lambda *_: {})  # gradients with infinity cannot be compared
-    with mock.patch.multiple(LossScaling, gradients=infinite, update=noting), without:
-        run = equal.watch("step06_pipeline", options)
-    return updated, run.parts.kept["fp16"].scale
-
-
-@pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
-def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """The scale is halved on all ranks. The next update is made."""
-    found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
-    assert found == [([1, 3], 2**15)] * 2
 
 
 def test_spikes_are_left_out_and_become_normal():
@@ -161,7 +130,7 @@ def test_collectives_hide_behind_matrices(pools, name):
 # --- compressed sums
 
 WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; 1,000 numbers have four scales
-LOST = {"bf16": 0.1, "int8": 0.3, "topk": 20.0}  # at most, after five sums
+LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # at most, after five sums
 
 
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
@@ -257,15 +226,13 @@ def test_a_window_equals_a_mask(window):
 
 
 def in_files(options: dict) -> list[bool]:
-    """Runs on every rank: for each master and moment, whether its memory is in a file without a name."""
-    zero, maps = equal.watch("step03_zero", options).parts.optimizer, Path("/proc/self/maps").read_text()
-    files = re.findall(r"^(\w+)-(\w+) (?!.*/dev/shm).*\(deleted\)", maps, re.MULTILINE)
+    """Runs on every rank: for each master and moment, whether its memory is a file."""
+    zero = equal.watch("step03_zero", options).parts.optimizer
     moments = [t for state in zero.torch_optimizer.state.values() for t in state.values() if t.dim()]
-    states = [state.data_ptr() for state in (*zero.masters.values(), *moments) if state.numel()]
-    return [any(int(start, 16) <= at < int(stop, 16) for start, stop in files) for at in states]
+    states = [state for state in (*zero.masters.values(), *moments) if state.numel()]
+    return [state.untyped_storage().filename is not None for state in states]
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux where memory is")
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_state_is_where_the_flag_says(pools, where):
     """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
@@ -315,6 +282,49 @@ def test_a_ramp_trains_each_sequence_once(pools):
         assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
 
 
+# --- ranks that meet every few steps (with H = 1, and resumed: rows.py)
+
+MEETING = dict(steps=6, global_batch_size=4, lr=0.02, save_every=0)
+
+
+def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One process: two models take three steps of AdamW each, on half of each batch, then torch's SGD an outer step."""
+    config = equal.config_of("step01_single_gpu", MEETING)
+    parts = equal.watch("step01_single_gpu", MEETING | dict(steps=0)).parts
+    shared, models = parts.model, [deepcopy(parts.model) for _ in range(2)]
+    inner = [Optimizer(model, config) for model in models]
+    outer, losses = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True), []
+    for step in range(6):
+        tokens, targets = parts.data.batch(step)
+        losses.append(0.0)
+        for model, optimizer, x, y in zip(models, inner, tokens.chunk(2), targets.chunk(2), strict=True):
+            loss = model(x, y) / y.numel()
+            loss.backward()
+            losses[-1] += loss.item() / 2
+            norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
+            scale(optimizer.gradients(), min(1.0, config.grad_clip / norm))
+            optimizer.step(learning_rate(step, config))
+            optimizer.zero_grad()
+        if step % 3 == 2:
+            for param, *copies in zip(*(model.parameters() for model in (shared, *models)), strict=True):
+                param.grad = param.detach() - (copies[0].detach() + copies[1].detach()) / 2
+            outer.step()
+            for model in models:
+                model.load_state_dict(shared.state_dict())
+    return losses, {name: param.detach() for name, param in shared.named_parameters()}
+
+
+def test_ranks_that_meet_are_two_models(pools):
+    """Losses and weights to 1e-10. Of six steps two send weights, as much as a step of step 2 its gradients."""
+    losses, weights = two_models()
+    plain = pools(2).run(equal.record, "step02_ddp", MEETING)[0].sent[0]["dp"]
+    for seen in pools(2).run(equal.record, "step02_ddp", MEETING | dict(sync="diloco", inner_steps=3), equal.Apart):
+        assert equal.difference(seen.losses, losses) < 1e-10
+        assert max(equal.difference(seen.parameters[name], weight) for name, weight in weights.items()) < 1e-10
+        loss_alone, *_ = sent = [step["dp"] for step in seen.sent]
+        assert sent == [loss_alone, loss_alone, plain] * 2 and loss_alone == 8
+
+
 # --- late gradients
 
 
@@ -338,8 +348,8 @@ UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
 
 def never_flushed_on_rank() -> tuple:
-    """Runs on every rank: the initial weights, what `both` finds without and with flushes, and what is printed."""
-    found, plain, text = [], pipedream.both, io.StringIO()
+    """Runs on every rank: the initial weights, and what `both` finds without and with flushes."""
+    found, plain = [], pipedream.both
 
     def both(config, parts):
         found.append({name: param.detach().numpy().copy() for name, param in parts.model.named_parameters()})
@@ -347,10 +357,10 @@ def never_flushed_on_rank() -> tuple:
         return found[1:]
 
     ranks = dist.get_world_size()
-    with mock.patch.object(pipedream, "both", both), redirect_stdout(text):
+    with mock.patch.object(pipedream, "both", both):
         equal.watch("step06_pipeline", UNFLUSHED | dict(pipedream=8, pp=ranks, lr=0.3, recompute="full"))
     shown = [(s.losses, s.versions, {name: weight.numpy() for name, weight in s.weights.items()}) for s in found[1:]]
-    return found[0], *shown, text.getvalue()
+    return found[0], *shown
 
 
 def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
@@ -370,9 +380,9 @@ def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
 
 
 def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
-    """Losses and weights are those of the formula in one process; versions are p - s; only the ends idle."""
+    """Losses and weights are those of the formula in one process; versions are p - s."""
     ranks = 3
-    begin, late, flushed, printed = zip(*pools(ranks).run(never_flushed_on_rank), strict=True)
+    begin, late, flushed = zip(*pools(ranks).run(never_flushed_on_rank), strict=True)
     for shown, versions, lag in (late, [ranks - s for s in range(ranks)], True), (flushed, [1] * ranks, False):
         losses, weights = descended(begin, lag)
         assert all(one[1] == versions and equal.difference(one[0], losses) < 1e-10 for one in shown)
@@ -380,7 +390,6 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
         assert ours.keys() == weights.keys()
         assert max(equal.difference(ours[name], weight) for name, weight in weights.items()) < 1e-10
     assert late[0][0][:1] == flushed[0][0][:1] and equal.difference(late[0][0], flushed[0][0]) > 1e-3
-    assert f"a rank: {ranks - 1} of {7 + ranks}, flushed after each {8 * (ranks - 1)} of {8 * ranks}" in printed[0]
 
 
 # --- dropout
