@@ -119,8 +119,6 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode="ring", schedule="zb-h1"), WINDOW, does=EVALUATES),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
-    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="balanced", documents="reset", micro_batch_size=2), MASK | SGD),
-    Row(2, "step07_moe_ep", dict(cp=2, cp_mode="balanced", ep=2), MASK | EXPERTS, does=EVALUATES),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK, does=EVALUATES),
     # variants of pipelines
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
@@ -128,7 +126,6 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
-    Row(4, "step06_pipeline", dict(pp=2, tp=2, sp=False, pp_scatter=True), TIED, does=EVALUATES),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes", recompute="full"), GROUPS),

@@ -124,16 +124,6 @@ def experts_law(mode: str, tp: int) -> Law:
     return Law("step07_moe_ep", 2 * tp, flags, {"ep": M // 2 * L * (2 * once // tp + counts)})
 
 
-def parts_law(schedule: str, n_layers: int, boundaries: int) -> Law:
-    """--pp-scatter sends pp's bytes / tp; over tp, (tp-1)/tp of an activation for each x or dx from another rank.
-
-    In a V of two ranks the two middle stages are on one rank: nothing is sent or gathered between them.
-    """
-    flags = dict(pp=2, tp=2, sp=False, schedule=schedule, n_layers=n_layers, pp_scatter=True)
-    half = M * boundaries * A // 2
-    return Law("step06_pipeline", 4, flags, {"pp send": -half, "tp all_gather": half}, dict(pp_scatter=False))
-
-
 def nodes_law() -> Law:
     """Each token visits all eight experts on two nodes of two ranks: it crosses once, and then goes to both ranks.
 
@@ -234,8 +224,6 @@ LAWS: dict[str, Law] = {
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
     "window": window_law(2, 0, 5, 16),
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 7, 16), (4, 2, 7, 16))},
-    "parts": parts_law("1f1b", L, 1),
-    "parts, zbv": parts_law("zbv", 4, 2),
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
     **{f"fused{', tied' * tied}": fused_law(tied) for tied in (False, True)},
@@ -363,61 +351,35 @@ def test_matmuls_add_16_bits_to_32():
     assert 1e-4 < off() < 1e-2
 
 
-def cudnn_on_cpu(q: Tensor, k: Tensor, v: Tensor, bias: None, wants_lse: bool, dropout=0.0, causal=False) -> tuple:
-    """Replaces cuDNN's forward by a CPU's kernel, with the shapes of torch 2.9 and later."""
-    assert all(x.is_contiguous() for x in (q, k, v)) and wants_lse and bias is None and not dropout
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    seed = torch.zeros((), dtype=torch.int64)
-    return o, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
-
-
-def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces cuDNN's backward."""
-    do, q, k, v, o, lse, seed, offset, *nothing, max_q, max_k, dropout, causal = given
-    assert all(x.is_contiguous() for x in (do, q, k, v, o, lse)) and lse.shape == (*q.shape[:3], 1)
-    assert seed.dtype == offset.dtype == torch.int64 and nothing == [None] * 3
-    assert (max_q, max_k, dropout, scale) == (q.shape[2], k.shape[2], 0.0, None)
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(do, q, k, v, o, lse.squeeze(-1), 0.0, causal)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_formulas_are_the_kernels(kernel, dtype):
-    """Kernels equal step 5's formulas: attention to some keys, its log-sum-exp, and their share of all gradients.
-
-    cuDNN's operators get the shapes, strides and order of arguments that PyTorch's schemas require.
-    """
+def test_formulas_are_the_kernels(dtype):
+    """The kernel equals step 5's formulas: attention to some keys, its log-sum-exp, its share of all gradients."""
     torch.manual_seed(0)
     dtype = getattr(torch, dtype)
     (q, do), (k, v) = torch.randn(2, 2, 4, 6, 8, dtype=dtype), torch.randn(2, 2, 2, 6, 8, dtype=dtype)
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
-        library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
-        for causal in (True, False):
-            lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # as if other ranks had more keys
-            both = []
-            for attention, gradients in (allgather.FORMULAS, dict(flash=flash.FLASH, cudnn=flash.CUDNN)[kernel]):
-                o = attention(q, k, v, causal)
-                both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
-            off = max(equal.difference(a, b) for a, b in zip(*both, strict=True))
-            assert off < max(bounds.FP64, 2 * bounds.attention(dtype))
+    for causal in (True, False):
+        lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # as if other ranks had more keys
+        both = []
+        for attention, gradients in (allgather.FORMULAS, flash.FLASH):
+            o = attention(q, k, v, causal)
+            both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
+        off = max(equal.difference(a, b) for a, b in zip(*both, strict=True))
+        assert off < max(bounds.FP64, 2 * bounds.attention(dtype))
 
 
 @pytest.mark.parametrize(
-    "kernel, gpus, dtype, sizes",
+    "gpus, dtype, sizes",
     [
-        ("flash", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], torch.bfloat16, [64, 128, 136]),
-        ("cudnn", [(9, 0), (10, 0), (10, 3)], torch.bfloat16, [64, 128]),
-        *((kernel, [], torch.float32, []) for kernel in ("flash", "cudnn")),
+        ([(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], torch.bfloat16, [64, 128, 136]),
+        ([], torch.float32, []),
     ],
 )
-def test_gpus_that_have_the_kernel(monkeypatch, kernel, gpus, dtype, sizes):
-    """For 16 bits and heads of a multiple of 8: flash to 256 from Ampere on, cuDNN to 128 on 9.x and 10.x."""
+def test_gpus_that_have_the_kernel(monkeypatch, gpus, dtype, sizes):
+    """For 16 bits and heads of a multiple of 8 up to 256, from Ampere on."""
 
     def has(gpu: tuple[int, int], size: int) -> bool:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: gpu)
-        return flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0), kernel)
+        return flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0))
 
     known = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
     assert [gpu for gpu in known if has(gpu, 64)] == gpus

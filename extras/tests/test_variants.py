@@ -1,7 +1,6 @@
 """What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
 
 import io
-import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -31,10 +30,8 @@ from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
 from extras.variants.step03 import toy
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
-from extras.variants.step05.balanced import deal
 from extras.variants.step06 import pipedream
 from step01_single_gpu import learning_rate
-from step05_cp_ring import zigzag_positions
 from tests.tape import Tape
 
 
@@ -223,42 +220,13 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 def test_whole_sequences_equal_a_mask():
     """Attention to one document after another equals attention with a mask."""
     tokens = torch.tensor([[1, 2, 0, 3, 4, 5, 0, 6], [0, 1, 0, 0, 2, 3, 4, 5]])
-    batch = MicroBatch(tokens, 0, lambda _numbers: torch.arange(8)[None])
+    batch = MicroBatch(tokens, 0, torch.arange(8)[None])
     q, k, v = torch.randn(3, 2, 8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = (x.flatten(0, 1)[None].split(batch.lengths, 1) for x in (q, k, v))
     ours = torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)
     same = batch.numbers[:, :, None] == batch.numbers[:, None, :]
     assert (ours - masked(q, k, v, same.tril()[:, None])).abs().max() < 1e-14
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
-
-
-LENGTHS = {  # lengths of documents: one long among short ones; lognormal, as on the web; uniform up to 2,000
-    "long": lambda rng: rng.randint(10, 300),
-    "lognormal": lambda rng: int(rng.lognormvariate(6, 1.3)) + 1,
-    "uniform": lambda rng: rng.randint(1, 2000),
-}
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_documents_are_balanced(kind):
-    """For 100 random sequences of 8,192 tokens on 4 or 8 ranks, the busiest has at most 1.1 times the mean of pairs.
-
-    In zigzag's chunks it has more than 1.5 times as much in some of them.
-    """
-    rng, seq, worst = random.Random(0), 8192, {}
-    for trial in range(100):
-        n, lengths = (4, 8)[trial % 2], [5 * seq // 8] * (kind == "long")
-        while (left := seq - sum(lengths)) > 0:
-            lengths.append(min(LENGTHS[kind](rng), left))
-        rng.shuffle(lengths)
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        pairs = torch.cat([torch.arange(1, length + 1) for length in lengths])
-        ways = dict(balanced=deal(numbers, n), zigzag=torch.stack([zigzag_positions(seq, r, n) for r in range(n)]))
-        for name, positions in ways.items():
-            assert torch.equal(positions.flatten().sort()[0], torch.arange(seq)), "each token has one rank"
-            work = pairs[positions].sum(1).double()
-            worst[name] = max(worst.get(name, 0), (work.max() / work.mean()).item())
-    assert worst["balanced"] <= 1.1 < 1.5 < worst["zigzag"]
 
 
 @pytest.mark.parametrize("window", [2, 5, 16, 40])

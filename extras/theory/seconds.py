@@ -281,7 +281,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """Seconds of a message over a pipeline boundary."""
     size, crosses = MicroBatch(m, x).tokens * m.dim * gpu.number, network(x, "pp", gpu.node).in_node == 1
-    scatter = (recipe.scatter or x.pp_scatter) and not x.sp
+    scatter = recipe.scatter and not x.sp
     sent = size / x.tp if scatter or x.sp else size
     seconds = sent / (gpu.between if crosses else gpu.within) + gpu.start + (gpu.hop_between if crosses else gpu.hop)
     if scatter:
