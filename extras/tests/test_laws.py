@@ -203,7 +203,7 @@ LAWS: dict[str, Law] = {
     "roll back": Law("step01_single_gpu", 1, dict(skip_spikes=3.0, roll_back=50), {"peak": 3 * P * B + 4 * PARAMS},
                      dict(roll_back=0)),
     **{name: tp_law(flags) for name, flags in {
-        "overlap": dict(tp_overlap=True), "int8": INT8, "int8, overlap": INT8 | dict(tp_overlap=True)}.items()},
+        "overlap": dict(tp_overlap=True), "int8": INT8}.items()},
     # D + 4 bytes a token; without SP two messages replace each all-reduce of a block
     "int8, pp": Law("step06_pipeline", 2, dict(pp=2, n_layers=2) | INT8, {"pp send": M * SEQ * (D + 4)}),
     "int8, no sp": Law("step04_tp_sp", 2, dict(tp=2, sp=False) | INT8, {
