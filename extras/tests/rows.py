@@ -92,7 +92,7 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD, does=STAYS_NEAR),
     # variants of tensor parallelism
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
-    Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8", tp_overlap=True), SGD, bound=0.03),
+    Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", schedule="zb-h1"), SGD, bound=0.03),
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads

@@ -24,7 +24,7 @@ UNIT = dict(F=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
-FLAGS = dict(chunks=2, round_size=0, zb_memory=1.0, zb_costs="1,1,1,0.05")
+FLAGS = dict(chunks=2, round_size=0)
 Lists = list[list[Action]]
 
 

@@ -25,7 +25,6 @@ from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
 from extras.variants.step03 import toy
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
-from extras.variants.step05.balanced import deal
 from extras.variants.step06 import pipedream
 from step01_single_gpu import Optimizer, learning_rate, scale
 from step05_cp_ring import zigzag_positions
@@ -178,7 +177,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 def test_whole_sequences_equal_a_mask():
     """Attention to one document after another equals attention with a mask."""
     tokens = torch.tensor([[1, 2, 0, 3, 4, 5, 0, 6], [0, 1, 0, 0, 2, 3, 4, 5]])
-    batch = MicroBatch(tokens, 0, lambda _numbers: torch.arange(8)[None])
+    batch = MicroBatch(tokens, 0, torch.arange(8)[None])
     q, k, v = torch.randn(3, 2, 8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = (x.flatten(0, 1)[None].split(batch.lengths, 1) for x in (q, k, v))
     ours = torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)

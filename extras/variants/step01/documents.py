@@ -44,12 +44,11 @@ def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, in
 class MicroBatch:
     """The documents of a micro-batch. Every rank that shares its sequences computes the same."""
 
-    def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
-        """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
+    def __init__(self, tokens: Tensor, end: int, positions: Tensor):
+        """tokens int64 [batch, seq], on the CPU; positions int64 [n, s/n]: those of each rank's tokens."""
         rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
         self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: of documents
-        self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
-        self.places = self.positions + rows[:, None, None] * tokens.shape[1]  # in all sequences, concatenated
+        self.places = positions + rows[:, None, None] * tokens.shape[1]  # [batch, n, s/n], in concatenated sequences
         self.lengths = self.numbers.flatten().unique_consecutive(return_counts=True)[1].tolist()
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
@@ -75,8 +74,7 @@ class Documents:
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         cp, cp_mode = getattr(config, "cp", 1), getattr(config, "cp_mode", "zigzag")
         n = cp // config.ulysses if cp_mode == "usp" else cp  # ranks that have different tokens in attention
-        fixed = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
-        self.fixed = self.deal = lambda _numbers: fixed
+        self.positions = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
         within = self.within(CONTEXT[cp_mode].attention if cp > 1 else attend)
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
@@ -99,7 +97,7 @@ class Documents:
         """Wraps `Data.batch`: find the documents of this rank's sequences."""
         tokens, targets = read(step)
         parts = tokens[self.mine].split(self.config.micro_batch_size)
-        self.all = [MicroBatch(part, self.config.end_token, self.deal) for part in parts]
+        self.all = [MicroBatch(part, self.config.end_token, self.positions) for part in parts]
         return tokens, targets
 
     def enter(self) -> Tensor:
@@ -110,17 +108,13 @@ class Documents:
 
     def look(self, tokens: Tensor) -> Tensor:
         """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `rope`."""
-        self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
+        self.now = MicroBatch(tokens, self.config.end_token, self.positions)
         return self.rope()
 
     def figures(self) -> dict[str, float]:
         """For the record of a step: the computed pairs, as a share of those of causal attention."""
         lengths = [n for some in self.all for n in some.lengths]
         return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
-
-    def places(self) -> Tensor:
-        """The positions of this rank's tokens in their sequences, int64 [1 or batch, tokens]."""
-        return self.here[None]
 
     def rope(self) -> Tensor:
         """RoPE's positions: int64 [this rank's tokens] with `mask`; [batch, this rank's tokens] with `reset`."""
@@ -140,7 +134,6 @@ class Flags:
 COMPUTED = True
 BESIDE = TRIED = dict(end_token=32)
 NEEDS = [("end_token", "documents", "mask", "reset")]
-KINDS: dict[str, type[Documents]] = {}  # --cp-mode -> a class that distributes tokens in its own way
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 
 
@@ -155,4 +148,4 @@ def attach(config: Any, parts: Parts) -> Documents | None:
     if config.documents == "off":
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default, which takes 20 ms or more to plan for a new length
-    return KINDS.get(getattr(config, "cp_mode", ""), Documents)(config, parts)
+    return Documents(config, parts)

@@ -52,10 +52,9 @@ class Dropout:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.mesh, self.progress, trunk = config, parts.mesh, parts.progress, parts.model.model
-        documents, ramp = (parts.kept.get(name) for name in ("documents", "batch_ramp"))
+        ramp = parts.kept.get("batch_ramp")
         seq, device = parts.model.config.seq_len, next(parts.model.parameters()).device
-        here = (torch.arange(seq) if parts.positions is None else parts.positions).to(device)[None]
-        self.here = (lambda: here) if documents is None else documents.places  # [1 or batch, tokens]
+        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(device)[None]  # [1, tokens]
         self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
         blocks = {0: trunk.embed_tokens}
         for n, layer in trunk.layers.items():
@@ -74,7 +73,7 @@ class Dropout:
     def kept(self, place: int, shape: torch.Size) -> Tensor:
         """The mask of this rank's tokens, bool [batch, tokens, dim]. With SP, tp ranks have shards of the tokens."""
         (batch, tokens, dim), config, step = shape, self.config, self.progress.step
-        shards = self.here().split(tokens, 1)
+        shards = self.here.split(tokens, 1)
         positions = shards[self.mesh.rank % len(shards)]  # tp is the mesh's last dimension
         first = self.mesh["dp"].share(self.sequences(step), "batch").start + self.progress.now * config.micro_batch_size
         sequences = torch.arange(first, first + batch, device=positions.device)
