@@ -29,11 +29,10 @@ SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one s
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
-RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # each space ends a document
-DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
+DROP = dict(dropout=0.2)
 
 
 class Row(NamedTuple):

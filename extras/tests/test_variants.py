@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from itertools import count, islice, product
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import comm
 from common.comm import Mesh
-from common.model import Decoder, attend
+from common.model import attend
 from extras.services.memory import MemoryTimeline
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
@@ -29,11 +29,9 @@ from extras.variants.step01.documents import MicroBatch
 from extras.variants.step01.fp16 import LossScaling
 from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
-from extras.variants.step03 import toy
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from extras.variants.step05.balanced import deal
 from extras.variants.step06 import pipedream
-from step01_single_gpu import learning_rate
 from step05_cp_ring import zigzag_positions
 from tests.tape import Tape
 
@@ -291,65 +289,6 @@ def test_state_is_where_the_flag_says(pools, where):
     """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
     for found in pools(2).run(in_files, dict(zero=1, offload_optimizer=where)):
         assert len(found) > 3 and {*found} == {where == "disk"}
-
-
-def lines() -> list[str]:
-    """Runs on every rank: what `toy` says of each stage of ZeRO."""
-    return [toy.toy(stage, Mesh(dp=dist.get_world_size()), torch.device("cpu")) for stage in range(4)]
-
-
-def test_prints_the_example(pools):
-    """Rank 0's lines are those of the docstring."""
-    first, second = pools(2).run(lines)
-    assert all(line in toy.__doc__ for line in first), first
-    assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
-
-
-# --- batches that grow
-
-
-def ramp_on_rank(options: dict) -> tuple[list[int], list[int]]:
-    """Runs on every rank: the recorded tokens of each step, and for each call of the decoder the sum of its tokens."""
-    calls, forward = [], Decoder.forward
-
-    def called(model, tokens, *rest):
-        calls.append(tokens.sum().item())
-        return forward(model, tokens, *rest)
-
-    with mock.patch.object(Decoder, "forward", called):
-        run = equal.watch("step02_ddp", options)
-    return [row["tokens"] for row in run.history], calls
-
-
-def test_a_ramp_trains_each_sequence_once(pools):
-    """4, 4, 8, 12, 12 sequences a step, one after another in the data; no rank computes more than its share of them."""
-    sizes, options = [4, 4, 8, 12, 12], dict(batch_ramp="4,3", global_batch_size=12, steps=5)
-    data = equal.watch("step01_single_gpu", dict(steps=1)).parts.data
-    data.batch_size = 1
-    sequences = iter(data.batch(i)[0].sum().item() for i in range(sum(sizes)))
-    recorded, calls = zip(*pools(2).run(ramp_on_rank, options), strict=True)
-    assert recorded == ([size * equal.SMALL["seq_len"] for size in sizes],) * 2
-    assert [len(some) for some in calls] == [sum(sizes) // 2] * 2
-    pairs = zip(*calls, strict=True)
-    for size in sizes:
-        assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
-
-
-# --- late gradients
-
-
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_late_gradients_are_a_delayed_descent(late):
-    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient is applied K updates after it was computed."""
-    options = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.0, steps=6, global_batch_size=4)
-    seen = equal.record("step01_single_gpu", options | dict(stale=late))
-    rates = [learning_rate(step, equal.config_of("step01_single_gpu", options)) for step in range(6)]
-    begin = equal.record("step01_single_gpu", options | dict(lr=0.0)).parameters
-    for name, end in seen.parameters.items():
-        moved = sum(lr * g[name] for lr, g in zip(rates[late:], seen.gradients, strict=False))
-        assert equal.difference(end, begin[name] - moved) < 1e-12, name
-    plain = equal.record("step01_single_gpu", options)
-    assert (seen.losses == plain.losses) == (late == 0)
 
 
 # --- a pipeline that is never flushed
