@@ -29,7 +29,6 @@ SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one s
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
-BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # each space ends a document
 DROP = dict(dropout=0.2)
@@ -78,7 +77,6 @@ ROWS = [
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
-    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), BACK),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=EVALUATES),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums

@@ -11,7 +11,6 @@ STEP6 = "step06_pipeline"
 WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fit
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
     "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
-    "--ranks-per-node 2 must divide": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
     "--pipedream: all 4 ranks must be stages": (4, STEP6, dict(pp=2, pipedream=4)),
     "--pipedream: --model test has one matrix": (4, STEP6, dict(pp=4, pipedream=4, tied=True)),
     "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),

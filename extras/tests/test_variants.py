@@ -73,23 +73,6 @@ def test_spikes_are_left_out_and_become_normal():
     assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
 
 
-def with_spikes(spikes: set[int], **flags) -> equal.Watch:
-    """Train in one process, where these steps count as spikes."""
-    step = count()
-    with mock.patch.object(skip_spikes.Spikes, "is_spike", lambda *_: next(step) in spikes):
-        return equal.watch("step01_single_gpu", dict(global_batch_size=4, skip_spikes=2.0) | flags)
-
-
-@pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
-def test_a_spike_goes_back_past_what_came_before_it(rule):
-    """Copies before steps 1, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
-    back = with_spikes({5}, steps=8, optimizer=rule, roll_back=3)
-    left_out = with_spikes({3, 4, 5}, steps=8, optimizer=rule)
-    assert [row.get("back_to") for row in back.history] == [3 if n == 5 else None for n in range(8)]
-    assert [n for n, row in enumerate(left_out.history) if row.get("skipped")] == [3, 4, 5]
-    assert all(torch.equal(value, left_out.weights[name]) for name, value in back.weights.items())
-
-
 @contextmanager
 def logits_of() -> Iterator[list[int]]:
     """Inside, the list gets the number of tokens of each product with the head's weight."""
