@@ -31,6 +31,7 @@ WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fi
     "--cp-mode ulysses": (3, "step05_cp_ring", dict(cp=3, cp_mode="ulysses", seq_len=18)),
     "--ulysses 2 must divide --cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="usp", seq_len=18)),
     "--ulysses 4 does not divide 2 heads": (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=4, n_heads=2)),
+    "--window 6 reaches over two ranks: use 5": (4, "step05_cp_ring", dict(cp=4, cp_mode="ring", window=6)),
     "--window 1: a token sees itself": (1, "step01_single_gpu", dict(window=1)),
     "--pp 2": (2, STEP6, dict(pp=2, schedule="interleaved", chunks=2)),
     "--pp-split 1,1": (2, STEP6, dict(pp=2, pp_split="1,1")),

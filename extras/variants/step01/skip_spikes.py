@@ -66,8 +66,7 @@ class Flags:
 TRIED = dict(skip_spikes=1.5)
 COMPUTED = True
 BESIDE = dict(steps=3)
-HALF = "half of all steps exceed the median; use 3, say, or 0"
-REFUSES = [Refusal(dict(skip_spikes=lambda k: 0 < k <= 1), HALF, None)]
+REFUSES = [Refusal(dict(skip_spikes=lambda k: 0 < k <= 1), "half of all steps exceed the median; use 3, or 0", None)]
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:

@@ -64,13 +64,6 @@ class Dealt(Documents):
         """int64 [batch, this rank's tokens]: the positions that this rank has been dealt."""
         return self.now.positions[:, self.rank].to(self.device)
 
-    def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: positions for RoPE, which restart in each document with `reset`."""
-        if self.config.documents == "mask":
-            return self.places()
-        starts = torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers)
-        return starts.to(self.device).gather(1, self.places())
-
 
 CONTEXT["balanced"] = ContextMode(zigzag_positions, gathered_attention)
 KINDS["balanced"] = Dealt
