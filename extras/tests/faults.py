@@ -194,8 +194,6 @@ PATCHES = {  # not mistakes: both sides of a comparison have them (`patch` of ex
         "whatever --dtype says, it is 64 bits"),
     "second_is_a_spike": Fault("extras.variants.step01.skip_spikes", "Spikes", SPIKE, "len(self.recent) == 2",
         "the second step's update is left out"),
-    "fourth_is_a_spike": Fault("extras.variants.step01.skip_spikes", "Spikes", SPIKE, "len(self.recent) == 4",
-        "the fourth step's update is left out"),
     "graphs_without_code": Fault("extras.variants.step01.compiled", "attach", "torch.compile(",
         'torch.compiler.reset() or partial(torch.compile, backend="aot_eager")(', "graphs are only traced"),
 }

@@ -37,7 +37,7 @@ BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every
 # Flags that are not combined: they end a run early, need other hardware, or set other flags -> the file of a test.
 APART = dict(model="experts", device="gpu", backend="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
-APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", toy="variants", out="layouts", peak_tflops="screen")
+APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
 # The gradients of experts that no token visits are only rounding errors, and Adafactor divides them by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
@@ -128,12 +128,12 @@ def comparable(run: Options) -> bool:
     """Whether a run fits on four ranks, with whole micro-batches, and can be compared with one process."""
     if run.get("sync") == "diloco":  # between meetings ranks have weights of their own
         return False
-    ranks, pp, cp, start = ranks_of(run), run.get("pp", 1), run.get("cp", 1), run["batch_ramp"].split(",")[0]
-    data, batches = ranks // pp // run.get("tp", 1), [run["global_batch_size"], *([int(start)] if start else [])]
+    ranks, pp, cp = ranks_of(run), run.get("pp", 1), run.get("cp", 1)
+    data = ranks // pp // run.get("tp", 1)
     divides = ranks // pp % run.get("ep", 1) == 0 and data % run.get("zero_replicas", 1) == 0
-    whole = all(batch % (data // cp * run["micro_batch_size"] * pp) == 0 for batch in batches)
+    whole = run["global_batch_size"] % (data // cp * run["micro_batch_size"] * pp) == 0
     judged = any(run.get(name) not in values for name, values in ROUNDING.items())
-    return ranks <= 4 and divides and whole and judged and (not start or int(start) < run["global_batch_size"])
+    return ranks <= 4 and divides and whole and judged
 
 
 def trains(step: str, run: Options) -> bool:

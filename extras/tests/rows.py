@@ -30,7 +30,7 @@ GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # each space ends a document
-DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
+DROP = dict(dropout=0.2)
 
 
 class Row(NamedTuple):
@@ -72,7 +72,6 @@ ROWS = [
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
-    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), BACK),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=EVALUATES),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums
@@ -89,7 +88,7 @@ ROWS = [
     *(Row(3, "step02_ddp", dict(bucket_mb=0.001, **lossy), SLOW, bound=bound) for lossy, bound in LOSSY),
     # variants of ZeRO
     Row(2, "step03_zero", dict(zero=3, zero_keep=True), TIED | SGD, does=EVALUATES),
-    Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD, does=STAYS_NEAR),
+    Row(2, "step03_zero", dict(zero=3, offload_optimizer="cpu", offload_params="cpu"), SGD, does=STAYS_NEAR),
     # variants of tensor parallelism
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03),

@@ -126,7 +126,7 @@ def test_kernels_are_those_of_a_gpu():
     assert count["_fused_adamw_"]["bytes"] == pytest.approx(7 * seen.held["masters"], rel=0.01)
 
 
-@pytest.mark.parametrize("flags", [dict(documents="mask"), dict(sync="torch", zero=0), dict(toy=True)], ids=str)
+@pytest.mark.parametrize("flags", [dict(documents="mask"), dict(sync="torch", zero=0)], ids=str)
 def test_what_asks_for_numbers_is_refused(flags):
     """Flags that need the numbers in tensors are refused in one line."""
     with pytest.raises(UserError, match="--dry-run"):

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import step05_cp_ring as step05
@@ -96,9 +95,8 @@ def usp_law(n: int, swap: int, kv_heads: int) -> Law:
 
 
 def window_law(n: int, rank: int, window: int, seq: int) -> Law:
-    """k and v of W-1 tokens come from the ranks before, and as many gradients go back, however long the sequence is."""
-    own = seq // n
-    tokens = min(window - 1, (n - 1 - rank) * own) + min(window - 1, rank * own)  # forward, and back
+    """k and v of W-1 tokens come from the rank before, and as many gradients go back, however long the sequence is."""
+    tokens = (window - 1) * ((rank + 1 < n) + (rank > 0))  # forward, and back
     has = {"cp send": M * L * tokens * KEYS // 12}
     return Law("step05_cp_ring", n, dict(cp=n, cp_mode="ring", window=window, seq_len=seq), has, rank=rank)
 
@@ -201,9 +199,6 @@ LAWS: dict[str, Law] = {
     **{f"moments, {rule}": Law("step01_single_gpu", 1, dict(optimizer=rule), {"held moments": numbers * B})
        for rule, numbers in {"adafactor": SIDES + (2 * L + 1) * D, "muon": 2 * P - L * HIDDEN, "adamw": 2 * P,
                              "sgd": 0}.items()},
-    # masters and moments once more, and each tensor's count of steps
-    "roll back": Law("step01_single_gpu", 1, dict(skip_spikes=3.0, roll_back=50), {"peak": 3 * P * B + 4 * PARAMS},
-                     dict(roll_back=0)),
     **{name: tp_law(flags) for name, flags in {
         "overlap": dict(tp_overlap=True), "int8": INT8, "int8, overlap": INT8 | dict(tp_overlap=True)}.items()},
     # D + 4 bytes a token

@@ -23,7 +23,6 @@ from extras.variants.step01 import dropout, skip_spikes
 from extras.variants.step01.documents import MicroBatch
 from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
-from extras.variants.step03 import toy
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from extras.variants.step06 import pipedream
 from step01_single_gpu import Optimizer, learning_rate, scale
@@ -38,23 +37,6 @@ def test_spikes_are_left_out_and_become_normal():
     assert not spikes.is_spike(50.0, 1.0)  # seven are not enough
     assert spikes.is_spike(3.1, 100.0) and spikes.is_spike(1.0, 301.0) and not spikes.is_spike(2.9, 299.0)
     assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
-
-
-def with_spikes(spikes: set[int], **flags) -> equal.Watch:
-    """Train in one process, where these steps count as spikes."""
-    step = count()
-    with mock.patch.object(skip_spikes.Spikes, "is_spike", lambda *_: next(step) in spikes):
-        return equal.watch("step01_single_gpu", dict(global_batch_size=4, skip_spikes=2.0) | flags)
-
-
-@pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
-def test_a_spike_goes_back_past_what_came_before_it(rule):
-    """Copies before steps 1, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
-    back = with_spikes({5}, steps=8, optimizer=rule, roll_back=3)
-    left_out = with_spikes({3, 4, 5}, steps=8, optimizer=rule)
-    assert [row.get("back_to") for row in back.history] == [3 if n == 5 else None for n in range(8)]
-    assert [n for n, row in enumerate(left_out.history) if row.get("skipped")] == [3, 4, 5]
-    assert all(torch.equal(value, left_out.weights[name]) for name, value in back.weights.items())
 
 
 @contextmanager

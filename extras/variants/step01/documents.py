@@ -1,12 +1,9 @@
-"""Restricts attention to tokens of the same document (`--documents mask` or `reset`).
+"""Restricts attention to tokens of the same document (`--documents mask`).
 
-A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). With
-
-    mask    token i attends to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
-    reset   the same, and RoPE's positions restart at 0 in each document (RoPE is relative: only rounding changes)
-
-A document ends with --end-token. Its target, the first token of the next document, counts in the loss. In step 5 this
-would be another `visible`. No mask is built. In whole sequences each document is one causal triangle.
+A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). Token i attends
+to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2). RoPE is relative, so its positions
+need not restart. A document ends with --end-token; the target there, the next document's first token, counts in the
+loss. In step 5 this would be another `visible`. No mask is built: in whole sequences a document is a causal triangle.
 
     keys ->    a a b | b c c      Consecutive tokens of a rank: one causal triangle for each document. Earlier keys,
     queries a  #     |            also consecutive: one rectangle or none, because only the document of the last of
@@ -69,8 +66,8 @@ class Documents:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.progress = config, parts.progress
-        self.device, self.seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here = (torch.arange(self.seq) if parts.positions is None else parts.positions).to(self.device)
+        self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
+        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         cp, cp_mode = getattr(config, "cp", 1), getattr(config, "cp_mode", "zigzag")
         n = cp // config.ulysses if cp_mode == "usp" else cp  # ranks that have different tokens in attention
@@ -101,10 +98,10 @@ class Documents:
         return tokens, targets
 
     def enter(self) -> Tensor:
-        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `rope`."""
+        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `places`."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
-        return self.rope()
+        return self.places()
 
     def look(self, tokens: Tensor) -> Tensor:
         """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `rope`."""
@@ -127,7 +124,7 @@ class Documents:
 class Flags:
     """Documents."""
 
-    documents: Literal["off", "mask", "reset"] = "off"  # attention within documents; reset: positions restart
+    documents: Literal["off", "mask"] = "off"  # mask: attention within documents alone
     end_token: int = 256  # with --documents: the token that ends a document (0: token 0); 256 is the course's own
 
 

@@ -75,9 +75,9 @@ class Dropout:
         (batch, tokens, dim), config, step = shape, self.config, self.progress.step
         shards = self.here.split(tokens, 1)
         positions = shards[self.mesh.rank % len(shards)]  # tp is the mesh's last dimension
-        first = self.mesh["dp"].share(self.sequences(step), "batch").start + self.progress.now * config.micro_batch_size
+        first = self.first + self.progress.now * config.micro_batch_size
         sequences = torch.arange(first, first + batch, device=positions.device)
-        return mask(config.dropout, (config.seed & WORD, step), sequences, positions, place, dim)
+        return mask(config.dropout, (config.seed & WORD, self.progress.step), sequences, positions, place, dim)
 
 
 @dataclass
@@ -89,8 +89,7 @@ class Flags:
 
 TRIED = dict(dropout=0.2)
 COMPUTED = True
-NOTHING = "it would leave nothing; choose it below 1, for example 0.1"
-REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
+REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), "it would leave nothing; use 0.1, for example, or 0", None)]
 
 
 def attach(config: Any, parts: Parts):
