@@ -27,7 +27,6 @@ LOSSY = (
 SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one step hardly grows in the next
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
-BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # each space ends a document
 DROP = dict(dropout=0.2)
@@ -105,7 +104,6 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), WINDOW | TIED),  # a window reaches over two ranks
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
-    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="balanced", documents="reset", micro_batch_size=2), MASK | SGD),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK, does=EVALUATES),
     # variants of pipelines
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import step05_cp_ring as step05
 import step07_moe_ep as step07
 from common.comm import Pending, all_to_all
 from common.model import Attention
@@ -23,7 +22,6 @@ from extras.services.ledger import Ledger
 from extras.tests import equal
 from extras.variants.step01 import fused_gradients
 from extras.variants.step03 import zero_overlap
-from extras.variants.step05 import allgather, flash
 from extras.variants.step07 import ep_overlap
 
 D, FFN, VOCAB, SEQ, HEADS, KV = (
@@ -122,12 +120,6 @@ def experts_law(mode: str, tp: int) -> Law:
     return Law("step07_moe_ep", 2 * tp, flags, {"ep": M // 2 * L * (2 * once // tp + counts)})
 
 
-def parts_law() -> Law:
-    """--pp-scatter sends pp's bytes / tp; over tp, (tp-1)/tp of an activation for each x or dx from another rank."""
-    flags, half = dict(pp=2, tp=2, sp=False, schedule="1f1b", pp_scatter=True), M * A // 2
-    return Law("step06_pipeline", 4, flags, {"pp send": -half, "tp all_gather": half}, dict(pp_scatter=False))
-
-
 def nodes_law() -> Law:
     """Each token visits all eight experts on two nodes of two ranks: it crosses once, and then goes to both ranks.
 
@@ -185,11 +177,6 @@ LAWS: dict[str, Law] = {
         "dp all_gather": P * B / 2, "dp all_gather calls": L + 2,
         "dp reduce_scatter": 2 * P * B / 2, "dp reduce_scatter calls": 2 * (L + 2),
     }),
-    # layers are below the threshold; embedding and head are not, and are gathered in each micro-batch
-    "kept if small": Law("step03_zero", 2, dict(zero=3, zero_keep=True, zero_keep_mb=0.06, global_batch_size=4), {
-        "dp all_gather": (L * LAYER + 2 * ENDS) * B / 2, "dp all_gather calls": L + 2 * 2,
-        "dp reduce_scatter": 2 * P * B / 2, "dp reduce_scatter calls": 2 * (L + 2),
-    }),
     "early sums": Law("step03_zero", 2, dict(zero=1, zero_overlap=True), {"dp": 0, "dp reduce_scatter calls": 0},
                       dict(zero_overlap=False)),
     # of a unit with hidden matrices, or of these, (n-1)/n once a step; 2 bytes a number
@@ -215,7 +202,6 @@ LAWS: dict[str, Law] = {
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
     "window": window_law(2, 0, 5, 16),
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 7, 16), (4, 2, 7, 16))},
-    "parts": parts_law(),
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
     "fused": fused_law(),
@@ -240,27 +226,6 @@ def test_law(name):
     if law.than:
         found.subtract(count(law.step, law.ranks, law.rank, **law.flags | law.than))
     assert {key: found[key] for key in law.has} == law.has
-
-
-@pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])
-def test_two_levels(n, node):
-    """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient."""
-    seen, right, nodes = Counter(), dist.batch_isend_irecv, n // node
-
-    def spy(operations: list) -> list:
-        for one in operations:
-            if one.op is dist.isend:
-                way = "between" if one.peer // node != dist.get_rank() // node else "inside"
-                seen.update({way: one.tensor.nbytes / 2, f"messages {way}": 0.5})  # of two steps
-        return right(operations)
-
-    with mock.patch.object(dist, "batch_isend_irecv", spy):
-        for rank in range(n):
-            count("step02_ddp", n, rank, global_batch_size=n, sync="hierarchical", ranks_per_node=node)
-    # all ranks together: alone, each rounds the bytes of a gradient
-    assert seen["inside"] == 2 * (node - 1) * nodes * P * B and seen["between"] == 2 * (nodes - 1) * P * B
-    assert seen["messages inside"] == 2 * (node - 1) * PARAMS * n
-    assert seen["messages between"] == 2 * (nodes - 1) * PARAMS * n
 
 
 def test_sums_start_in_backward():
@@ -304,40 +269,6 @@ def test_matmuls_add_16_bits_to_32():
         library.impl("addmm.dtype_out", addmm_on_cpu, "CPU")
         assert off() < 1e-6
     assert 1e-4 < off() < 1e-2
-
-
-def cudnn_on_cpu(q: Tensor, k: Tensor, v: Tensor, bias: None, wants_lse: bool, dropout=0.0, causal=False) -> tuple:
-    """Replaces cuDNN's forward by a CPU's kernel, with the shapes of torch 2.9 and later."""
-    assert all(x.is_contiguous() for x in (q, k, v)) and wants_lse and bias is None and not dropout
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    seed = torch.zeros((), dtype=torch.int64)
-    return o, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
-
-
-def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces cuDNN's backward."""
-    do, q, k, v, o, lse, seed, offset, *nothing, max_q, max_k, dropout, causal = given
-    assert all(x.is_contiguous() for x in (do, q, k, v, o, lse)) and lse.shape == (*q.shape[:3], 1)
-    assert seed.dtype == offset.dtype == torch.int64 and nothing == [None] * 3
-    assert (max_q, max_k, dropout, scale) == (q.shape[2], k.shape[2], 0.0, None)
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(do, q, k, v, o, lse.squeeze(-1), 0.0, causal)
-
-
-def test_cudnn_is_called_as_pytorch_requires():
-    """With the shapes, strides and order of arguments of PyTorch's schemas, it computes step 5's formulas."""
-    torch.manual_seed(0)
-    (q, do), (k, v) = torch.randn(2, 2, 4, 6, 8).double(), torch.randn(2, 2, 2, 6, 8).double()
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
-        library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
-        for causal in (True, False):
-            lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # as if other ranks had more keys
-            both = []
-            for attention, gradients in (allgather.FORMULAS, flash.CUDNN):
-                o = attention(q, k, v, causal)
-                both.append([*o, *gradients(do, q, k, v, o[0], lse, causal)])
-            assert max(equal.difference(a, b) for a, b in zip(*both, strict=True)) < equal.FP64
 
 
 # --- experts, in real ranks

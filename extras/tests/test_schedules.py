@@ -12,8 +12,6 @@ import pytest
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services.seam import plugins
-from extras.variants.step06.zb_auto import Costs, search, time_of
-from extras.variants.step06.zero_bubble import zb_h1
 from extras.variants.step07.paired_actions import paired, program_of
 from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
@@ -186,20 +184,3 @@ def test_pairs_are_complete_and_end(name):
         assert [[line.action for line in program if line.verb == "compute"] for program in programs] == lists
         if name in ("1f1b", "dualpipe") and p > 1 and m >= 2 * p:
             assert [len(some) for some in begin] == [sum(len(group) == 2 for group in paired(row)) for row in lists]
-
-
-def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
-    """Random p, m, costs, limits: lists are complete, ordered and free of deadlock."""
-    draw = random.Random(0)
-    for _ in range(8):
-        p, m = draw.randint(1, 6), draw.randint(1, 12)
-        limit = draw.choice([p, 2 * p, draw.uniform(1, 3 * p)])
-        costs = Costs(*(draw.choice([1, 2, 5, draw.uniform(0.1, 3)]) for _ in range(3)), draw.choice([0, 0.3, 2]))
-        places, lists = made("1f1b", p, m)[1], search(p, m, costs, limit)
-        check_lists(lists, places, m)
-        assert all(in_flight(row, "W") <= limit for row in lists)
-        for depth in (1, 2):
-            if limit >= depth * p:
-                assert time_of(lists, costs) <= time_of([zb_h1(p, m, 1, rank, depth) for rank in range(p)], costs)
-    for p, m, limit, costs, seconds in (3, 6, 6, Costs(2, 5, 5, 0), 76), (4, 6, 5, Costs(2, 2, 1, 1), 47):
-        assert time_of(search(p, m, costs, limit), costs) == seconds  # found at a depth that is neither 1 nor 2

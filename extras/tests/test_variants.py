@@ -1,10 +1,9 @@
 """What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import count, islice, product
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch.func import functional_call
 
 from common import comm
 from common.comm import Mesh
-from common.model import Decoder, attend
+from common.model import attend
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
 from extras.variants.step01 import dropout, skip_spikes
@@ -26,7 +25,6 @@ from extras.variants.step02.compress import Compression
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from extras.variants.step06 import pipedream
 from step01_single_gpu import Optimizer, learning_rate, scale
-from step05_cp_ring import zigzag_positions
 from tests.tape import Tape
 
 
@@ -168,28 +166,6 @@ def test_whole_sequences_equal_a_mask():
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
 
 
-def test_documents_are_balanced():
-    """For 100 sequences of 8,192 tokens on 4 or 8 ranks, the busiest has at most 1.1 times the mean of pairs.
-
-    Lengths of documents are lognormal, as on the web; half of the sequences also have a long one. In zigzag's chunks,
-    the busiest rank has more than 1.5 times the mean in some of them.
-    """
-    rng, seq, worst = random.Random(0), 8192, {}
-    for trial in range(100):
-        n, lengths = (4, 8)[trial % 2], [5 * seq // 8] * (trial < 50)
-        while (left := seq - sum(lengths)) > 0:
-            lengths.append(min(int(rng.lognormvariate(6, 1.3)) + 1, left))
-        rng.shuffle(lengths)
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        pairs = torch.cat([torch.arange(1, length + 1) for length in lengths])
-        ways = dict(balanced=deal(numbers, n), zigzag=torch.stack([zigzag_positions(seq, r, n) for r in range(n)]))
-        for name, positions in ways.items():
-            assert torch.equal(positions.flatten().sort()[0], torch.arange(seq)), "each token has one rank"
-            work = pairs[positions].sum(1).double()
-            worst[name] = max(worst.get(name, 0), (work.max() / work.mean()).item())
-    assert worst["balanced"] <= 1.1 < 1.5 < worst["zigzag"]
-
-
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
 def test_a_window_equals_a_mask(window):
     """The output and all gradients are equal."""
@@ -218,48 +194,6 @@ def test_state_is_where_the_flag_says(pools, where):
     """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
     for found in pools(2).run(in_files, dict(zero=1, offload_optimizer=where)):
         assert len(found) > 3 and {*found} == {where == "disk"}
-
-
-def lines() -> list[str]:
-    """Runs on every rank: what `toy` says of each stage of ZeRO."""
-    return [toy.toy(stage, Mesh(dp=dist.get_world_size()), torch.device("cpu")) for stage in range(4)]
-
-
-def test_prints_the_example(pools):
-    """Rank 0's lines are those of the docstring."""
-    first, second = pools(2).run(lines)
-    assert all(line in toy.__doc__ for line in first), first
-    assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
-
-
-# --- batches that grow
-
-
-def ramp_on_rank(options: dict) -> tuple[list[int], list[int]]:
-    """Runs on every rank: the recorded tokens of each step, and for each call of the decoder the sum of its tokens."""
-    calls, forward = [], Decoder.forward
-
-    def called(model, tokens, *rest):
-        calls.append(tokens.sum().item())
-        return forward(model, tokens, *rest)
-
-    with mock.patch.object(Decoder, "forward", called):
-        run = equal.watch("step02_ddp", options)
-    return [row["tokens"] for row in run.history], calls
-
-
-def test_a_ramp_trains_each_sequence_once(pools):
-    """4, 4, 8, 12, 12 sequences a step, one after another in the data; no rank computes more than its share of them."""
-    sizes, options = [4, 4, 8, 12, 12], dict(batch_ramp="4,3", global_batch_size=12, steps=5)
-    data = equal.watch("step01_single_gpu", dict(steps=1)).parts.data
-    data.batch_size = 1
-    sequences = iter(data.batch(i)[0].sum().item() for i in range(sum(sizes)))
-    recorded, calls = zip(*pools(2).run(ramp_on_rank, options), strict=True)
-    assert recorded == ([size * equal.SMALL["seq_len"] for size in sizes],) * 2
-    assert [len(some) for some in calls] == [sum(sizes) // 2] * 2
-    pairs = zip(*calls, strict=True)
-    for size in sizes:
-        assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
 
 
 # --- ranks that meet every few steps (with H = 1, and resumed: rows.py)
@@ -303,23 +237,6 @@ def test_ranks_that_meet_are_two_models(pools):
         assert max(equal.difference(seen.parameters[name], weight) for name, weight in weights.items()) < 1e-10
         loss_alone, *_ = sent = [step["dp"] for step in seen.sent]
         assert sent == [loss_alone, loss_alone, plain] * 2 and loss_alone == 8
-
-
-# --- late gradients
-
-
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_late_gradients_are_a_delayed_descent(late):
-    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient is applied K updates after it was computed."""
-    options = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.0, steps=6, global_batch_size=4)
-    seen = equal.record("step01_single_gpu", options | dict(stale=late))
-    rates = [learning_rate(step, equal.config_of("step01_single_gpu", options)) for step in range(6)]
-    begin = equal.record("step01_single_gpu", options | dict(lr=0.0)).parameters
-    for name, end in seen.parameters.items():
-        moved = sum(lr * g[name] for lr, g in zip(rates[late:], seen.gradients, strict=False))
-        assert equal.difference(end, begin[name] - moved) < 1e-12, name
-    plain = equal.record("step01_single_gpu", options)
-    assert (seen.losses == plain.losses) == (late == 0)
 
 
 # --- a pipeline that is never flushed

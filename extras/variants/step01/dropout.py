@@ -52,10 +52,9 @@ class Dropout:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.mesh, self.progress, trunk = config, parts.mesh, parts.progress, parts.model.model
-        ramp = parts.kept.get("batch_ramp")
         seq, device = parts.model.config.seq_len, next(parts.model.parameters()).device
         self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(device)[None]  # [1, tokens]
-        self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
+        self.first = parts.mesh["dp"].share(config.global_batch_size, "batch").start
         blocks = {0: trunk.embed_tokens}
         for n, layer in trunk.layers.items():
             blocks |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
@@ -72,7 +71,7 @@ class Dropout:
     @torch.compiler.disable  # else each step would be compiled anew
     def kept(self, place: int, shape: torch.Size) -> Tensor:
         """The mask of this rank's tokens, bool [batch, tokens, dim]. With SP, tp ranks have shards of the tokens."""
-        (batch, tokens, dim), config, step = shape, self.config, self.progress.step
+        (batch, tokens, dim), config = shape, self.config
         shards = self.here.split(tokens, 1)
         positions = shards[self.mesh.rank % len(shards)]  # tp is the mesh's last dimension
         first = self.first + self.progress.now * config.micro_batch_size
