@@ -116,7 +116,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(Row(4, "step05_cp_ring", MEETS | dict(cp=2), UNCLIPPED, does=("meets",)), "/step02.diloco",
         ("DilocoSync", 'param.grad.mul_(self.mesh["dp"].size)', "pass", "a mean over all ranks' targets")),
     *noticed_by(Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ring"), SGD | WINDOW), "/step01.window",
-        ("return_halo", "ours[:, :, own - part.shape[2] :] += part", "pass",
+        ("return_halo", "ours[:, :, -halo:] += received", "pass",
          "what later ranks have found for our keys is lost")),
     *noticed_by(Row(2, "step03_zero", dict(zero=3, zero_keep=True), SGD), "/step03.zero_keep",
         ("publish", "ShardedUnit.free(unit)", "pass", "weights of the first step for ever")),
