@@ -22,7 +22,7 @@ from extras.variants.step07 import grouped_matmul
 from extras.variants.step07.routing import RoutedMoE
 
 COUNTED = "dtype recompute micro_batch_size global_batch_size optimizer skip_spikes sync compress zero zero_replicas"
-COUNTED += " zero_keep zero_keep_mb zero_overlap offload_optimizer tp sp tp_overlap compress_activations cp cp_mode pp"
+COUNTED += " zero_keep zero_overlap offload_optimizer tp sp tp_overlap compress_activations cp cp_mode pp"
 COUNTED += " schedule ep ep_mode balance shared_experts tied"  # flags that change what is sent
 APART = ("fp16", "auto", "disk", "torch", "offload")  # need a GPU, a file, torch's own messages, or are refused
 EVEN = dict(experts=4, experts_per_token=4)  # each token visits all experts: the dry run spreads them evenly

@@ -187,7 +187,7 @@ LAWS: dict[str, Law] = {
        for rule, numbers in {"adafactor": SIDES + (2 * L + 1) * D, "muon": 2 * P - L * HIDDEN, "adamw": 2 * P,
                              "sgd": 0}.items()},
     **{name: tp_law(flags) for name, flags in {
-        "overlap": dict(tp_overlap=True), "int8": INT8, "int8, overlap": INT8 | dict(tp_overlap=True)}.items()},
+        "overlap": dict(tp_overlap=True), "int8": INT8}.items()},
     # D + 4 bytes a token
     "int8, pp": Law("step06_pipeline", 2, dict(pp=2, n_layers=2) | INT8, {"pp send": M * SEQ * (D + 4)}),
     # (n-1) B forward, (n-1) B + n G backward; k and v travel with their own heads. Gathered: (n-1) G backward
@@ -201,7 +201,7 @@ LAWS: dict[str, Law] = {
         "cp all_to_all": M * L * swapped(4)}),
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
     "window": window_law(2, 0, 5, 16),
-    **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 7, 16), (4, 2, 7, 16))},
+    **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
     "fused": fused_law(),
