@@ -193,8 +193,6 @@ class Screen:
         numbers |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if self.load is not None:
             numbers |= self.load.take()
-        for kept in self.parts.keeps("figures"):
-            numbers |= kept.figures()
         return numbers
 
     def line(self, row: dict[str, Any]):

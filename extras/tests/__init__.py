@@ -3,12 +3,9 @@
     python -m pytest extras/tests                 the default run, in one process; README.md has the parallel one
     python -m pytest -m exhaustive extras/tests/FILE     sweeps: every layout, every pair of flags
     python -m pytest extras/tests/test_layouts.py -k "step04 and tp=2"          one row
-    python -m extras.tests.bench                         lists the measurements; no test judges by seconds
 
     pools(4).run(function, *args)   runs a function on four ranks, and returns its four results (conftest.py, pool.py)
     equal.record(step, options)     trains, and keeps every loss, norm, gradient and final parameter
-    equal.compare(ours, theirs, b)  raises at the first number that differs by more than b (relative, norm-wise)
-    bounds.py                       derives b from dtype and operation, not from measurements on one processor
     faults.injected(fault)          inside this context, the program has the mistake
 
 Each rank is a process with one thread; ranks communicate over gloo. Models are tiny and, by default, in fp64. Slow

@@ -5,6 +5,7 @@ of the flags of steps and services, and decides whether a combination can be com
 """
 
 import importlib
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache
@@ -36,7 +37,7 @@ BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every
 # Flags that are not combined: they end a run early, need other hardware, or set other flags -> the file of a test.
 APART = dict(model="experts", device="gpu", backend="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
-APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", toy="variants", out="layouts", peak_tflops="screen")
+APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
 # The gradients of experts that no token visits are only rounding errors, and Adafactor divides them by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
@@ -127,12 +128,12 @@ def comparable(run: Options) -> bool:
     """Whether a run fits on four ranks, with whole micro-batches, and can be compared with one process."""
     if run.get("sync") == "diloco":  # between meetings ranks have weights of their own
         return False
-    ranks, pp, cp, start = ranks_of(run), run.get("pp", 1), run.get("cp", 1), run["batch_ramp"].split(",")[0]
-    data, batches = ranks // pp // run.get("tp", 1), [run["global_batch_size"], *([int(start)] if start else [])]
+    ranks, pp, cp = ranks_of(run), run.get("pp", 1), run.get("cp", 1)
+    data = ranks // pp // run.get("tp", 1)
     divides = ranks // pp % run.get("ep", 1) == 0 and data % run.get("zero_replicas", 1) == 0
-    whole = all(batch % (data // cp * run["micro_batch_size"] * pp) == 0 for batch in batches)
+    whole = run["global_batch_size"] % (data // cp * run["micro_batch_size"] * pp) == 0
     judged = any(run.get(name) not in values for name, values in ROUNDING.items())
-    return ranks <= 4 and divides and whole and judged and (not start or int(start) < run["global_batch_size"])
+    return ranks <= 4 and divides and whole and judged
 
 
 def trains(step: str, run: Options) -> bool:
@@ -140,29 +141,24 @@ def trains(step: str, run: Options) -> bool:
     return not broken(step, run) and comparable(run)
 
 
-def join(step: str, chosen: Options, more: Options, most: int | None = None) -> Options | None:
-    """Add `more` flags, and those that they need. None if they contradict `chosen`, are refused, or are too many."""
+def join(step: str, chosen: Options, more: Options) -> Options | None:
+    """Add `more` flags, and those that they need. None if they contradict `chosen`, or are refused."""
     if any(chosen.get(name, value) != value for name, value in more.items()):
         return None
     run, without = complete(step, chosen | more), plain(step)
-    if not trains(step, run) or (most and sum(run[name] != without[name] for name in run) > most):
+    if not trains(step, run):
         return None
     return {name: value for name, value in run.items() if name in chosen or name in more or value != without[name]}
 
 
-def covering(step: str, wanted: Iterable[Options], most: int | None = None) -> list[Options]:
-    """A few runs that cover all `wanted` combinations of flags: each run takes all that still fit, one after another.
-
-    A run sets at most `most` flags, unless its first combination needs more.
-    """
+def covering(step: str, wanted: Iterable[Options]) -> list[Options]:
+    """A few runs that cover all `wanted` combinations of flags: each run takes all that still fit."""
     runs, left = [], list(wanted)
     while left:
         chosen = join(step, {}, left[0])
         for more in left:
-            if most and len(chosen) >= most:
-                break
             if not more.items() <= chosen.items():
-                chosen = join(step, chosen, more, most) or chosen
+                chosen = join(step, chosen, more) or chosen
         runs.append(complete(step, chosen))
         left = [more for more in left if not more.items() <= runs[-1].items()]
     return runs
@@ -184,3 +180,25 @@ def pairs_of(step: str) -> Iterator[Options]:
     for (a, x), (b, y) in combinations(singles(step), 2):
         if a != b:
             yield {a: x, b: y}
+
+
+@lru_cache
+def chosen_runs(kind: str, step: str) -> list[Options]:
+    """Runs that cover "any two flags" and each value (the default), or "any two values" (the sweep).
+
+    The default leaves out --compile, whose runs take seconds, and pairs of --schedule with --sync or --cp-mode: nearly
+    two hundred of them would each need a run. Flags that only observe need a run with all services, so they have runs
+    of their own.
+    """
+    without, pairs = plain(step), [pair for pair in pairs_of(step) if trains(step, complete(step, pair))]
+    random.Random(0).shuffle(pairs)
+    if kind == "any two flags":
+        slow = {"schedule", "sync"}, {"schedule", "cp_mode"}
+        both = [pair for pair in pairs if not pair.items() & without.items() and pair.keys() not in slow]
+        pairs = list({frozenset(pair): pair for pair in both}.values())
+        pairs = [pair for pair in pairs + [dict([one]) for one in singles(step)] if not pair.get("compile")]
+        pairs = [pair for pair in pairs if trains(step, complete(step, pair))]
+    pairs.sort(key=lambda pair: -sum(value != without[name] for name, value in pair.items()))
+    seen = [pair for pair in pairs if any(name in LOOKS and value != LOOKS[name][0] for name, value in pair.items())]
+    others = [pair for pair in pairs if pair not in seen]
+    return [lighter(run) for run in covering(step, others) + covering(step, seen)]

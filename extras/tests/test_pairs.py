@@ -1,9 +1,8 @@
 """Any two flags together train as one process does, or are refused in one line that names both (pairs.py)."""
 
-import random
 import re
 from dataclasses import fields
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -12,27 +11,8 @@ import pytest
 
 from common import UserError
 from extras.services.seam import check, compose, defaults, offered, refusals
-from extras.tests import equal
-from extras.tests.pairs import (
-    APART,
-    BESIDE,
-    COMPUTED,
-    HOW,
-    LOOKS,
-    STEPS,
-    Options,
-    broken,
-    comparable,
-    complete,
-    covering,
-    lighter,
-    pairs_of,
-    plain,
-    ranks_of,
-    singles,
-    table,
-    trains,
-)
+from extras.tests import equal, pairs
+from extras.tests.pairs import STEPS, Options, complete, plain, ranks_of, table
 from extras.tests.pool import RankError
 from extras.tests.rows import Row
 
@@ -55,21 +35,21 @@ def test_every_flag_is_combined(step):
     """Each flag has two values to combine with those of other flags, or is in APART. Tables name only known flags."""
     flags = table(step)[0]
     for field in fields(compose(import_module(step))):
-        known = field.name in APART or len(flags[field.name].values) > 1
+        known = field.name in pairs.APART or len(flags[field.name].values) > 1
         assert known, f"--{field.name}: give it a value in TRIED of its file, or in extras/tests/pairs.py"
     own = {name for file in offered(compose(import_module(step)), "TRIED") for name in file.TRIED}
-    assert own <= flags.keys()
-    assert step != LAST or COMPUTED.keys() | HOW.keys() | LOOKS.keys() | BESIDE.keys() <= flags.keys()
+    tables = pairs.COMPUTED | pairs.HOW | pairs.LOOKS | pairs.BESIDE
+    assert own <= flags.keys() and (step != LAST or tables.keys() <= flags.keys())
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_pairs_are_refused_in_a_line_that_names_both(step):
     """For all pairs of values. A run accepts what no file refuses, if it can be compared on four ranks."""
-    for pair in pairs_of(step):
+    for pair in pairs.pairs_of(step):
         options = complete(step, pair)
-        text, rule = text_of_refusal(step, options), broken(step, options)
+        text, rule = text_of_refusal(step, options), pairs.broken(step, options)
         named = {word.removeprefix("no-").replace("-", "_") for word in re.findall(r"--([\w-]+)", text)}
-        assert bool(text) == bool(rule) or not comparable(options), f"{pair}: {text or 'not refused'}"
+        assert bool(text) == bool(rule) or not pairs.comparable(options), f"{pair}: {text or 'not refused'}"
         assert not text or ("\n" not in text and len(named & {*options}) > 1), f"{pair}: {text} does not name both"
 
 
@@ -77,7 +57,7 @@ def goes_wrong(pools, reference, folder: Path, step: str, options: Options, trai
     """Train with these flags, and compare with one process; returns what differs or fails, or ""."""
     base = {name: value for name, value in options.items() if table(step)[0][name].computed} | dict(patch=EXACT)
     row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # of the one process
-    looked_at = any(options.get(name, values[0]) != values[0] for name, values in LOOKS.items())
+    looked_at = any(options.get(name, values[0]) != values[0] for name, values in pairs.LOOKS.items())
     run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=EXACT)
     kind = equal.Served if looked_at else equal.Watch
     try:
@@ -96,39 +76,8 @@ def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, st
     return {name: value for name, value in options.items() if value != plain(step)[name]}, text
 
 
-@lru_cache
-def trainable(step: str) -> list[Options]:
-    """The pairs that train, in a fixed random order, those that set most flags first."""
-    pairs, without = [pair for pair in pairs_of(step) if trains(step, complete(step, pair))], plain(step)
-    random.Random(0).shuffle(pairs)
-    return sorted(pairs, key=lambda pair: -sum(value != without[name] for name, value in pair.items()))
-
-
-@lru_cache
-def chosen_runs(kind: str, step: str) -> list[Options]:
-    """Runs that cover any two flags and each value (the default), any two values, or pairs with few others (the sweep).
-
-    Pairs with --compile are left out, as each run takes seconds. So are pairs of --schedule with --sync or --cp-mode:
-    nearly two hundred of them would each need a run of its own; "few" has them. Flags that only observe need a run
-    with all services, so they have runs of their own.
-    """
-    without = plain(step)
-    if kind == "few":  # at most six flags, so that few others can hide the effect of a pair
-        return covering(step, [pair for pair in trainable(step) if not pair.items() & without.items()], most=6)
-    left = ({"schedule", "sync"}, {"schedule", "cp_mode"})
-    pairs = [pair for pair in trainable(step) if not pair.get("compile") and pair.keys() not in left]
-    if kind == "any two flags":
-        both_set = [pair for pair in pairs if not pair.items() & without.items()]
-        pairs = list({frozenset(pair): pair for pair in both_set}.values())
-        pairs += [{name: value} for name, value in singles(step) if not (name == "compile" and value)]
-    seen = [pair for pair in pairs if any(name in LOOKS and value != LOOKS[name][0] for name, value in pair.items())]
-    others = [pair for pair in pairs if pair not in seen and trains(step, complete(step, pair))]
-    return [lighter(run) for run in covering(step, others) + covering(step, seen)]
-
-
 PARTS = [("any two flags", LAST, part, 4) for part in range(4)]
-SWEEP = [("any two flags", step, 0, 1) for step in STEPS[:-1]]
-SWEEP += [(kind, LAST, i, n) for kind, n in {"any two values": 8, "few": 16}.items() for i in range(n)]
+SWEEP = [("any two flags", step, 0, 1) for step in STEPS[:-1]] + [("any two values", LAST, i, 16) for i in range(16)]
 PARTS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in SWEEP]
 
 
@@ -136,7 +85,7 @@ PARTS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in SWEEP]
 def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
     """Each run equals one process to 1e-10; otherwise, the message names the flags that cause the difference."""
     wrong = partial(goes_wrong, pools, reference, tmp_path, step)
-    runs = chosen_runs(kind, step)[part::parts]
+    runs = pairs.chosen_runs(kind, step)[part::parts]
     found = [smallest(step, options, wrong, text) for options in runs if (text := wrong(options))]
     assert not found, "\n\n".join(f"{step} {options}: {text}" for options, text in found)
 

@@ -44,7 +44,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     """The Config of a layout: step 7's, or without experts step 6's."""
     PRESETS["drawn"] = ModelConfig(**shape)
     step = step07 if "experts" in flags else step06
-    names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep", "zero_overlap", "pp_scatter"}
+    names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep", "zero_overlap"}
     flags |= {name: value for name, value in vars(x).items() if name in names}
     flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
@@ -128,7 +128,7 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, int]:
         mbs, n = pick(1, 2, 4), 2 if pp == 1 else pp if schedule == "interleaved" else pick(2, 4)
         x = Layout(pp, cp, tp, 1, pick(0, 1, 2, 3), mbs, dp * mbs * n, schedule, dp=dp)
         x = replace(x, recompute=pick("none", "none", "elementwise", "full"), sp=draw.random() < 0.7)
-        more = dict(zero_keep=x.zero == 3, pp_scatter=x.tp > 1 and pp > 1 and not x.sp, zero_overlap=x.zero == 1)
+        more = dict(zero_keep=x.zero == 3, zero_overlap=x.zero == 1)
         x = replace(x, **{name: can and draw.random() < 0.5 for name, can in more.items()})
         if with_experts:
             experts = dict(experts=pick(4, 8), experts_per_token=pick(1, 2), moe_every=pick(1, 1, 2))
@@ -140,7 +140,7 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, int]:
 
 GATHERED = dict(dim=512, n_layers=4, n_heads=16, n_kv_heads=16, ffn_dim=512, vocab_size=1024, seq_len=8192)
 DRAWN = {f"{seed}{' experts' * more}": drawn_run(seed, more) for seed in range(100) for more in (False, True)}
-DRAWN |= {"gathered keys": (Layout(cp=4, cp_mode="balanced"), GATHERED, {}, 0)}
+DRAWN |= {"gathered keys": (Layout(cp=4, cp_mode="allgather"), GATHERED, {}, 0)}
 USUAL = ("0", "0 experts", "1", "1 experts", "gathered keys")
 
 
@@ -332,8 +332,6 @@ MISTAKES = {
     "--gpus 8 --layout '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --layout '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
     "--gpus 16 --model mixtral-8x7b --layout '--pp 2 --ep 2 --ep-overlap'": "unrecognized arguments: --ep-overlap",
-    "--gpus 8 --layout '--pp 2 --schedule zb-auto'": "--schedule zb-auto: the planner has no times",
-    "--gpus 8 --layout '--pp 2 --tp 2 --pp-scatter'": "--pp-scatter matters only with --no-sp",
     "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--json nowhere/all.json": "no folder nowhere",

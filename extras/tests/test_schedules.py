@@ -12,9 +12,6 @@ import pytest
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services.seam import plugins
-from extras.services.stages import given
-from extras.variants.step06.zb_auto import Costs, search, time_of
-from extras.variants.step06.zero_bubble import zb_h1
 from extras.variants.step07.paired_actions import paired, program_of
 from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
@@ -25,7 +22,7 @@ UNIT = dict(F=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
-FLAGS = dict(chunks=2, round_size=0, zb_memory=1.0, zb_costs="1,1,1,0.05")
+FLAGS = dict(chunks=2, round_size=0)
 Lists = list[list[Action]]
 
 
@@ -89,17 +86,6 @@ def test_every_size_is_complete_and_ends(name):
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
         check_lists(lists, places, m, {kind: draw.uniform(0.1, 3) for kind in "FBW"})
-
-
-def test_places():
-    """Stages form a V, or two opposite ways; --pp-split gives them unequal sizes."""
-    assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
-    ways = made("dualpipe", 2, 2)[1]
-    assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
-    assert [len(place.layers) for place in given(ways, "3,1", 4)] == [3, 1, 3, 1]
-    for split in "3,2", "4,0", "1,1,2", "a,4":
-        with pytest.raises(UserError, match="--pp-split"):
-            given(ways, split, 4)
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
@@ -198,22 +184,3 @@ def test_pairs_are_complete_and_end(name):
         assert [[line.action for line in program if line.verb == "compute"] for program in programs] == lists
         if name in ("1f1b", "dualpipe") and p > 1 and m >= 2 * p:
             assert [len(some) for some in begin] == [sum(len(group) == 2 for group in paired(row)) for row in lists]
-
-
-def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
-    """Random p, m, costs, limits: lists are complete, ordered, free of deadlock. Here more memory never costs time."""
-    draw = random.Random(0)
-    for _ in range(8):
-        p, m = draw.randint(1, 6), draw.randint(1, 12)
-        limit = draw.choice([p, 2 * p, draw.uniform(1, 3 * p)])
-        costs = Costs(*(draw.choice([1, 2, 5, draw.uniform(0.1, 3)]) for _ in range(3)), draw.choice([0, 0.3, 2]))
-        places, lists = made("1f1b", p, m)[1], search(p, m, costs, limit)
-        check_lists(lists, places, m)
-        assert all(in_flight(row, "W") <= limit for row in lists)
-        for depth in (1, 2):
-            if limit >= depth * p:
-                assert time_of(lists, costs) <= time_of([zb_h1(p, m, 1, rank, depth) for rank in range(p)], costs)
-    times = [time_of(search(4, 16, Costs(1, 1, 1, 0), limit), Costs(1, 1, 1, 0)) for limit in (1, 2, 4, 7)]
-    assert times == sorted(times, reverse=True) and times[-1] == 3 * 16 + 3
-    for p, m, limit, costs, seconds in (3, 6, 6, Costs(2, 5, 5, 0), 76), (4, 6, 5, Costs(2, 2, 1, 1), 47):
-        assert time_of(search(p, m, costs, limit), costs) == seconds  # found at a depth that is neither 1 nor 2

@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from common import UserError, comm, data
 from common.data import Data
-from common.model import ModelConfig
 from extras.services import devices, failures
 from extras.services.run import ServedRun
 from extras.services.screen import ExpertLoad
 from extras.services.tables import human
-from extras.tests.equal import SMALL, config_of, read_named
+from extras.tests.equal import config_of, read_named
 from extras.tests.pool import ROOT, start
-from extras.tests.test_checkpoint import STEPS, train_on_rank
+from extras.tests.test_checkpoint import train_on_rank
 from extras.tests.test_dry_run import dry, flat
 
 WHOLE, PARTIAL = "Replicate", "Partial"
@@ -210,13 +209,7 @@ def slow_on_rank(*args) -> list[dict]:
 
 
 def test_others_wait_for_a_slow_rank(pools, tmp_path):
-    """The metrics have the seconds waited, and the share of token pairs that attention computes, as of a mask."""
+    """The metrics have the seconds waited."""
     options = dict(save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
-    rows = pools(2).run(slow_on_rank, "step03_zero", options | dict(documents="mask", end_token=32))[0]
+    rows = pools(2).run(slow_on_rank, "step03_zero", options)[0]
     assert sum(row["waited_seconds"]["dp"] for row in rows) > 0.15 * len(rows)  # half of what rank 1 sleeps
-    data = Data("", ModelConfig(**SMALL), STEPS["global_batch_size"], 0)
-    for row in rows:
-        ends = (data.batch(row["step"] - 1)[0][:3] == 32).long()
-        numbers = ends.cumsum(1) - ends
-        seen = (numbers[:, :, None] == numbers[:, None]).tril().sum().item()
-        assert row["attention_pairs"] == pytest.approx(seen / (3 * 136))

@@ -1,4 +1,4 @@
-"""Wrappers of a call nest in one order, whichever file attaches first. (equal.py checks that nothing bypasses them.)"""
+"""Wrappers of a call nest in one order, whichever file attaches first."""
 
 from itertools import permutations
 from types import SimpleNamespace

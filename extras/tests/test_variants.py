@@ -1,12 +1,9 @@
 """What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
 
-import io
-import random
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from itertools import count, islice, product
-from pathlib import Path
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,56 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from common import comm
 from common.comm import Mesh
-from common.model import Decoder, attend
-from extras.services.memory import MemoryTimeline
+from common.model import attend
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
 from extras.variants.step01 import dropout, skip_spikes
 from extras.variants.step01.documents import MicroBatch
-from extras.variants.step01.fp16 import LossScaling
 from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
-from extras.variants.step03 import toy
 from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
-from extras.variants.step05.balanced import deal
 from extras.variants.step06 import pipedream
-from step01_single_gpu import learning_rate
-from step05_cp_ring import zigzag_positions
+from step01_single_gpu import Optimizer, learning_rate, scale
 from tests.tape import Tape
-
-
-def overflow_on_rank(options: dict) -> tuple[list[int], float]:
-    """Make the last rank's gradient infinite in step 2 of 3; returns the steps that had an update, and the scale."""
-    begun, updated, gradients, update = count(1), [], LossScaling.gradients, LossScaling.update
-
-    def infinite(self, inner):
-        first, found = self.scaled, gradients(self, inner)
-        if first:
-            self.step_begun = next(begun)
-            if self.step_begun == 2 and dist.get_rank() == dist.get_world_size() - 1:
-                next(iter(found.values())).fill_(torch.inf)
-        return found
-
-    def noting(self, inner):
-        update(self, lambda: updated.append(self.step_begun) or inner())
-
-    without = mock.patch.object(equal.Watch, "pieces", lambda *_: {})  # gradients with infinity cannot be compared
-    with mock.patch.multiple(LossScaling, gradients=infinite, update=noting), without:
-        run = equal.watch("step06_pipeline", options)
-    return updated, run.parts.kept["fp16"].scale
-
-
-@pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
-def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """The scale is halved on all ranks. The next update is made."""
-    found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
-    assert found == [([1, 3], 2**15)] * 2
 
 
 def test_spikes_are_left_out_and_become_normal():
@@ -73,23 +35,6 @@ def test_spikes_are_left_out_and_become_normal():
     assert not spikes.is_spike(50.0, 1.0)  # seven are not enough
     assert spikes.is_spike(3.1, 100.0) and spikes.is_spike(1.0, 301.0) and not spikes.is_spike(2.9, 299.0)
     assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
-
-
-def with_spikes(spikes: set[int], **flags) -> equal.Watch:
-    """Train in one process, where these steps count as spikes."""
-    step = count()
-    with mock.patch.object(skip_spikes.Spikes, "is_spike", lambda *_: next(step) in spikes):
-        return equal.watch("step01_single_gpu", dict(global_batch_size=4, skip_spikes=2.0) | flags)
-
-
-@pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
-def test_a_spike_goes_back_past_what_came_before_it(rule):
-    """Copies before steps 1, 3, 6; a spike in step 5: the bits are as if steps 3, 4 and 5 had not been trained."""
-    back = with_spikes({5}, steps=8, optimizer=rule, roll_back=3)
-    left_out = with_spikes({3, 4, 5}, steps=8, optimizer=rule)
-    assert [row.get("back_to") for row in back.history] == [3 if n == 5 else None for n in range(8)]
-    assert [n for n, row in enumerate(left_out.history) if row.get("skipped")] == [3, 4, 5]
-    assert all(torch.equal(value, left_out.weights[name]) for name, value in back.weights.items())
 
 
 @contextmanager
@@ -115,34 +60,23 @@ def test_logits_of_one_chunk_exist(chunk):
 
 # --- compiled graphs
 
-SEEN = "attach", "torch.compile(", 'partial(torch.compile, backend="eager")('
-LAYERS = {  # step, flags
-    "ten layers": ("step01_single_gpu", dict(n_layers=10, steps=2)),  # Dynamo gives up after eight graphs
-    "buckets": ("step02_ddp", {}),
-    "zero 3": ("step03_zero", dict(zero=3, recompute="elementwise")),
-    "pipeline, again": ("step06_pipeline", dict(pp=2, recompute="full")),
-}
 
-
-def graphs_of(name: str) -> int:
+def graphs_of(step: str, flags: dict) -> int:
     """Runs on every rank: the number of graphs with --compile in bf16, where gradients and weights differ in dtype."""
     from torch._dynamo.utils import counters  # takes seconds to import
 
     torch.compiler.reset()
     counters.clear()
-    step, flags = LAYERS[name]
-    with injected(Fault("extras.variants.step01.compiled", *SEEN, "")):
-        equal.watch(step, dict(compile=True, steps=1, n_layers=2, global_batch_size=4, dtype="bf16") | flags)
+    eager = 'partial(torch.compile, backend="eager")('
+    with injected(Fault("extras.variants.step01.compiled", "attach", "torch.compile(", eager, "")):
+        equal.watch(step, dict(compile=True, steps=1, global_batch_size=4, dtype="bf16") | flags)
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("ten layers", "buckets"))) for n in LAYERS]
-)
-def test_all_layers_share_one_graph(pools, name):
-    """This holds for any number of layers and any gradients' dtype, if the layers send nothing."""
-    ranks = LAYERS[name][1].get("pp", 1)
-    assert pools(ranks).run(graphs_of, name) == [1] * ranks
+@pytest.mark.parametrize("step, layers", [("step01_single_gpu", 10), ("step02_ddp", 2)])
+def test_all_layers_share_one_graph(pools, step, layers):
+    """Dynamo gives up after eight graphs, so ten layers must not need one each. Nor may those that step 2 trains."""
+    assert pools(1).run(graphs_of, step, dict(n_layers=layers)) == [1]
 
 
 # --- overlap
@@ -174,7 +108,7 @@ def test_collectives_hide_behind_matrices(pools, name):
 # --- compressed sums
 
 WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; 1,000 numbers have four scales
-LOST = {"bf16": 0.1, "int8": 0.3, "topk": 20.0}  # at most, after five sums
+LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # at most, after five sums
 
 
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
@@ -223,42 +157,13 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 def test_whole_sequences_equal_a_mask():
     """Attention to one document after another equals attention with a mask."""
     tokens = torch.tensor([[1, 2, 0, 3, 4, 5, 0, 6], [0, 1, 0, 0, 2, 3, 4, 5]])
-    batch = MicroBatch(tokens, 0, lambda _numbers: torch.arange(8)[None])
+    batch = MicroBatch(tokens, 0, torch.arange(8)[None])
     q, k, v = torch.randn(3, 2, 8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = (x.flatten(0, 1)[None].split(batch.lengths, 1) for x in (q, k, v))
     ours = torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)
     same = batch.numbers[:, :, None] == batch.numbers[:, None, :]
     assert (ours - masked(q, k, v, same.tril()[:, None])).abs().max() < 1e-14
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
-
-
-LENGTHS = {  # lengths of documents: one long among short ones; lognormal, as on the web; uniform up to 2,000
-    "long": lambda rng: rng.randint(10, 300),
-    "lognormal": lambda rng: int(rng.lognormvariate(6, 1.3)) + 1,
-    "uniform": lambda rng: rng.randint(1, 2000),
-}
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_documents_are_balanced(kind):
-    """For 100 random sequences of 8,192 tokens on 4 or 8 ranks, the busiest has at most 1.1 times the mean of pairs.
-
-    In zigzag's chunks it has more than 1.5 times as much in some of them.
-    """
-    rng, seq, worst = random.Random(0), 8192, {}
-    for trial in range(100):
-        n, lengths = (4, 8)[trial % 2], [5 * seq // 8] * (kind == "long")
-        while (left := seq - sum(lengths)) > 0:
-            lengths.append(min(LENGTHS[kind](rng), left))
-        rng.shuffle(lengths)
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        pairs = torch.cat([torch.arange(1, length + 1) for length in lengths])
-        ways = dict(balanced=deal(numbers, n), zigzag=torch.stack([zigzag_positions(seq, r, n) for r in range(n)]))
-        for name, positions in ways.items():
-            assert torch.equal(positions.flatten().sort()[0], torch.arange(seq)), "each token has one rank"
-            work = pairs[positions].sum(1).double()
-            worst[name] = max(worst.get(name, 0), (work.max() / work.mean()).item())
-    assert worst["balanced"] <= 1.1 < 1.5 < worst["zigzag"]
 
 
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
@@ -277,15 +182,13 @@ def test_a_window_equals_a_mask(window):
 
 
 def in_files(options: dict) -> list[bool]:
-    """Runs on every rank: for each master and moment, whether its memory is in a file without a name."""
-    zero, maps = equal.watch("step03_zero", options).parts.optimizer, Path("/proc/self/maps").read_text()
-    files = re.findall(r"^(\w+)-(\w+) (?!.*/dev/shm).*\(deleted\)", maps, re.MULTILINE)
+    """Runs on every rank: for each master and moment, whether its memory is a file."""
+    zero = equal.watch("step03_zero", options).parts.optimizer
     moments = [t for state in zero.torch_optimizer.state.values() for t in state.values() if t.dim()]
-    states = [state.data_ptr() for state in (*zero.masters.values(), *moments) if state.numel()]
-    return [any(int(start, 16) <= at < int(stop, 16) for start, stop in files) for at in states]
+    states = [state for state in (*zero.masters.values(), *moments) if state.numel()]
+    return [state.untyped_storage().filename is not None for state in states]
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux where memory is")
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_state_is_where_the_flag_says(pools, where):
     """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
@@ -293,63 +196,47 @@ def test_state_is_where_the_flag_says(pools, where):
         assert len(found) > 3 and {*found} == {where == "disk"}
 
 
-def lines() -> list[str]:
-    """Runs on every rank: what `toy` says of each stage of ZeRO."""
-    return [toy.toy(stage, Mesh(dp=dist.get_world_size()), torch.device("cpu")) for stage in range(4)]
+# --- ranks that meet every few steps (with H = 1, and resumed: rows.py)
+
+MEETING = dict(steps=6, global_batch_size=4, lr=0.02, save_every=0)
 
 
-def test_prints_the_example(pools):
-    """Rank 0's lines are those of the docstring."""
-    first, second = pools(2).run(lines)
-    assert all(line in toy.__doc__ for line in first), first
-    assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
+def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One process: two models take three steps of AdamW each, on half of each batch, then torch's SGD an outer step."""
+    config = equal.config_of("step01_single_gpu", MEETING)
+    parts = equal.watch("step01_single_gpu", MEETING | dict(steps=0)).parts
+    shared, models = parts.model, [deepcopy(parts.model) for _ in range(2)]
+    inner = [Optimizer(model, config) for model in models]
+    outer, losses = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True), []
+    for step in range(6):
+        tokens, targets = parts.data.batch(step)
+        losses.append(0.0)
+        for model, optimizer, x, y in zip(models, inner, tokens.chunk(2), targets.chunk(2), strict=True):
+            loss = model(x, y) / y.numel()
+            loss.backward()
+            losses[-1] += loss.item() / 2
+            norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
+            scale(optimizer.gradients(), min(1.0, config.grad_clip / norm))
+            optimizer.step(learning_rate(step, config))
+            optimizer.zero_grad()
+        if step % 3 == 2:
+            for param, *copies in zip(*(model.parameters() for model in (shared, *models)), strict=True):
+                param.grad = param.detach() - (copies[0].detach() + copies[1].detach()) / 2
+            outer.step()
+            for model in models:
+                model.load_state_dict(shared.state_dict())
+    return losses, {name: param.detach() for name, param in shared.named_parameters()}
 
 
-# --- batches that grow
-
-
-def ramp_on_rank(options: dict) -> tuple[list[int], list[int]]:
-    """Runs on every rank: the recorded tokens of each step, and for each call of the decoder the sum of its tokens."""
-    calls, forward = [], Decoder.forward
-
-    def called(model, tokens, *rest):
-        calls.append(tokens.sum().item())
-        return forward(model, tokens, *rest)
-
-    with mock.patch.object(Decoder, "forward", called):
-        run = equal.watch("step02_ddp", options)
-    return [row["tokens"] for row in run.history], calls
-
-
-def test_a_ramp_trains_each_sequence_once(pools):
-    """4, 4, 8, 12, 12 sequences a step, one after another in the data; no rank computes more than its share of them."""
-    sizes, options = [4, 4, 8, 12, 12], dict(batch_ramp="4,3", global_batch_size=12, steps=5)
-    data = equal.watch("step01_single_gpu", dict(steps=1)).parts.data
-    data.batch_size = 1
-    sequences = iter(data.batch(i)[0].sum().item() for i in range(sum(sizes)))
-    recorded, calls = zip(*pools(2).run(ramp_on_rank, options), strict=True)
-    assert recorded == ([size * equal.SMALL["seq_len"] for size in sizes],) * 2
-    assert [len(some) for some in calls] == [sum(sizes) // 2] * 2
-    pairs = zip(*calls, strict=True)
-    for size in sizes:
-        assert sum(map(sum, islice(pairs, size // 2))) == sum(islice(sequences, size))
-
-
-# --- late gradients
-
-
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_late_gradients_are_a_delayed_descent(late):
-    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient is applied K updates after it was computed."""
-    options = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.0, steps=6, global_batch_size=4)
-    seen = equal.record("step01_single_gpu", options | dict(stale=late))
-    rates = [learning_rate(step, equal.config_of("step01_single_gpu", options)) for step in range(6)]
-    begin = equal.record("step01_single_gpu", options | dict(lr=0.0)).parameters
-    for name, end in seen.parameters.items():
-        moved = sum(lr * g[name] for lr, g in zip(rates[late:], seen.gradients, strict=False))
-        assert equal.difference(end, begin[name] - moved) < 1e-12, name
-    plain = equal.record("step01_single_gpu", options)
-    assert (seen.losses == plain.losses) == (late == 0)
+def test_ranks_that_meet_are_two_models(pools):
+    """Losses and weights to 1e-10. Of six steps two send weights, as much as a step of step 2 its gradients."""
+    losses, weights = two_models()
+    plain = pools(2).run(equal.record, "step02_ddp", MEETING)[0].sent[0]["dp"]
+    for seen in pools(2).run(equal.record, "step02_ddp", MEETING | dict(sync="diloco", inner_steps=3), equal.Apart):
+        assert equal.difference(seen.losses, losses) < 1e-10
+        assert max(equal.difference(seen.parameters[name], weight) for name, weight in weights.items()) < 1e-10
+        loss_alone, *_ = sent = [step["dp"] for step in seen.sent]
+        assert sent == [loss_alone, loss_alone, plain] * 2 and loss_alone == 8
 
 
 # --- a pipeline that is never flushed
@@ -357,9 +244,9 @@ def test_late_gradients_are_a_delayed_descent(late):
 UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
 
-def never_flushed_on_rank(recompute: str) -> tuple:
-    """Runs on every rank: the initial weights, what `both` finds without and with flushes, and what is printed."""
-    found, plain, text = [], pipedream.both, io.StringIO()
+def never_flushed_on_rank() -> tuple:
+    """Runs on every rank: the initial weights, and what `both` finds without and with flushes."""
+    found, plain = [], pipedream.both
 
     def both(config, parts):
         found.append({name: param.detach().numpy().copy() for name, param in parts.model.named_parameters()})
@@ -367,10 +254,10 @@ def never_flushed_on_rank(recompute: str) -> tuple:
         return found[1:]
 
     ranks = dist.get_world_size()
-    with mock.patch.object(pipedream, "both", both), redirect_stdout(text):
-        equal.watch("step06_pipeline", UNFLUSHED | dict(pipedream=8, pp=ranks, lr=0.3, recompute=recompute))
+    with mock.patch.object(pipedream, "both", both):
+        equal.watch("step06_pipeline", UNFLUSHED | dict(pipedream=8, pp=ranks, lr=0.3, recompute="full"))
     shown = [(s.losses, s.versions, {name: weight.numpy() for name, weight in s.weights.items()}) for s in found[1:]]
-    return found[0], *shown, text.getvalue()
+    return found[0], *shown
 
 
 def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
@@ -389,10 +276,10 @@ def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
     return losses, history[-1]
 
 
-@pytest.mark.parametrize("ranks, recompute", [(2, "none"), (3, "full")])
-def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools, ranks, recompute):
-    """Losses and weights are those of the formula in one process; versions are p - s; only the ends idle."""
-    begin, late, flushed, printed = zip(*pools(ranks).run(never_flushed_on_rank, recompute), strict=True)
+def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
+    """Losses and weights are those of the formula in one process; versions are p - s."""
+    ranks = 3
+    begin, late, flushed = zip(*pools(ranks).run(never_flushed_on_rank), strict=True)
     for shown, versions, lag in (late, [ranks - s for s in range(ranks)], True), (flushed, [1] * ranks, False):
         losses, weights = descended(begin, lag)
         assert all(one[1] == versions and equal.difference(one[0], losses) < 1e-10 for one in shown)
@@ -400,43 +287,6 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools, ranks, rec
         assert ours.keys() == weights.keys()
         assert max(equal.difference(ours[name], weight) for name, weight in weights.items()) < 1e-10
     assert late[0][0][:1] == flushed[0][0][:1] and equal.difference(late[0][0], flushed[0][0]) > 1e-3
-    assert f"a rank: {ranks - 1} of {7 + ranks}, flushed after each {8 * (ranks - 1)} of {8 * ranks}" in printed[0]
-
-
-# --- what a layer keeps
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
-    """s b h (34 + 5 a s / h), and 34 s b h with selective recomputation: from live tensors, in plain torch.
-
-    A layer as Megatron has it: LayerNorm, attention, LayerNorm, GELU; dropout. Statistics of norms are not counted.
-    """
-    seq, batch, dim, heads = 24, 2, 32, 4
-    sizes = [(dim, dim)] * 4 + [(dim, 4 * dim), (4 * dim, dim)]
-    modules = nn.ModuleList([*(nn.LayerNorm(dim) for _ in "12"), *(nn.Linear(*size) for size in sizes)]).bfloat16()
-    first, second, *qkv_proj, out, up, down = modules
-    drop = lambda x: torch.native_dropout(x, 0.1, True)[0]  # noqa: E731
-
-    def core(*qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.view(seq, batch * heads, -1).transpose(0, 1) for x in qkv)
-        p = drop((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1))
-        return (p @ v).transpose(0, 1).flatten(1).view(seq, batch, dim)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        qkv = [proj(y) for y in [first(x)] for proj in qkv_proj]
-        x = x + drop(out(checkpoint(core, *qkv, use_reentrant=False) if recompute == "selective" else core(*qkv)))
-        return x + drop(down(F.gelu(up(second(x)))))
-
-    x = torch.randn(seq, batch, dim, dtype=torch.bfloat16, requires_grad=True)
-    statistics = 2 * sum(t.nbytes for t in torch.native_layer_norm(x, [dim], None, None, 1e-5)[1:])
-    with MemoryTimeline() as timeline:
-        for given in (x, *modules.parameters()):
-            timeline.note(given, "other")
-        timeline.born = "activations"
-        y = layer(x)
-        kept = timeline.total["activations"] - y.nbytes + x.nbytes - statistics
-    assert kept == seq * batch * dim * (34 + (recompute == "none") * 5 * heads * seq / dim)
 
 
 # --- dropout

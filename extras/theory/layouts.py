@@ -14,9 +14,8 @@ from extras.theory.gpus import NODE
 from extras.theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "elementwise", "full")  # no "selective": attention is fused, as Megatron's was not
-CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
-BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
-GATHERS = ("allgather", "balanced")  # a rank gathers the keys and values of all ranks
+CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
+BOTH_ENDS = ("zigzag", "allgather", "usp")  # a rank has a chunk of each half of the sequence
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Layout:
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
     cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries get at the keys of other ranks
-    pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
     zero_keep: bool = False  # with --zero 3: gather weights once a step
     zero_overlap: bool = False  # with --zero 1: start to sum gradients in the last backward
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
@@ -49,7 +47,7 @@ class Layout:
     @property
     def gathered(self) -> int:
         """How many ranks' keys and values a rank keeps until backward."""
-        return self.cp if self.cp_mode in GATHERS else 1
+        return self.cp if self.cp_mode == "allgather" else 1
 
     @property
     def micro_batches(self) -> int:
@@ -160,8 +158,6 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
     if x.schedule == "dualpipe" and n < 2:
         yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
-    if x.pp_scatter and here % tp:
-        yield f"--pp-scatter: --tp {tp} must divide the {here} tokens of a rank"
 
     if dp * cp % x.zero_replicas:
         yield f"--zero-replicas {x.zero_replicas} must divide the {dp * cp} ranks over which ZeRO cuts"

@@ -28,7 +28,7 @@ import numpy as np
 from common.schedules import simulate
 from extras.theory.activations import MicroBatch, products_of
 from extras.theory.gpus import Gpu
-from extras.theory.layouts import GATHERS, Layout, Network, network
+from extras.theory.layouts import Layout, Network, network
 from extras.theory.memory import rank_numbers
 from extras.theory.pipelines import depth, ends_of, lists_of, places_of, rank_places, splits, ways_of
 from extras.theory.shapes import Shape, end_weights, layer_counts
@@ -182,7 +182,7 @@ def cp_seconds(p: MicroBatch, gpu: Gpu, core: BothWays) -> BothWays:
         one_way = sum(all_to_all_seconds(gpu, net, n * gpu.number) for n in (q + kv, q))
         return one_way, one_way
     sent = (x.cp - 1) * kv * gpu.number  # keys and values of all others
-    if x.cp_mode in GATHERS:
+    if x.cp_mode == "allgather":
         return collective_seconds(gpu, net, sent), collective_seconds(gpu, net, (x.cp - 1) * kv * 4)
     back = sent + x.cp * kv * 4  # their gradients travel with them
     hidden = zip((sent, back), core, strict=True)
@@ -281,7 +281,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """Seconds of a message over a pipeline boundary."""
     size, crosses = MicroBatch(m, x).tokens * m.dim * gpu.number, network(x, "pp", gpu.node).in_node == 1
-    scatter = (recipe.scatter or x.pp_scatter) and not x.sp
+    scatter = recipe.scatter and not x.sp
     sent = size / x.tp if scatter or x.sp else size
     seconds = sent / (gpu.between if crosses else gpu.within) + gpu.start + (gpu.hop_between if crosses else gpu.hop)
     if scatter:

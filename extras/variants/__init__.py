@@ -15,8 +15,7 @@
  9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
 10  `parts.kept` maps a file's name to what its `attach` returned. Services use what they find there: checkpoints call
     `state()` (JSON, the same on all ranks) and `restore(state)`, save `owed` (tensors by bucket or unit), and wait
-    while `between` is true (ranks of dp have different weights); the record of a step calls `figures()`; validation
-    calls `look(tokens)`.
+    while `between` is true (ranks of dp have different weights); validation calls `look(tokens)`.
 """
 
 from collections import Counter
@@ -35,7 +34,7 @@ from common.trainer import Run
 # Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, and skips an update
 # before `stale` queues its gradient; documents see the batch that prefetch read; attention is recomputed as changed.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
+ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 
 
@@ -140,13 +139,6 @@ class Parts:
     def keeps(self, what: str) -> list[Any]:
         """All objects in `kept` that have an attribute or method of this name."""
         return [kept for kept in self.kept.values() if hasattr(kept, what)]
-
-    def scale_added_losses(self, factor: float):
-        """Multiply the coefficients of the auxiliary losses that MoE layers add (step 7's balance loss, --z-loss)."""
-        for module in self.model.modules():
-            for name in ("coeff", "z_coeff"):
-                if hasattr(module, name):
-                    setattr(module, name, getattr(module, name) * factor)
 
     def instead(self, owner: Any, name: Any, call: Callable, by: str):
         """Replace `owner.name(...)`, or `owner[name](...)` of a menu. Raises UserError if another file has done so."""

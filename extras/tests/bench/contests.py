@@ -39,7 +39,8 @@ CONTESTS = {
     ),
     "step2": Contest(
         "every --sync; torch is DistributedDataParallel",
-        2, "step02_ddp", {sync: dict(sync=sync) for sync in ("bucket", "torch", "overlap", "naive", "ring")},
+        2, "step02_ddp",
+        {sync: dict(sync=sync) for sync in ("bucket", "torch", "naive", "ring")} | {"bucket-mb 0": dict(bucket_mb=0.0)},
     ),
     "step3": Contest(
         "stages of ZeRO beside FSDP2 and ZeroRedundancyOptimizer",

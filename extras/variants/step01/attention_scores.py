@@ -14,8 +14,8 @@ The paper's layer, with LayerNorm, GELU and dropout in 16 bits, keeps h (34 + 5 
 In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -33,11 +33,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q."""
     q, k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v))
     return (scaled_scores(q, k, causal=True).softmax(-1) @ v).transpose(1, 2)
-
-
-def again(core: Callable, *qkv: Tensor) -> Tensor:
-    """Wraps attention: keep only q, k and v, and compute attention again in backward."""
-    return checkpoint(core, *qkv, use_reentrant=False)
 
 
 @dataclass
@@ -62,4 +57,5 @@ def attach(config: Any, parts: Parts):
         if config.attention == "scores":
             parts.instead(layer.self_attn, "attend", attend, by=__name__)
         if config.recompute == "selective":
+            again = partial(checkpoint, use_reentrant=False)  # keeps q, k and v; backward computes attention again
             parts.around(layer.self_attn, "attend", again, by=__name__)

@@ -1,12 +1,9 @@
-"""Restricts attention to tokens of the same document (`--documents mask` or `reset`).
+"""Restricts attention to tokens of the same document (`--documents mask`).
 
-A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). With
-
-    mask    token i attends to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
-    reset   the same, and RoPE's positions restart at 0 in each document (RoPE is relative: only rounding changes)
-
-A document ends with --end-token. Its target, the first token of the next document, counts in the loss. In step 5 this
-would be another `visible`. No mask is built. In whole sequences each document is one causal triangle.
+A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). Token i attends
+to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2). RoPE is relative, so its positions
+need not restart. A document ends with --end-token; the target there, the next document's first token, counts in the
+loss. In step 5 this would be another `visible`. No mask is built: in whole sequences a document is a causal triangle.
 
     keys ->    a a b | b c c      Consecutive tokens of a rank: one causal triangle for each document. Earlier keys,
     queries a  #     |            also consecutive: one rectangle or none, because only the document of the last of
@@ -44,12 +41,11 @@ def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, in
 class MicroBatch:
     """The documents of a micro-batch. Every rank that shares its sequences computes the same."""
 
-    def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
-        """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
+    def __init__(self, tokens: Tensor, end: int, positions: Tensor):
+        """tokens int64 [batch, seq], on the CPU; positions int64 [n, s/n]: those of each rank's tokens."""
         rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
         self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: of documents
-        self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
-        self.places = self.positions + rows[:, None, None] * tokens.shape[1]  # in all sequences, concatenated
+        self.places = positions + rows[:, None, None] * tokens.shape[1]  # [batch, n, s/n], in concatenated sequences
         self.lengths = self.numbers.flatten().unique_consecutive(return_counts=True)[1].tolist()
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
@@ -70,13 +66,12 @@ class Documents:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.progress = config, parts.progress
-        self.device, self.seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here = (torch.arange(self.seq) if parts.positions is None else parts.positions).to(self.device)
+        self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
+        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         cp, cp_mode = getattr(config, "cp", 1), getattr(config, "cp_mode", "zigzag")
         n = cp // config.ulysses if cp_mode == "usp" else cp  # ranks that have different tokens in attention
-        fixed = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
-        self.fixed = self.deal = lambda _numbers: fixed
+        self.positions = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
         within = self.within(CONTEXT[cp_mode].attention if cp > 1 else attend)
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
@@ -99,28 +94,24 @@ class Documents:
         """Wraps `Data.batch`: find the documents of this rank's sequences."""
         tokens, targets = read(step)
         parts = tokens[self.mine].split(self.config.micro_batch_size)
-        self.all = [MicroBatch(part, self.config.end_token, self.deal) for part in parts]
+        self.all = [MicroBatch(part, self.config.end_token, self.positions) for part in parts]
         return tokens, targets
 
     def enter(self) -> Tensor:
-        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `rope`."""
+        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `places`."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
-        return self.rope()
+        return self.places()
 
     def look(self, tokens: Tensor) -> Tensor:
         """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `rope`."""
-        self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
+        self.now = MicroBatch(tokens, self.config.end_token, self.positions)
         return self.rope()
 
     def figures(self) -> dict[str, float]:
         """For the record of a step: the computed pairs, as a share of those of causal attention."""
         lengths = [n for some in self.all for n in some.lengths]
         return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
-
-    def places(self) -> Tensor:
-        """The positions of this rank's tokens in their sequences, int64 [1 or batch, tokens]."""
-        return self.here[None]
 
     def rope(self) -> Tensor:
         """RoPE's positions: int64 [this rank's tokens] with `mask`; [batch, this rank's tokens] with `reset`."""
@@ -133,14 +124,13 @@ class Documents:
 class Flags:
     """Documents."""
 
-    documents: Literal["off", "mask", "reset"] = "off"  # attention within documents; reset: positions restart
+    documents: Literal["off", "mask"] = "off"  # mask: attention within documents alone
     end_token: int = 256  # with --documents: the token that ends a document (0: token 0); 256 is the course's own
 
 
 COMPUTED = True
 BESIDE = TRIED = dict(end_token=32)
 NEEDS = [("end_token", "documents", "mask", "reset")]
-KINDS: dict[str, type[Documents]] = {}  # --cp-mode -> a class that distributes tokens in its own way
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 
 
@@ -155,4 +145,4 @@ def attach(config: Any, parts: Parts) -> Documents | None:
     if config.documents == "off":
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default, which takes 20 ms or more to plan for a new length
-    return KINDS.get(getattr(config, "cp_mode", ""), Documents)(config, parts)
+    return Documents(config, parts)

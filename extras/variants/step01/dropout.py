@@ -52,11 +52,9 @@ class Dropout:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.mesh, self.progress, trunk = config, parts.mesh, parts.progress, parts.model.model
-        documents, ramp = (parts.kept.get(name) for name in ("documents", "batch_ramp"))
         seq, device = parts.model.config.seq_len, next(parts.model.parameters()).device
-        here = (torch.arange(seq) if parts.positions is None else parts.positions).to(device)[None]
-        self.here = (lambda: here) if documents is None else documents.places  # [1 or batch, tokens]
-        self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
+        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(device)[None]  # [1, tokens]
+        self.first = parts.mesh["dp"].share(config.global_batch_size, "batch").start
         blocks = {0: trunk.embed_tokens}
         for n, layer in trunk.layers.items():
             blocks |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
@@ -73,12 +71,12 @@ class Dropout:
     @torch.compiler.disable  # else each step would be compiled anew
     def kept(self, place: int, shape: torch.Size) -> Tensor:
         """The mask of this rank's tokens, bool [batch, tokens, dim]. With SP, tp ranks have shards of the tokens."""
-        (batch, tokens, dim), config, step = shape, self.config, self.progress.step
-        shards = self.here().split(tokens, 1)
+        (batch, tokens, dim), config = shape, self.config
+        shards = self.here.split(tokens, 1)
         positions = shards[self.mesh.rank % len(shards)]  # tp is the mesh's last dimension
-        first = self.mesh["dp"].share(self.sequences(step), "batch").start + self.progress.now * config.micro_batch_size
+        first = self.first + self.progress.now * config.micro_batch_size
         sequences = torch.arange(first, first + batch, device=positions.device)
-        return mask(config.dropout, (config.seed & WORD, step), sequences, positions, place, dim)
+        return mask(config.dropout, (config.seed & WORD, self.progress.step), sequences, positions, place, dim)
 
 
 @dataclass
@@ -90,8 +88,7 @@ class Flags:
 
 TRIED = dict(dropout=0.2)
 COMPUTED = True
-NOTHING = "it would leave nothing; choose it below 1, for example 0.1"
-REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), NOTHING, None)]
+REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), "it would leave nothing; use 0.1, for example, or 0", None)]
 
 
 def attach(config: Any, parts: Parts):

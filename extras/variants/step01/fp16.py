@@ -10,6 +10,7 @@ In step 1 the loss would be `micro_loss * scale`, a line after the last backward
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ class LossScaling:
 
     def restore(self, state: dict):
         """Use both from the next forward on, and scale the losses that MoE layers add."""
-        self.parts.scale_added_losses(state["scale"] / self.scale)
+        for module, name in product(self.parts.model.modules(), ("coeff", "z_coeff")):
+            if hasattr(module, name):
+                setattr(module, name, getattr(module, name) * state["scale"] / self.scale)
         self.scale, self.good_steps = state["scale"], state["good_steps"]
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
     query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, its HALO: W-1 tokens.
 
 Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
-ranks before it, and sends them the gradients in backward. With b bytes of k and v a token, a rank in the middle sends
+rank before it, and sends back the gradients in backward. With b bytes of k and v a token, a rank in the middle sends
 (W-1) b forward and (W-1) b backward in a layer and micro-batch, and computes at most W s/n pairs for its s/n tokens:
 neither grows with s. With --cp-mode ulysses sequences are whole and need no halo. In common/model.py `attend`, and in
 step 5 `ring_attention`, would be `windowed_attention`.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal, but
@@ -61,31 +62,22 @@ def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
     return tuple(partial(turning, function) for function in kernel)
 
 
-def neighbours(group: Group, own: int, reach: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (tokens, rank) of ranks whose last tokens are our halo, nearest first, and of those that need ours."""
-    tokens = [min(own, reach - d) for d in range(0, reach, own)]
-    before = [(t, group.rank - d) for d, t in enumerate(tokens, 1) if d <= group.rank]
-    return before, [(t, group.rank + d) for d, t in enumerate(tokens, 1) if group.rank + d < group.size]
+def add_halo(kv: Tensor, group: Group, halo: int) -> Tensor:
+    """Receives the halo: k and v [2, batch, own, kv_heads, d] -> the same, preceded by `halo` earlier tokens."""
+    last, received = kv[:, :, -halo:].contiguous(), torch.empty_like(kv[:, :, -halo:])
+    before, after = group.rank > 0, group.rank + 1 < group.size  # whether there is a neighbour
+    exchange([(last, group.rank + 1)] * after, [(received, group.rank - 1)] * before, group).wait()
+    return torch.cat([received, kv], 2) if before else kv
 
 
-def add_halo(kv: Tensor, group: Group, own: int, reach: int) -> Tensor:
-    """Receives the halo: k and v [2, batch, own, kv_heads, d] -> the same, preceded by up to `reach` earlier tokens."""
-    before, after = neighbours(group, own, reach)
-    received = [(torch.empty_like(kv[:, :, :t]), peer) for t, peer in before]
-    exchange([(kv[:, :, own - t :].contiguous(), peer) for t, peer in after], received, group).wait()
-    return torch.cat([*(part for part, _ in reversed(received)), kv], 2)
-
-
-def return_halo(grad: Tensor, group: Group, own: int, reach: int) -> Tensor:
-    """The backward of `add_halo`: send the gradients of a halo to the ranks that own its keys, which add them."""
-    before, after = neighbours(group, own, reach)
-    *parts, ours = grad.split([*(t for t, _ in reversed(before)), own], 2)
-    ours = ours.clone()
-    received = [(torch.empty_like(ours[:, :, :t]), peer) for t, peer in after]
-    sends = [(part.contiguous(), peer) for part, (_, peer) in zip(reversed(parts), before, strict=True)]
-    exchange(sends, received, group).wait()
-    for part, _ in received:
-        ours[:, :, own - part.shape[2] :] += part
+def return_halo(grad: Tensor, group: Group, halo: int) -> Tensor:
+    """The backward of `add_halo`: send the gradients of the halo to the rank that owns its keys, which adds them."""
+    before, after = group.rank > 0, group.rank + 1 < group.size
+    theirs, ours = grad.tensor_split([halo * before], 2)
+    ours, received = ours.clone(), torch.empty_like(ours[:, :, -halo:])
+    exchange([(theirs.contiguous(), group.rank - 1)] * before, [(received, group.rank + 1)] * after, group).wait()
+    if after:
+        ours[:, :, -halo:] += received
     return ours
 
 
@@ -94,7 +86,7 @@ def windowed_attention(
 ) -> Tensor:
     """Attends in windows: q [batch, s/n, heads, d], k and v likewise with kv_heads -> like q. No group: n = 1."""
     if group is not None:
-        forwards, backwards = (partial(one, own=k.shape[1], reach=window - 1) for one in (add_halo, return_halo))
+        forwards, backwards = (partial(one, halo=window - 1) for one in (add_halo, return_halo))
         k, v = Conjugate.apply(torch.stack((k, v)), group, forwards, backwards)
     blocks = band(q.shape[1], k.shape[1], window)
     return gathered_attention(q, k, v, Group("cp", 0, 1, None), lambda *_: blocks, with_turned(kernel))
@@ -120,12 +112,14 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Limit the attention of every layer to the window."""
+    """Limit the attention of every layer to the window. Raises UserError if a halo does not fit on one rank."""
     if not config.window:
         return
     attend = partial(windowed_attention, window=config.window)
     if getattr(config, "cp", 1) > 1:
         whole, group = config.cp_mode == "ulysses", parts.mesh["cp"]
+        if not whole and config.window > len(parts.positions) + 1:
+            raise UserError(f"--window {config.window} reaches over two ranks: use {len(parts.positions) + 1} at most")
         attend = partial(swapped_attention, group=group, attend=attend) if whole else partial(attend, group=group)
     for layer in parts.model.model.layers.values():
         parts.instead(layer.self_attn, "attend", attend, by=__name__)

@@ -96,7 +96,7 @@ class Flags:
 TRIED = dict(topk_fraction=0.5)
 NEEDS = [("topk_fraction", "compress", "topk")]
 REFUSES = [
-    Refusal(dict(compress=SET, sync=but("bucket", "overlap"), zero=(0,)), "it compresses buckets; use --sync bucket"),
+    Refusal(dict(compress=SET, sync=but("bucket"), zero=(0,)), "it compresses buckets; use --sync bucket"),
     Refusal(dict(topk_fraction=lambda x: not 0 < x <= 1), "it is a share: choose it above 0, and at most 1", None),
     Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow is never corrected; use --dtype bf16 or fp32", None),
 ]

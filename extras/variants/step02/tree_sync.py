@@ -35,18 +35,15 @@ class TreeSync(NaiveSync):
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place."""
-        ours = []  # by round: the children that send to us, and our parent if we send to it
-        for pairs in self.rounds(group.size):
-            children = [child for child, parent in pairs if parent == group.rank]
-            ours.append((children, [parent for child, parent in pairs if child == group.rank]))
-        for children, parents in ours:
-            received = [(torch.empty_like(gradient), child) for child in children]
-            exchange([(gradient, parent) for parent in parents], received, group).wait()
+        rounds, r = self.rounds(group.size), group.rank
+        for pairs in rounds:
+            received = [(torch.empty_like(gradient), child) for child, parent in pairs if parent == r]
+            exchange([(gradient, parent) for child, parent in pairs if child == r], received, group).wait()
             for part, _ in received:
                 gradient += part
-        for children, parents in reversed(ours):
-            whole = [(gradient, parent) for parent in parents]
-            exchange([(gradient, child) for child in children], whole, group).wait()
+        for pairs in reversed(rounds):
+            whole = [(gradient, parent) for child, parent in pairs if child == r]
+            exchange([(gradient, child) for child, parent in pairs if parent == r], whole, group).wait()
 
 
 class ServerSync(TreeSync):

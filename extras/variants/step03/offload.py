@@ -4,17 +4,16 @@
                                 al. 2021)
     --offload-optimizer disk    they are in unnamed memory-mapped files in the run directory, which are deleted when
                                 the process ends
-    --offload-params cpu        in stage 3, the shards of the weights are in host memory, too ("ZeRO-Infinity",
+    --offload-params cpu        besides, in stage 3, the shards of the weights are in host memory ("ZeRO-Infinity",
                                 Rajbhandari et al. 2021). The GPU holds one or two units of weights, the gradients'
                                 shards, and activations
 
 The units are updated one by one, because update rules skip parameters without gradients. In step 3 this would be
-`Zero1.step`. On a GPU, copies use streams of their own: the next unit's gradient is copied while the host updates this
-one, and shards are copied and gathered while the GPU computes. (Pinned memory is rounded up to a power of two.)
+`Zero1.step`. On a GPU, copies use streams of their own: gradients of later units are copied while the host updates one,
+and shards are copied and gathered while the GPU computes. (Pinned memory is rounded up to a power of two.)
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from common import UserError
-from common.comm import Mesh, Pending, all_gather
+from common.comm import Pending, all_gather
 from extras.variants import Parts
 from step03_zero import ShardedUnit, Unit, Zero1
 
@@ -60,14 +58,12 @@ class Update:
 
     def __init__(self, optimizer: Zero1, home: Callable[[Tensor], Tensor]):
         """`home`: copies a tensor to where the state is kept."""
-        self.optimizer, self.home = optimizer, home
+        self.optimizer, self.home, self.first = optimizer, home, True
         self.units = [unit for unit in optimizer.units if unit.trained]
-        self.moved: set[Tensor] = set()  # masters whose moments have been moved
-        beside = any(unit.flat.is_cuda and not unit.master.is_cuda for unit in self.units)
-        self.stream = torch.cuda.Stream() if beside else None
+        self.stream = torch.cuda.Stream() if self.units[0].flat.is_cuda else None
 
     def send(self, gradient: Tensor) -> tuple[Tensor, Callable]:
-        """Start to copy a unit's gradient to its master's device -> the copy, and a function that waits for it."""
+        """Start to copy a gradient to the host -> the copy, and a function that waits for it."""
         if self.stream is None:
             return gradient, lambda: None
         with torch.cuda.stream(self.stream):
@@ -82,24 +78,21 @@ class Update:
             group["lr"] = lr
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())  # which sums the gradients
-        coming = map(self.send, [unit.grad_shard for unit in self.units])  # `next` starts each copy
+        gradients = [unit.grad_shard for unit in self.units]  # the list keeps their memory until all are copied
         for unit in self.units:
             unit.grad_shard = None  # only the unit that is updated has one, so that rules recognise it
-        ahead = next(coming, None)
-        for unit in self.units:
-            (unit.grad_shard, wait), ahead = ahead, next(coming, None)
+        for unit, (gradient, wait) in zip(self.units, [*map(self.send, gradients)], strict=True):
             wait()
+            unit.grad_shard = gradient
             masters = {name: zero.masters[name] for name in unit.trained if name in zero.masters}
             for name, master in masters.items():
-                master.grad = unit.view_shard(unit.grad_shard, name)
+                master.grad = unit.view_shard(gradient, name)
             rule.step()
             rule.zero_grad()
-            for master in {master for master in masters.values() if rule.state[master]} - self.moved:  # just made
+            for master in masters.values() if self.first else ():  # it has just got its moments
                 rule.state[master] |= {key: self.home(t) for key, t in rule.state[master].items() if t.dim()}
-                self.moved.add(master)
-            unit.gradient = unit.reduced_shard = unit.grad_shard = None
-            for param in unit.trained.values():
-                param.grad = None
+            unit.grad_shard = None
+        self.first = False
         zero.publish()
 
 
@@ -120,39 +113,31 @@ def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
     unit.gathering, unit.gathered = Pending(unit.group, *pending.works, arrived), True
 
 
-def on_disk(config: Any, zero: Zero1, mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """Returns `to_file` for the run directory. Raises UserError unless masters and moments of this node's ranks fit."""
-    folder = Path(config.out or "runs")
-    folder.mkdir(parents=True, exist_ok=True)
-    n_bytes = 3 * sum(unit.master.nbytes for unit in zero.units) * int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    if n_bytes > (free := shutil.disk_usage(folder).free):
-        raise UserError(f"--offload-optimizer disk: {n_bytes} bytes do not fit in {folder}, {free} are free: set --out")
-    return partial(to_file, folder)
-
-
 @dataclass
 class Flags:
     """Offload of ZeRO's tensors."""
 
     offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments are kept and updated
-    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where shards of weights, and masters, are kept
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where shards of weights are kept
 
 
-NEEDS = [("offload_optimizer", "zero", 1, 2, 3), ("offload_params", "zero", 3)]  # there must be shards to move
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
+NEEDS += [("offload_params", "zero", 3), ("offload_params", "offload_optimizer", "cpu", "disk")]
 
 
 def attach(config: Any, parts: Parts):
-    """Move masters and shards now, and the moments when the first update has created them. Raises UserError."""
-    where, zero = config.offload_optimizer, parts.optimizer
-    if where == config.offload_params == "none":
+    """Move masters and shards now, and the moments when the first update has created them."""
+    if config.offload_optimizer == "none":
         return
-    home = {"none": lambda moment: moment, "cpu": to_host}.get(where) or on_disk(config, zero, parts.mesh)
+    zero, folder, home = parts.optimizer, Path(config.out or "runs"), to_host
+    if config.offload_optimizer == "disk":
+        folder.mkdir(parents=True, exist_ok=True)
+        home = partial(to_file, folder)
     beside = torch.cuda.Stream() if zero.units[0].flat.is_cuda else None
     for unit in zero.units:
+        move(zero, unit, home(unit.master))
         if config.offload_params != "none":
             unit.shard = to_host(unit.shard)
             if beside is not None:
                 parts.instead(unit, "gather", partial(gather_beside, unit, beside), by=__name__)
-        # Without --offload-optimizer the master is the shard itself, if that is wide enough.
-        move(zero, unit, unit.shard.to(unit.master.dtype) if where == "none" else home(unit.master))
     parts.instead(zero, "step", Update(zero, home).step, by=__name__)

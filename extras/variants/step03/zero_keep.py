@@ -7,14 +7,12 @@ gathered once, by the first micro-batch that uses them, and freed by `publish`:
     it holds, beside its shards         two units     becomes   all of its units
 
 Between steps a rank holds as little as in stage 3, within a step as much as in stage 2. The all-gather is hidden behind
-the next step's first forward, instead of following the update. `--zero-keep-mb M` keeps only units of at most M MiB, as
-the persistence threshold of DeepSpeed's stage 3 does: a small unit takes little memory, and costs a message each time.
-In step 3, `ShardedUnit.free` would be called by `publish` alone.
+the next step's first forward, instead of following the update. In step 3, `ShardedUnit.free` would be called by
+`publish` alone.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any
 
 from extras.variants import Parts
@@ -37,18 +35,14 @@ class Flags:
     """Kept weights of ZeRO 3."""
 
     zero_keep: bool = False  # with --zero 3: gather a unit once a step, and drop it after the update
-    zero_keep_mb: float = 0.0  # with --zero-keep: keep only units of at most this many MiB; 0: all
 
 
-TRIED = dict(zero_keep_mb=0.06)
-NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
+NEEDS = [("zero_keep", "zero", 3)]
 
 
 def attach(config: Any, parts: Parts):
-    """Keep all units, or those of at most --zero-keep-mb."""
-    most = config.zero_keep_mb * 2**20 or inf
+    """Keep all units from their first use to the update."""
     if config.zero_keep:
         for unit in parts.units:
-            if unit.nbytes <= most:
-                parts.instead(unit, "free", keep, by=__name__)
+            parts.instead(unit, "free", keep, by=__name__)
         parts.instead(parts.optimizer, "publish", partial(publish, parts.units), by=__name__)

@@ -8,8 +8,9 @@ a node, say) share the weights and gather them among themselves; R ranks hold th
     gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
     once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
 
-A shard takes R times the memory; with R = dp nothing is sharded. In step 3 a unit's group would be "shard", and
-`finish` would have two more lines. Norm and checkpoints read data_dim="shard" from a parameter's layout.
+A shard takes R times the memory; with R = dp nothing is sharded. In stage 1 these are the collectives of a two-level
+(hierarchical) all-reduce (BlueConnect: Cho et al. 2019). In step 3 a unit's group would be "shard", and `finish` would
+have two more lines. Norm and checkpoints read data_dim="shard" from a parameter's layout.
 """
 
 from collections.abc import Callable

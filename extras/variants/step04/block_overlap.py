@@ -98,17 +98,6 @@ def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
     return box.pop()
 
 
-def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, reduce: Callable, by: str) -> bool:
-    """Replace f and the first matrices of a block, if they are column-parallel (experts' are not). Returns if so."""
-    linears = [child for name, child in block.named_children() if name in COLUMNS]
-    boxes = [[] for _ in linears]
-    for linear, box in zip(linears, boxes, strict=True):
-        parts.instead(linear, "forward", partial(hand_over, box), by=by)
-    if linears:
-        parts.instead(block, "enter", partial(enter, linears, boxes, group, gather, reduce), by=by)
-    return bool(linears)
-
-
 @dataclass
 class Flags:
     """Overlap in tensor parallelism."""
@@ -121,8 +110,14 @@ NEEDS = [("tp_overlap", "tp")]
 
 def attach(config: Any, parts: Parts):
     """Replace f and the first matrices of all blocks."""
-    if config.tp_overlap and config.compress_activations == "none":  # that file calls `overlap` by itself
-        starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
-        for layer in parts.model.model.layers.values():
-            for block in (layer.self_attn, layer.mlp):
-                overlap(parts, block, parts.mesh["tp"], *starts, by=__name__)
+    if not config.tp_overlap:
+        return
+    starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
+    for layer in parts.model.model.layers.values():
+        for block in (layer.self_attn, layer.mlp):
+            linears = [child for name, child in block.named_children() if name in COLUMNS]
+            boxes = [[] for _ in linears]
+            for linear, box in zip(linears, boxes, strict=True):
+                parts.instead(linear, "forward", partial(hand_over, box), by=__name__)
+            if linears:  # experts have none
+                parts.instead(block, "enter", partial(enter, linears, boxes, parts.mesh["tp"], *starts), by=__name__)

@@ -20,7 +20,6 @@ unpack.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,14 +31,13 @@ from common.model import wide
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step02.narrow import BLOCK, dequantise, quantise
-from extras.variants.step04.block_overlap import Ending, overlap, start_keep
-from step04_tp_sp import COLUMNS, Conjugate
+from step04_tp_sp import Conjugate, unchanged
 
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """Packs values [..., dim] into messages and unpacks them, and starts the three collectives on such messages."""
+    """Packs values [..., dim] into messages and unpacks them, and has the three collectives on such messages."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
         """`dtype` and `dim` are those of the values."""
@@ -54,45 +52,36 @@ class Bits:
         """The values of a message: [..., dim]."""
         return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
 
-    def start_gather(self, x: Tensor, group: Group) -> Ending:
+    def gather(self, x: Tensor, group: Group) -> Tensor:
         """All-gather rounded tokens: [batch, seq/n, dim] -> [batch, seq, dim]."""
         ours = self.pack(x).contiguous()
         parts = ours.new_empty(group.size, *ours.shape)
-        pending = all_gather(parts.view(-1), ours.view(-1), group)
-        return lambda: pending.wait() or self.unpack(parts, x.dtype).movedim(0, 1).flatten(1, 2)
+        all_gather(parts.view(-1), ours.view(-1), group).wait()
+        return self.unpack(parts, x.dtype).movedim(0, 1).flatten(1, 2)
 
-    def start_scatter(self, x: Tensor, group: Group) -> Ending:
+    def scatter(self, x: Tensor, group: Group) -> Tensor:
         """Reduce-scatter by an all-to-all: [batch, seq, dim] -> this rank's tokens of the sum, [batch, seq/n, dim]."""
         ours = self.pack(x.unflatten(1, (group.size, -1)).movedim(1, 0)).contiguous()
         received = torch.empty_like(ours)
-        pending = all_to_all(received, ours, group)
-        return lambda: pending.wait() or self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
+        all_to_all(received, ours, group).wait()
+        return self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
 
-    def start_total(self, x: Tensor, group: Group) -> Ending:
+    def total(self, x: Tensor, group: Group) -> Tensor:
         """All-reduce [..., dim]: a reduce-scatter and an all-gather of all tokens, padded to a multiple of n."""
         tokens = x.reshape(1, -1, self.dim)
         filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
-        gathering = self.start_gather(self.start_scatter(filled, group)(), group)
-        return lambda: gathering()[:, : tokens.shape[1]].reshape(x.shape)
-
-
-def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
-    """Start a collective, and wait for its end."""
-    return start(x, group)()
+        return self.gather(self.scatter(filled, group), group)[:, : tokens.shape[1]].reshape(x.shape)
 
 
 def narrow_blocks(parts: Parts, config: Any, bits: Bits):
     """Replace f and g of every attention and MLP."""
-    group, starts = parts.mesh["tp"], (start_keep, bits.start_total)
-    if config.sp:
-        starts = bits.start_gather, bits.start_scatter
-    enter, leave = (partial(at_once, start) for start in starts)  # forward of f, and of g: each is the other's backward
+    group = parts.mesh["tp"]
+    enter, leave = (bits.gather, bits.scatter) if config.sp else (unchanged, bits.total)  # each is the other's backward
     for layer in parts.model.model.layers.values():
-        blocks = [block for block in (layer.self_attn, layer.mlp) if {*dict(block.named_children())} & {*COLUMNS}]
-        for block in blocks:  # experts have no f and no g
-            if not (config.tp_overlap and overlap(parts, block, group, *starts, by=__name__)):
+        for block in (layer.self_attn, layer.mlp):
+            if hasattr(block, "enter"):  # experts have no f and no g
                 parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, enter, leave), by=__name__)
-            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, leave, enter), by=__name__)
+                parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, leave, enter), by=__name__)
 
 
 def narrow_stages(parts: Parts, bits: Bits):
@@ -120,7 +109,10 @@ class Flags:
 
 
 WHERE = "--tp above 1, or from step 6 on --pp above 1"
-REFUSES = [Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs=WHERE)]
+REFUSES = [
+    Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs=WHERE),
+    Refusal(dict(compress_activations=SET, tp_overlap=SET), "both replace f, the entry of a block; choose one"),
+]
 
 
 def attach(config: Any, parts: Parts):

@@ -1,16 +1,10 @@
-"""Attends to parts of the keys by fused kernels (`--cp-kernel flash` or `cudnn`; Dao et al. 2022, "FlashAttention").
+"""Attends to parts of the keys by a fused kernel (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention").
 
 For each part of the keys, step 5 builds a matrix of scores, fp32 [batch, heads, queries, keys], which for s/n = 16,384
-tokens and 32 heads has 34 GB. The kernels of `F.scaled_dot_product_attention` build none. They are called as private
+tokens and 32 heads has 34 GB. The flash kernel of `F.scaled_dot_product_attention` builds none. It is called as private
 operators, because the public function does not return lse, and its backward does not take one. Messages stay the same.
-
-    on a GPU    dtype      GPU                                             head_dim
-    flash       16 bits    Ampere or later                                 a multiple of 8 up to 256
-    cudnn       16 bits    Hopper, Blackwell (capability 9.0 or 10.x)      a multiple of 8 up to 128
-
-On a CPU both values use its flash kernel, for any dtype. `cudnn` takes 20 ms or more to plan for each new length, so
-documents and windows, whose parts have many lengths, are refused with it. In step 5, `part_attention` and
-`part_gradients` would be two of the four functions below.
+On a GPU the kernel needs Ampere or later, 16 bits, and a head_dim that is a multiple of 8 up to 256; a CPU's takes any.
+In step 5, `part_attention` and `part_gradients` would be the first two functions below.
 """
 
 from collections.abc import Callable
@@ -28,15 +22,6 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from extras.variants.step05.allgather import add_gradients, attend, attend_to
 from step05_cp_ring import ring_attention, travel
-
-
-def fits(q: Tensor, kernel: str = "flash") -> bool:
-    """Whether a kernel takes q [..., head_dim]: on a CPU always, on a GPU as the table above says."""
-    if not q.is_cuda:
-        return True
-    capability = torch.cuda.get_device_capability(q.device)
-    known, most = (capability >= (8, 0), 256) if kernel == "flash" else (capability[0] in (9, 10), 128)
-    return known and q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= most
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -59,32 +44,11 @@ def flash_gradients(
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *options)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `flash_attention`. cuDNN's lse is [batch, heads, queries, 1]."""
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(x.contiguous() for x in (q, k, v)), attn_bias=None, compute_log_sumexp=True, is_causal=causal
-    )
-    return o, lse.squeeze(-1)
-
-
-def cudnn_gradients(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `flash_gradients`.
-
-    All inputs are made contiguous, because PyTorch looks up cuDNN's plan by the shapes and strides of q, k, v alone.
-    """
-    given = (x.contiguous() for x in (do, q, k, v, o, lse[..., None]))
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout, and its offset
-    options = seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, *options)
-
-
-FLASH, CUDNN = (flash_attention, flash_gradients), (cudnn_attention, cudnn_gradients)
+FLASH = flash_attention, flash_gradients
 
 
 class KernelRing(torch.autograd.Function):
-    """Step 5's `RingAttention`, with any kernel."""
+    """Step 5's `RingAttention`, with any kernel: a pair of functions (allgather.py)."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
@@ -116,40 +80,42 @@ class KernelRing(torch.autograd.Function):
 kernel_ring = partial(attend, KernelRing)
 
 
-def with_kernel(inner: Callable, *qkv: Tensor, kernel: tuple, **more: Any) -> Tensor:
-    """Wraps a layer's attention: pass it this kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
+def with_kernel(inner: Callable, *qkv: Tensor, **more: Any) -> Tensor:
+    """Wraps a layer's attention: pass it the kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
     if getattr(inner, "func", None) is ring_attention:
         inner = partial(kernel_ring, **inner.keywords)
-    return inner(*qkv, kernel=kernel, **more)
+    return inner(*qkv, kernel=FLASH, **more)
 
 
 @dataclass
 class Flags:
     """Kernels for parts of the keys."""
 
-    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # how attention to a part of the keys is computed
+    cp_kernel: Literal["formula", "flash"] = "formula"  # how attention to a part of the keys is computed
 
 
 WHOLE = "sequences are whole, and PyTorch's fused kernel computes attention already; leave it out"
-PLANS = "cuDNN would make a new plan for each length; use --cp-kernel flash"
 REFUSES = [
     Refusal(dict(cp_kernel=SET, window=(0,), cp=(1,)), WHOLE),
     Refusal(dict(cp_kernel=SET, window=(0,), cp_mode=("ulysses",)), WHOLE),
-    Refusal(dict(cp_kernel=("cudnn",), window=SET), PLANS, None),
-    Refusal(dict(cp_kernel=("cudnn",), documents=SET), PLANS, None),
 ]
+
+
+def fits(q: Tensor) -> bool:
+    """Whether the kernel takes q [..., head_dim]: on a CPU always, on a GPU as the docstring above says."""
+    if not q.is_cuda:
+        return True
+    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return recent and q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def attach(config: Any, parts: Parts):
     """Let every layer use the kernel. Raises UserError."""
     if config.cp_kernel == "formula":
         return
-    head_dim, cudnn = parts.model.config.head_dim, config.cp_kernel == "cudnn"
-    sample = next(parts.model.parameters()).new_empty(0, head_dim)
-    if not fits(sample, config.cp_kernel):
-        gpu, most = ("Hopper or Blackwell with capability 9.0 or 10.x", 128) if cudnn else ("Ampere or later", 256)
-        needs = f"--dtype bf16, a GPU that is {gpu}, and heads of a multiple of 8 up to {most}"
-        raise UserError(f"--cp-kernel {config.cp_kernel}: on a GPU it needs {needs} (here {head_dim})")
-    kernel = CUDNN if cudnn and sample.is_cuda else FLASH
+    head_dim = parts.model.config.head_dim
+    if not fits(next(parts.model.parameters()).new_empty(0, head_dim)):
+        needs = "--dtype bf16, a GPU that is Ampere or later, and heads of a multiple of 8 up to 256"
+        raise UserError(f"--cp-kernel flash: on a GPU it needs {needs} (here {head_dim})")
     for layer in parts.model.model.layers.values():
-        parts.around(layer.self_attn, "attend", partial(with_kernel, kernel=kernel), by=__name__)
+        parts.around(layer.self_attn, "attend", with_kernel, by=__name__)

@@ -14,9 +14,9 @@ Laws. Update t + 1 of stage s = 0 .. p-1 uses micro-batch t (their section 3.3; 
     rank s keeps p - s versions of its weights, including the newest
     in m updates a rank idles for p-1 of m + p-1 turns; with a flush after each, for m (p-1) of m p
 
-With *vertical sync* (`--stale p-1`) all stages use versions of one age. N updates by SGD (`--lr`; no warm-up, no
-clipping) are made without flushes, then with a flush after each, and the losses of both are printed. A micro-batch is a
-whole `--global-batch-size`. In step 6, `backward` would end with the update.
+N updates by SGD (`--lr`; no warm-up, no clipping) are made without flushes, then with a flush after each, and the
+losses of both are printed. A micro-batch is a whole `--global-batch-size`. In step 6, `backward` would end with the
+update.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Splits backward into dx (B) and dW (W), for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Splits backward into dx (B) and dW (W), for every --schedule with W (zero_bubble.py, dualpipe.py).
 
 For y = x W^T, B computes dx = dy W, for which the previous rank waits. W computes dW = dy^T x, for which no rank waits,
 so it fills gaps (Qi et al. 2023, "Zero Bubble"). Inputs and dy of matrices are kept until W, attention's graph is not.
@@ -95,7 +95,7 @@ class SplitBackward:
             self.add(self.tied, whole.to(gradient.dtype))
 
 
-SPLIT = ("zb-h1", "zb-h2", "zb-auto", "dualpipe", "zbv", "dualpipev", "v-half", "v-min")  # schedules with W
+SPLIT = ("zb-h1", "zb-h2", "dualpipe", "zbv", "dualpipev", "v-half", "v-min")  # schedules with W
 ITSELF = "W computes the gradients of weights in its own way; leave one out"
 REFUSES = [Refusal({"schedule": SPLIT, other: SET}, ITSELF) for other in ("tp_overlap", "fused_gradients")]
 

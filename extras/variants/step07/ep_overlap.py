@@ -123,10 +123,8 @@ REFUSES = [
     Refusal(
         dict(ep_overlap=SET, zero=(3,), zero_keep=(False,)), f"{FREED}; add --zero-keep", ONE_STAGE | dict(n_layers=2)
     ),
-    Refusal(dict(ep_overlap=SET, zero_keep_mb=SET), f"{FREED}; leave it out", None),
     Refusal(dict(ep_overlap=SET, documents=SET), BOTH, ONE_STAGE),
     Refusal(dict(ep_overlap=SET, dropout=SET), BOTH),
-    Refusal(dict(ep_overlap=SET, batch_ramp=SET), "it leaves micro-batches out of the list; choose one of them"),
     Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
     Refusal(dict(ep_overlap=SET, loss_chunk=SET), GRADIENTS, None),
     Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run counts one of two threads; leave it out, bytes are equal"),
