@@ -22,7 +22,7 @@ from extras.variants.step01 import dropout, skip_spikes
 from extras.variants.step01.documents import MicroBatch
 from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
-from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
+from extras.variants.step04.block_overlap import EnterLinears
 from extras.variants.step06 import pipedream
 from step01_single_gpu import Optimizer, learning_rate, scale
 from tests.tape import Tape
@@ -81,28 +81,22 @@ def test_all_layers_share_one_graph(pools, step, layers):
 
 # --- overlap
 
-ORDERS = {  # tokens kept for backward, functions, events of backward: dx of two matrices, then dW of both
-    "sp": (3, start_gather, start_scatter, "start 0, matmul, matmul, start 1, wait 0, matmul, matmul, wait 1"),
-    "whole": (6, start_keep, start_total, "matmul, matmul, start 0, matmul, matmul, wait 0"),
-}
 
-
-def order(name: str) -> tuple[str, list[int]]:
+def order() -> tuple[str, list[int]]:
     """Runs on every rank: the events of backward, and the shape of the input that is kept for it."""
-    group, (_, *starts, _) = Mesh(tp=dist.get_world_size())["tp"], ORDERS[name]
-    x = torch.ones(1, 6 // group.size if name == "sp" else 6, 4, requires_grad=True)
-    outputs = EnterLinears.apply(x, group, *starts, *(torch.ones(5, 4, requires_grad=True) for _ in range(2)))
+    group = Mesh(tp=dist.get_world_size())["tp"]
+    x = torch.ones(1, 6 // group.size, 4, requires_grad=True)
+    outputs = EnterLinears.apply(x, group, *(torch.ones(5, 4, requires_grad=True) for _ in range(2)))
     kept = list(outputs[0].grad_fn.saved_tensors[0].shape)
     with Tape() as tape:
         sum(output.sum() for output in outputs).backward()
     return ", ".join(tape.events), kept
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_collectives_hide_behind_matrices(pools, name):
-    """Backward awaits the all-gather only after dx, and the sum of dx only after dW. With SP it keeps s/n tokens."""
-    tokens, *_, events = ORDERS[name]
-    assert pools(2).run(order, name) == [(events, [1, tokens, 4])] * 2
+def test_collectives_hide_behind_matrices(pools):
+    """Backward awaits the all-gather only after dx, and the sum of dx only after dW. It keeps s/n tokens."""
+    events = "start 0, matmul, matmul, start 1, wait 0, matmul, matmul, wait 1"  # dx of two matrices, then dW of both
+    assert pools(2).run(order) == [(events, [1, 3, 4])] * 2
 
 
 # --- compressed sums

@@ -25,8 +25,6 @@ from step04_tp_sp import COLUMNS, ROWS
 
 UNIT = dict(F=1, B=1, W=1)  # how long the actions of a schedule with W take
 step06.ACTS["W"] = "weights"
-
-
 Left = tuple[nn.Parameter, Callable[[], Tensor]]  # B leaves this for W: a parameter, and a function for its gradient
 
 

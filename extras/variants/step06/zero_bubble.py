@@ -16,8 +16,8 @@ how many units later than its neighbour a rank does F down, F up, B down (back t
 
     v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2, p/2; zbv and 1f1b, p
 
-The fewer there are, the longer ranks wait if F, B and W take different times. All
-of these would be more functions in common/schedules.py.
+The fewer there are, the longer ranks wait if F, B and W take different times. All of these would be more functions in
+common/schedules.py.
 """
 
 from collections import defaultdict

@@ -21,8 +21,6 @@ EXPERTS: dict[str, dict[str, int]] = {
     "deepseek-v3-like": dict(experts=256, experts_per_token=8, expert_dim=2048, shared_experts=1, dense_layers=3)
     | dict(expert_groups=8, groups_per_token=4),
 }
-
-
 SINCE = object  # every step has these models; `settle` refuses them in earlier ones
 
 

@@ -52,16 +52,12 @@ def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
 
 
-def places(mask: Tensor, n: int) -> tuple[Tensor, ...]:
-    """Returns rows and columns, int64 [n], of the `n` true places of a bool [a, b]. Given n, the CPU need not wait."""
-    return torch.nonzero_static(mask, size=n).unbind(1)
-
-
 def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
     """Computes our experts: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide."""
     visits = (gates != 0).T
     counts = visits.sum(1).cpu()  # the only wait of the CPU
-    expert, token = places(visits, sum(counts.tolist()))  # sorted by expert
+    n = sum(counts.tolist())
+    expert, token = torch.nonzero_static(visits, size=n).unbind(1)  # sorted by expert; given n, the CPU need not wait
     return add_rows(experts(tokens[token], counts) * gates[token, expert][:, None], token, len(tokens))
 
 
@@ -80,7 +76,7 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, vi
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
     leaving, coming = torch.stack((leaving, coming)).tolist()  # the CPU waits once for both
-    rank, token = places(visits, sum(leaving))  # sorted by rank
+    rank, token = torch.nonzero_static(visits, size=sum(leaving)).unbind(1)  # sorted by rank
     there = partial(travel, in_rows=leaving, out_rows=coming)
     home = partial(travel, in_rows=coming, out_rows=leaving)
     visitors, their_gates = (Conjugate.apply(x, group, there, home) for x in (tokens[token], gates[token, rank]))
