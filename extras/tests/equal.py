@@ -68,7 +68,7 @@ class Watch(Seeing, OpenRun):
     """A run that draws and writes nothing, and keeps its gradients and weights."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Attach the techniques."""
+        """Attach the techniques, as a served run does, before the first step."""
         self.open(**parts)
         yield from super().steps(**parts)
 
