@@ -200,14 +200,11 @@ class Counted(OpenRun):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Attach the counters, then yield a step that is not counted and one that is."""
         parts = self.open(**parts)
-        watch = MemoryWatch(parts, self.meter)
-        self.held = watch.most
-        Clock(parts, host=True).listeners.append(self.meter.phase)
+        self.held = MemoryWatch(parts, self.meter, Clock(parts, host=True)).most
         for module in parts.model.modules():
             if isinstance(module, nn.RMSNorm):
                 parts.instead(module, "forward", partial(self.meter.norm, module), by=__name__)
         route(self.meter, parts.model, self.levels)
-        watch.measure()
         comm.observer = self.ledger.book
         yield 0  # the first update creates the moments
         self.ledger.take()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from extras.services.clocks import Clock
 from extras.services.tables import human, table
 from extras.variants import Parts
 
@@ -146,18 +147,18 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 class MemoryWatch:
     """Measures the most bytes of each kind that a rank holds, around updates; also labels them in a timeline."""
 
-    def __init__(self, parts: Parts, timeline: MemoryTimeline):
+    def __init__(self, parts: Parts, timeline: MemoryTimeline, clock: Clock):
         self.parts, self.timeline = parts, timeline
         self.most: dict[str, int] = {}
-        parts.around(parts.optimizer, "step", self.update, by=__name__)
+        clock.listeners.append(self.hear)
         if parts.pipeline is not None:
             parts.around(parts.pipeline, "forward", self.receive, by=__name__)
 
-    def update(self, step: Callable, lr: float):
-        """Wrap the optimizer's step: measure before and after it."""
-        self.measure()
-        step(lr)
-        self.measure()  # the first update makes the moments
+    def hear(self, phase: str):
+        """Follow the clock's phases. The first update makes the moments, so memory is also measured after it."""
+        self.timeline.phase(phase)
+        if phase in ("optimizer", "data"):
+            self.measure()
 
     def receive(self, forward: Callable, i: int, stage: int, x: Tensor | None) -> Tensor:
         """Wrap a stage's forward: the input that it received is an activation, too, as it is kept for backward."""

@@ -71,7 +71,6 @@ class ServedRun(OpenRun):
             evaluation.answer(self.config, self.parts)
             return
         self.screen = Screen(self, self.parts, self.ledger)
-        comm.waiting = self.screen.clock.waiting
         for step in super().steps(**parts):
             self.screen.begin(step)
             self.watchdog.begin(step)

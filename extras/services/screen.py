@@ -149,8 +149,7 @@ class Screen:
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         self.clock, self.timeline = Clock(parts), MemoryTimeline()
-        self.held, self.watching = MemoryWatch(parts, self.timeline), ExitStack()
-        self.clock.listeners.append(self.timeline.phase)
+        self.held, self.watching = MemoryWatch(parts, self.timeline, self.clock), ExitStack()
         for text in self.introduction(some.dtype):
             self.say(text)
 
