@@ -9,12 +9,12 @@ screen.finish()                 tables and pictures
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from math import prod
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from common import comm
 from common.comm import Mesh
-from common.layout import layout_of
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services import plots
 from extras.services.clocks import Clock
@@ -32,8 +31,8 @@ from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, peak_memory
 from extras.services.ranks import gather_objects
-from extras.services.tables import full_shape, human, reduction_table
-from extras.theory.shapes import flops_per_token, shape_of
+from extras.services.tables import human, reduction_table
+from extras.theory.shapes import flops_per_token, shape_of, total_weights
 from extras.variants import Parts
 from step06_pipeline import plan
 
@@ -83,59 +82,39 @@ def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) 
     return "\n".join([f"stages of {config.schedule}, which is idle for {idle:.1%} of the time:", *lines])
 
 
-def parameters_in_all(parts: Parts) -> int:
-    """The number of elements of all parameters, each counted once. A collective."""
-    named = parts.model.named_parameters()
-    sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
-    return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
-
-
 class ExpertLoad:
-    """Counts the routing decisions of all layers with experts since the last `take`."""
+    """Counts how often each expert of each layer was chosen since the last `take`."""
 
     def __init__(self, config: Any, parts: Parts):
-        self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
-        self.sums = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
+        self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts)
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
         for number, layer in parts.model.model.layers.items():
             if hasattr(layer.mlp, "experts"):
-                sums = self.sums[int(number)]  # choices of each expert; rows that experts are given, tokens, entropy
-                layer.mlp.experts.register_forward_pre_hook(partial(self.give, sums))
-                parts.around(layer.mlp, "aux_loss", partial(self.choose, sums), by=__name__)
+                parts.around(layer.mlp, "aux_loss", partial(self.count, self.counts[int(number)]), by=__name__)
 
     @staticmethod
-    def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
-        """Forward pre-hook of a layer's experts on this rank; `given`: (rows, the number of rows for each expert)."""
-        sums[-3] += given[1].sum()
-
-    @staticmethod
-    def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
+    def count(total: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
         """Wrap a layer's `aux_loss`; p: [tokens, experts]; counts: [experts], how often each expert was chosen."""
-        sums[:-3] += counts
-        sums[-2] += len(p)
-        sums[-1] += torch.special.entr(p.detach()).sum()
+        total += counts
         return plain(p, counts)
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> dict[str, float]:
         """Return the metrics of all ranks, and reset the counts. A collective that the observer does not count.
 
         `expert_load`: by which factor a layer's busiest expert exceeds the mean, as percentiles 50 and 90 of the
-        layers. `unused_experts`: how many no token chose. `drop_rate`: the fraction of choices that were dropped.
-        `router_entropy`: the mean entropy of p in nats, log(experts) for a uniform router.
+        layers. `unused_experts`: how many no token chose.
         """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "tp", "pp"):
-            comm.all_reduce(self.sums, self.mesh[dim]).wait()
+            comm.all_reduce(self.counts, self.mesh[dim]).wait()
         comm.observer = observer
-        sums = self.sums.cpu()  # one wait for the device
-        choices, (rows, tokens, entropy) = sums[sums.any(1), :-3], sums[:, -3:].sum(0).tolist()  # by layer with experts
-        if not tokens:  # no layer has experts
+        counts = self.counts.cpu()  # one wait for the device
+        self.counts.zero_()
+        counts = counts[counts.any(1)]  # layers with experts
+        if not len(counts):
             return {}
-        busiest = choices.amax(1) / choices.mean(1)
-        p50, p90 = busiest.quantile(busiest.new_tensor([0.5, 0.9])).tolist()
-        unused, dropped = (choices == 0).sum().item(), 1 - rows / choices.sum().item()
-        self.sums.zero_()
-        numbers = dict(expert_load_p50=p50, expert_load_p90=p90, unused_experts=unused)
-        return numbers | dict(drop_rate=dropped, router_entropy=entropy / tokens)
+        p50, p90 = (counts.amax(1) / counts.mean(1)).quantile(counts.new_tensor([0.5, 0.9])).tolist()
+        return dict(expert_load_p50=p50, expert_load_p90=p90, unused_experts=(counts == 0).sum().item())
 
 
 class Screen:
@@ -145,12 +124,14 @@ class Screen:
         self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
         some = next(parts.model.parameters())
         self.device, self.world = some.device, parts.mesh.world
-        self.flops = flops_per_token(shape_of(parts.model.config, self.config), self.config.recompute == "full")
+        shape = shape_of(parts.model.config, self.config)
+        self.flops = flops_per_token(shape, self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         self.clock, self.timeline = Clock(parts), MemoryTimeline()
         self.held, self.watching = MemoryWatch(parts, self.timeline, self.clock), ExitStack()
-        for text in self.introduction(some.dtype):
+        self.say(f"{self.config.model}: {total_weights(shape):,.0f} parameters, {some.dtype}, {self.device}")
+        for text in self.introduction():
             self.say(text)
 
     def say(self, text: str):
@@ -158,14 +139,13 @@ class Screen:
         if self.run.first:
             tqdm.write(text)
 
-    def introduction(self, dtype: torch.dtype) -> list[str]:
+    def introduction(self) -> list[str]:
         """The tables before the first step. A collective."""
-        config, parts = self.config, self.parts
-        texts = [f"{config.model}: {parameters_in_all(parts):,} parameters, {dtype}, {self.device}"]
+        texts, parts = [], self.parts
         if parts.sync is not None:
             texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
         if parts.pipeline is not None:
-            texts.append(stages_picture(config, parts.pipeline.places, self.lists()))
+            texts.append(stages_picture(self.config, parts.pipeline.places, self.lists()))
         return [*texts, *parts.said()]
 
     def lists(self) -> list[list[Action]]:
@@ -229,9 +209,10 @@ class Screen:
 
     def draw_timeline(self, rows: list[list]):
         """Draw the actions of one pipeline's ranks over time, in the last step."""
-        places, lists = self.parts.pipeline.places, self.lists()
-        kinds = {kind for row in rows for kind, *_ in row}
-        spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
-        costs = {kind: sum(seconds) / len(seconds) for kind, seconds in spans.items()}
-        idle = idle_fraction([(rank, *box[3:]) for rank, row in enumerate(rows) for box in row], len(rows))
-        plots.timeline(self.run.out, self.config.schedule, rows, idle, simulated_idle(lists, places, costs))
+        spans = [(rank, start, end) for rank, row in enumerate(rows) for *_, start, end in row]
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for kind, *_, start, end in chain(*rows):
+            seconds[kind].append(end - start)
+        costs = {kind: sum(each) / len(each) for kind, each in seconds.items()}
+        simulated = simulated_idle(self.lists(), self.parts.pipeline.places, costs)
+        plots.timeline(self.run.out, self.config.schedule, rows, idle_fraction(spans, len(rows)), simulated)
