@@ -56,16 +56,17 @@ def waiting(pending: comm.Pending) -> AbstractContextManager:
 class Trace:
     """Puts named ranges around the parts of a step, and profiles N steps."""
 
-    def __init__(self, steps: int, parts: Parts):
-        self.run, self.recording = parts.run, next(parts.model.parameters()).is_cuda  # the history of allocations
+    def __init__(self, steps: int, parts: Parts, gpu: bool):
+        """`gpu`: the run has one, whose allocations are recorded."""
+        self.run, self.recording = parts.run, gpu
         for owner, method, name in self.calls(parts):
             parts.around(owner, method, partial(named, name), by=__name__)
         parts.around(parts.run, "record", self.step, by=__name__)
         comm.waiting = waiting
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.recording
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
         when = schedule(wait=1, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
-        if self.recording:
+        if gpu:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         self.profiler.start()
 
@@ -101,4 +102,4 @@ class Trace:
 
 def attach(config: Any, parts: Parts) -> Trace | None:
     """Start tracing, if the flag asks for it."""
-    return Trace(config.profile, parts) if config.profile else None
+    return Trace(config.profile, parts, next(parts.model.parameters()).is_cuda) if config.profile else None

@@ -1,20 +1,12 @@
-"""Prints a run's tables before its first step and after its last, computes each step's metrics, and draws pictures.
-
-Screen(run, parts, ledger)      prints the mesh, how parameters are sharded, and the layers of each rank
-screen.begin(step)              before a step
-screen.more(tokens)             fields for metrics.jsonl
-screen.line(row)                after a step: prints a line, if there is no terminal for a progress bar
-screen.finish()                 tables and pictures
-"""
+"""Prints a run's tables before its first step and after its last, computes each step's metrics, and draws pictures."""
 
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,11 +19,10 @@ from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services import plots
 from extras.services.clocks import Clock
 from extras.services.devices import peak_flops
-from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, peak_memory
 from extras.services.ranks import gather_objects
-from extras.services.tables import human, reduction_table
+from extras.services.tables import Ledger, human, reduction_table, traffic_table
 from extras.theory.shapes import flops_per_token, shape_of, total_weights
 from extras.variants import Parts
 from step06_pipeline import plan
@@ -62,15 +53,10 @@ def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
     return 1 - sum(end - start for _, start, end in spans) / (ranks * length)
 
 
-def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) -> float:
-    """The idle fraction (bubble) of a schedule; `costs`: the seconds of an action, by kind."""
-    spans = simulate(lists, places, costs)
-    return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
-
-
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
     """List each rank's layers, and the idle fraction if backward takes twice as long as forward."""
-    idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
+    spans = simulate(lists, places, SCHEDULES[config.schedule](config).costs)
+    idle = idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
     rows: list[list[str]] = [[] for _ in lists]
     for stage, place in enumerate(places):
         first, last = place.layers.start, place.layers.stop - 1
@@ -109,8 +95,8 @@ class ExpertLoad:
             comm.all_reduce(self.counts, self.mesh[dim]).wait()
         comm.observer = observer
         counts = self.counts.cpu()  # one wait for the device
+        counts = counts[counts.any(1)]  # a copy of the layers with experts
         self.counts.zero_()
-        counts = counts[counts.any(1)]  # layers with experts
         if not len(counts):
             return {}
         p50, p90 = (counts.amax(1) / counts.mean(1)).quantile(counts.new_tensor([0.5, 0.9])).tolist()
@@ -131,26 +117,24 @@ class Screen:
         self.clock, self.timeline = Clock(parts), MemoryTimeline()
         self.held, self.watching = MemoryWatch(parts, self.timeline, self.clock), ExitStack()
         self.say(f"{self.config.model}: {total_weights(shape):,.0f} parameters, {some.dtype}, {self.device}")
-        for text in self.introduction():
-            self.say(text)
+        self.introduce()
 
     def say(self, text: str):
         """Print on rank 0, above the bar."""
         if self.run.first:
             tqdm.write(text)
 
-    def introduction(self) -> list[str]:
-        """The tables before the first step. A collective."""
-        texts, parts = [], self.parts
+    def introduce(self):
+        """Print the tables before the first step. A collective."""
+        parts = self.parts
         if parts.sync is not None:
-            texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
+            self.say(mesh_picture(parts.mesh))
+            self.say(reduction_table(parts.model, parts.mesh))
         if parts.pipeline is not None:
-            texts.append(stages_picture(self.config, parts.pipeline.places, self.lists()))
-        return [*texts, *parts.said()]
-
-    def lists(self) -> list[list[Action]]:
-        """The actions of each pipeline rank in a step, in order."""
-        return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
+            lists = plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
+            self.say(stages_picture(self.config, parts.pipeline.places, lists))
+        for text in parts.said():
+            self.say(text)
 
     def begin(self, step: int):
         """Begin a step. Tensors are watched in the first --profile-memory steps; on a CPU, at least in the first."""
@@ -210,9 +194,4 @@ class Screen:
     def draw_timeline(self, rows: list[list]):
         """Draw the actions of one pipeline's ranks over time, in the last step."""
         spans = [(rank, start, end) for rank, row in enumerate(rows) for *_, start, end in row]
-        seconds: dict[str, list[float]] = defaultdict(list)
-        for kind, *_, start, end in chain(*rows):
-            seconds[kind].append(end - start)
-        costs = {kind: sum(each) / len(each) for kind, each in seconds.items()}
-        simulated = simulated_idle(self.lists(), self.parts.pipeline.places, costs)
-        plots.timeline(self.run.out, self.config.schedule, rows, idle_fraction(spans, len(rows)), simulated)
+        plots.timeline(self.run.out, self.config.schedule, rows, idle_fraction(spans, len(rows)))

@@ -28,7 +28,7 @@ LOSSY = (
 SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one step hardly grows in the next
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
-UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
+UNEVEN_STAGES = dict(pp=2, schedule="zbv", pp_split="cost")
 RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW = dict(window=7)
@@ -126,7 +126,7 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
     Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
-    Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
+    Row(2, "step06_pipeline", dict(pp=2, pp_split="cost", sync="naive"), SGD),
     Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, sp=False, pp_scatter=True), TIED, does=EVALUATES),
     # variants of experts

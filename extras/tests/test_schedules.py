@@ -12,7 +12,6 @@ import pytest
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services.seam import plugins
-from extras.services.stages import given
 from extras.variants.step06.zb_auto import Costs, search, time_of
 from extras.variants.step06.zero_bubble import zb_h1
 from extras.variants.step07.paired_actions import paired, program_of
@@ -92,14 +91,10 @@ def test_every_size_is_complete_and_ends(name):
 
 
 def test_places():
-    """Stages form a V, or two opposite ways; --pp-split gives them unequal sizes."""
+    """Stages form a V, or two opposite ways."""
     assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
     ways = made("dualpipe", 2, 2)[1]
     assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
-    assert [len(place.layers) for place in given(ways, "3,1", 4)] == [3, 1, 3, 1]
-    for split in "3,2", "4,0", "1,1,2", "a,4":
-        with pytest.raises(UserError, match="--pp-split"):
-            given(ways, split, 4)
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
