@@ -1,4 +1,4 @@
-"""Chooses this process's GPU, initialises the process group (NCCL with a GPU for each rank, else gloo), and says so."""
+"""Chooses this process's GPU and initialises the process group: NCCL with one GPU for each rank, gloo on CPUs."""
 
 import os
 import time
@@ -110,12 +110,10 @@ def join(config: Any):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     everyone = gather_objects((name, asdict(config) | dict(dtype=str(dtype))))
     require_same_flags([flags for _, flags in everyone])
-    ranks = Counter(name for name, _ in everyone)
-    parts = [f"{n} rank{'s' * (n > 1)} on {name}" for name, n in ranks.items()]
+    parts = [f"{n} rank{'s' * (n > 1)} on {name}" for name, n in Counter(name for name, _ in everyone).items()]
     backend = f"backend {dist.get_backend()}" if len(everyone) > 1 else "no backend"
-    settings = [f"{key}={os.environ[key]}" for key in ENVIRONMENT if key in os.environ and device.type == "cuda"]
     if int(os.environ.get("RANK", 0)) == 0:
-        print("; ".join([f"device: {', '.join(parts)}", backend, *settings]), flush=True)
+        print(f"device: {', '.join(parts)}; {backend}", flush=True)
 
 
 def require_same_flags(everyone: list[dict[str, Any]]):

@@ -259,17 +259,14 @@ def report(seen: dict[int, Counted], config: Any) -> str:
         flops = sum(count["flops"] for count in one.meter.count.values())
         rows.append([f"{rank:,}", *map(human, sizes), f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"])
     rank, one = max(seen.items(), key=lambda entry: sum(entry[1].meter.peak().values()))
-    peak, total = one.meter.peak(), one.meter.seconds
+    total = one.meter.seconds
     texts = [f"dry run of {config.model} on {config.dry_run:,} ranks, at the speed of {config.gpu}", table(rows)]
     texts += [f"rank {rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.held)]
-    at = ", ".join(f"{name} {human(n)}" for name, n in peak.items())
-    texts += [f"at the peak of {human(sum(peak.values()))}: {at}"]
     texts += [traffic_table(one.taken)] * bool(one.taken["traffic"])
-    rows = [["operator", "calls", "FLOPs", "bytes", "bound by", "ms", "of the time"]]
+    rows = [["operator", "calls", "FLOPs", "bytes", "ms", "of the time"]]
     for name, c in sorted(one.meter.count.items(), key=lambda entry: -entry[1]["seconds"])[:12]:
-        bound = "FLOPs" if c["flops"] / one.meter.gpu.flops > c["seconds"] / 2 else "bytes"
         rows.append([name.removeprefix("_scaled_dot_product_"), f"{c['calls']:,}", f"{c['flops']:.3g}"])
-        rows[-1] += [human(c["bytes"]), bound, f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
+        rows[-1] += [human(c["bytes"]), f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
     flops = flops_per_token(shape_of(one.parts.model.config, config))[0] * one.tokens / config.dry_run  # the model's
     mfu = flops / one.meter.gpu.flops / total
     texts += [table(rows), f"MFU is at most {mfu:.1%}: these operators take {total:.3f} s, before bubbles and messages"]

@@ -76,12 +76,11 @@ class ExpertLoad:
         self.counts = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
         for number, layer in parts.model.model.layers.items():
             if hasattr(layer.mlp, "experts"):
-                parts.around(layer.mlp, "aux_loss", partial(self.count, self.counts[int(number)]), by=__name__)
+                parts.around(layer.mlp, "aux_loss", partial(self.count, int(number)), by=__name__)
 
-    @staticmethod
-    def count(total: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
+    def count(self, layer: int, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
         """Wrap a layer's `aux_loss`; p: [tokens, experts]; counts: [experts], how often each expert was chosen."""
-        total += counts
+        self.counts[layer] += counts
         return plain(p, counts)
 
     def take(self) -> dict[str, float]:
@@ -183,15 +182,12 @@ class Screen:
         if self.config.profile_memory:
             plots.memory(out, *self.timeline.curves())
         if self.parts.pipeline is not None and self.config.pp > 1:
-            self.draw_timeline(timelines[:: self.world // self.config.pp])
+            rows = timelines[:: self.world // self.config.pp]  # of one pipeline's ranks
+            spans = [(rank, start, end) for rank, row in enumerate(rows) for *_, start, end in row]
+            plots.timeline(out, self.config.schedule, rows, idle_fraction(spans, len(rows)))
         mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
         self.say(
             f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "
             f"MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} of {self.peak / 1e12:.2f} TFLOP/s; "
             f"peak memory {human(last['peak_memory_bytes'])}; see {out}/"
         )
-
-    def draw_timeline(self, rows: list[list]):
-        """Draw the actions of one pipeline's ranks over time, in the last step."""
-        spans = [(rank, start, end) for rank, row in enumerate(rows) for *_, start, end in row]
-        plots.timeline(self.run.out, self.config.schedule, rows, idle_fraction(spans, len(rows)))

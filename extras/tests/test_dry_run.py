@@ -25,8 +25,6 @@ from extras.variants.step07.routing import RoutedMoE
 EVEN = dict(experts=4, experts_per_token=4)  # each token visits all experts: the dry run spreads them evenly
 GROUPS = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5, n_layers=1)
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
-
-
 LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a group, which take half of their tokens
     (1, "step01_single_gpu", dict(dtype="bf16", recompute="full", optimizer="adafactor")),
     (3, "step02_ddp", dict(sync="ring", optimizer="muon", skip_spikes=3.0, global_batch_size=6)),

@@ -14,7 +14,6 @@ WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fi
     "--batch-ramp 5,2: 5 must be less than, and divide": (2, "step02_ddp", dict(batch_ramp="5,2")),
     "--stale 2 with --resume auto: checkpoints do not": (2, "step02_ddp", dict(stale=2, resume="auto")),
     "--pipedream: all 4 ranks must be stages": (4, STEP6, dict(pp=2, pipedream=4)),
-    "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
     "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
     "--documents mask and --dry-run 2 cannot be": (1, "step05_cp_ring", dict(documents="mask", dry_run=2)),
     "--gpu h200 matters only with --dry-run above 0": (2, "step02_ddp", dict(gpu="h200")),
@@ -25,13 +24,8 @@ WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fi
     "--tp 2 must divide the 15 tokens": (2, "step04_tp_sp", dict(tp=2, seq_len=15)),
     "--tp 3 must divide the 4 heads, and": (3, "step04_tp_sp", dict(tp=3, sp=False)),
     "--ulysses 2 must divide --cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="usp", seq_len=18)),
-    "--window 1: a token sees itself": (1, "step01_single_gpu", dict(window=1)),
     "--schedule dualpipe: use at least 2": (2, STEP6, dict(pp=2, schedule="dualpipe", global_batch_size=1)),
-    "--zb-costs 1,2": (2, STEP6, dict(pp=2, schedule="zb-auto", zb_costs="1,2")),
     "--schedule interleaved": (2, STEP6, dict(pp=2, schedule="interleaved", n_layers=4, micro_batch_size=4)),
-    "--pp-scatter: --tp 2 must divide": (4, STEP6, dict(pp=2, tp=2, sp=False, pp_scatter=True, seq_len=15)),
-    "--ep 4": (2, "step07_moe_ep", EXPERTS | dict(ep=4)),
-    "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
     "--ep-inside 4 must divide --ep 2": (2, "step07_moe_ep", EXPERTS | dict(ep=2, ep_mode="nodes", ep_inside=4)),
 }
 

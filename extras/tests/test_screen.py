@@ -6,7 +6,6 @@ import io
 import json
 import re
 import subprocess
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -35,12 +34,10 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
 
 RUNS = {  # ranks, step, flags; LINES has parts of the screen, with one space between cells
     "6": (4, "step06_pipeline", dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4)),
-    "two ways": (2, "step06_pipeline", dict(pp=2, schedule="dualpipe", micro_batch_size=1)),
     "7": (4, "step07_moe_ep", dict(tp=2, ep=2, experts=4)),
 }
 LINES = {
     "6": ["norm.weight [32] on 1 of 2 Partial Partial Replicate\n", "stage 0: embedding, layer 0; stage 2: layer 2\n"],
-    "two ways": [" dp cp tp mirror\n", "norm.weight [32] on 2 of 2 Partial Partial Replicate Partial\n"],
     "7": [
         "parameter full shape pp dp cp tp ep expert_data\n",
         "self_attn.o_proj.weight [32, 32] on 1 of 1 Partial Partial Shard(1) Replicate Replicate\n",
@@ -102,12 +99,11 @@ def test_a_hang_ends_the_job(tmp_path):
     words += f"--micro-batch-size 2 --timeout 10 --peak-tflops 1 --eval-every 0 --out {tmp_path / 'out'}"
     options = dict(stderr=subprocess.PIPE, text=True, env=dict(PYTHONPATH=str(ROOT)))
     job = start(2, words.split(), stdout=subprocess.DEVNULL, **options)
-    began = time.monotonic()
     try:
-        _, text = job.communicate(timeout=120)
+        _, text = job.communicate(timeout=90)
     finally:
         job.terminate()
-    assert job.returncode and time.monotonic() - began < 90
+    assert job.returncode
     for rank, place in enumerate((r"comm.py\", line \d+, in wait", "step02_ddp.py")):
         assert re.search(rf"error: rank {rank}: step \d+ has not (?:(?!error:).)*{place}", text, re.S), text
 
