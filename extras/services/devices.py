@@ -67,8 +67,9 @@ def fresh_store(timeout: float) -> dist.Store:
 
 
 def find_ranks(gpu: str, timeout: float) -> dist.Store:
-    """Return the job's store. `gpu`: this rank's, as a UUID, since each rank may see only its own; "" on CPUs.
+    """Return the job's store, once all ranks have come. `gpu`: the UUID of this rank's GPU; "" on a CPU.
 
+    Ranks compare UUIDs, because a launcher may show each rank only its own GPU, which then has the number 0.
     Raises UserError if a rank is missing after `timeout` s, or if two ranks have the same GPU.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

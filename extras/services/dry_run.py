@@ -7,9 +7,8 @@ process group "fake", one process can be any rank of any world; it sends nothing
 often; `levels_of` computes how many rows each level of the dispatch then has.
 
 Each operator adds its FLOPs and bytes. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth), which is a
-lower bound: the peak is that of 16 bits, and messages take no time here. Causal attention counts only the half of the
-scores that its kernels compute. Memory and time are those of a CPU's operators, except that RMSNorm is one kernel, as
-on a GPU, instead of ten.
+lower bound; the peak is that of 16-bit matmuls, and messages take no time here. Causal attention counts the half of the
+scores that its kernels compute. All operators are those of a CPU, except that RMSNorm is one kernel, as on a GPU.
 """
 
 import gc
@@ -251,7 +250,7 @@ def run_rank(train: Callable, config: Any, rank: int) -> Counted:
 
 
 def report(seen: dict[int, Counted], config: Any) -> str:
-    """A line for each rank; then memory, traffic and operators of the rank with the highest peak."""
+    """Return a line for each rank; then memory, traffic and operators of the rank with the highest peak."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())

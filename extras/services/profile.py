@@ -8,7 +8,7 @@ untraced and one that warms up the profiler. Besides PyTorch's own events it has
     sums of gradients                    `sync.finish`, which waits for these sums
     gather layers.0                      an all-gather of ZeRO 3 starts
     f, g, attend                         the ends of a block under tp, and attention, which under cp is a ring
-    wait tp                              a message over tp is awaited: by the host or, under NCCL, by the stream
+    wait tp                              a message over tp is awaited (with NCCL, only the stream waits)
 
 On a GPU, OUT/memory-RANK.pickle has every allocation from before the first step on, for https://pytorch.org/memory_viz.
 It is written after the last traced step, or when memory is full before that.

@@ -20,7 +20,7 @@ from step06_pipeline import Config as SINCE  # noqa: F401
 class Flags:
     """Stages."""
 
-    pp_split: Literal["even", "cost"] = "even"  # layers of a stage: equally many, or of equal cost, head included
+    pp_split: Literal["even", "cost"] = "even"  # even: equally many layers a stage; cost: equal cost, head included
 
 
 NEEDS = [("pp_split", "pp")]
