@@ -15,7 +15,7 @@ WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fi
     "--stale 2 with --resume auto: checkpoints do not": (2, "step02_ddp", dict(stale=2, resume="auto")),
     "--pipedream: all 4 ranks must be stages": (4, STEP6, dict(pp=2, pipedream=4)),
     "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
-    "--documents mask and --dry-run 2 cannot be": (1, "step05_cp_ring", dict(documents="mask", dry_run=2)),
+    "--documents mask with --dry-run 2: a dry run has": (1, "step05_cp_ring", dict(documents="mask", dry_run=2)),
     "--gpu h200 matters only with --dry-run above 0": (2, "step02_ddp", dict(gpu="h200")),
     "--ep 2: no layer has experts; lower --dense-layers": (2, "step07_moe_ep", EXPERTS | dict(ep=2, dense_layers=3)),
     "--groups-per-token 2 bars": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=2, groups_per_token=2)),
