@@ -1,25 +1,23 @@
-"""Times each phase of a step, and each action in a pipeline, by hooks on the run's parts.
+"""Times each phase of a step, and each action of a pipeline, by wrapping the calls that begin them.
 
 data       until the first forward                      backward   from the end of a forward to the next, or to ...
 forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
 waiting    between a pipeline's actions                 weights    a pipeline's W
 
-`waited_seconds` {mesh dimension: seconds}: how long the host waits for messages, in any phase. A GPU's waits are not
-timed: each would need two events, and a ring alone waits thousands of times a step. (--profile shows them.)
+Each call is also a range in a trace (profile.py): `forward`, `optimizer` or, for an action, `F3.1` (micro-batch.stage).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from common.comm import Pending
 from extras.variants import Parts
 from step06_pipeline import ACTS
 
@@ -34,15 +32,14 @@ class Clock:
         self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.listeners: list[Callable[[str], None]] = []
         self.marks: list[tuple[str, tuple, Any]] = []  # (phase, an action's (kind, micro-batch, stage) or (), start)
-        self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
         self.mark("data")
-        parts.around(parts.optimizer, "step", self.update, by=__name__)
+        around = partial(parts.around, by=__name__)
+        around(parts.optimizer, "step", partial(self.timed, "optimizer", "data"))
         if parts.pipeline is None:
-            parts.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
-            parts.model.register_forward_hook(lambda *_: self.mark("backward"))
+            around(parts.model, "forward", partial(self.timed, "forward", "backward"))
         for kind, method in ACTS.items():
             if hasattr(parts.pipeline, method):
-                parts.around(parts.pipeline, method, partial(self.timed, kind), by=__name__)
+                around(parts.pipeline, method, partial(self.act, kind))
 
     def now(self) -> Any:
         """The present time: seconds, or an event in a GPU's stream."""
@@ -65,43 +62,34 @@ class Clock:
         for listener in self.listeners:
             listener(phase)
 
-    def update(self, step: Callable, lr: float):
-        """Wrap the optimizer's step: the phase "optimizer" begins."""
-        self.mark("optimizer")
-        step(lr)
-
-    def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
-        """Wrap an action of a pipeline: note its start and its end."""
-        self.mark(PHASES[kind], kind, i, stage)
-        output = act(i, stage, x)
-        self.mark("waiting")
+    def timed(self, phase: str, following: str, call: Callable, *given: Any) -> Any:
+        """Wrap a call that is a phase; the phase `following` begins when it returns."""
+        self.mark(phase)
+        with record_function(phase):
+            output = call(*given)
+        self.mark(following)
         return output
 
-    @contextmanager
-    def waiting(self, pending: Pending) -> Iterator[None]:
-        """Serve as `comm.waiting`: note how long the run waits for a message, and in which group."""
-        timed = bool(pending.works) and not self.cuda
-        start = self.now() if timed else None
-        yield
-        if timed:
-            self.waits.append((pending.group.name, start, self.now()))
+    def act(self, kind: str, call: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
+        """Wrap an action of a pipeline, for micro-batch i and a stage."""
+        self.mark(PHASES[kind], kind, i, stage)
+        with record_function(f"{kind}{i}.{stage}"):
+            output = call(i, stage, x)
+        self.mark("waiting")
+        return output
 
     def begin(self):
         """Begin a step: forget the one before."""
         self.marks.clear()
-        self.waits.clear()
         self.mark("data")
 
-    def take(self) -> dict[str, Any]:
-        """The seconds of each phase of the step and, without a GPU, the seconds of waiting for messages."""
+    def take(self) -> dict[str, float]:
+        """The seconds of each phase of the step."""
         self.mark("data")
         seconds: dict[str, float] = defaultdict(float)
         for (phase, _, start), (*_, end) in pairwise(self.marks):
             seconds[f"{phase}_seconds"] += self.between(start, end)
-        waited: dict[str, float] = defaultdict(float)
-        for dim, start, end in self.waits:
-            waited[dim] += self.between(start, end)
-        return dict(seconds) | (dict(waited_seconds=dict(waited)) if not self.cuda else {})
+        return dict(seconds)
 
     def timeline(self) -> list[list]:
         """[kind, micro-batch, stage, start, end] of each action in this step, in seconds from the step's start."""

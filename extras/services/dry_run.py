@@ -7,8 +7,8 @@ process group "fake", one process can be any rank of any world; it sends nothing
 often; `levels_of` computes how many rows each level of the dispatch then has.
 
 Each operator adds its FLOPs and bytes. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth), which is a
-lower bound; messages take no time here. Causal attention counts only the half of the scores that its kernels compute.
-Memory and time are those of a CPU's operators, except that RMSNorm is one kernel, as on a GPU, instead of ten.
+lower bound; the peak is that of 16-bit matmuls, and messages take no time here. Causal attention counts the half of the
+scores that its kernels compute. All operators are those of a CPU, except that RMSNorm is one kernel, as on a GPU.
 """
 
 import gc
@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -32,12 +31,11 @@ from torch.utils._pytree import tree_iter
 
 from common import UserError, comm, layout
 from common.data import Data
-from common.trainer import Run
+from common.trainer import Run, among
 from extras.services.clocks import Clock
-from extras.services.ledger import Ledger, traffic_table
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table
 from extras.services.seam import OpenRun
-from extras.services.tables import human, table
+from extras.services.tables import Ledger, human, table, traffic_table
 from extras.theory.gpus import GPUS, Gpu
 from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants.step07.routing import RoutedMoE
@@ -55,8 +53,8 @@ class Flags:
     """The dry run."""
 
     dry_run: int = 0  # count a step of one rank of N, on tensors without data, instead of training; 0: train
-    rank: str = ""  # with --dry-run: this rank alone, or all; default: one rank of each pipeline stage
-    gpu: str = "h100-80"  # with --dry-run: compute times from this GPU's peak and bandwidth
+    rank: str = ""  # with --dry-run: count this rank; default: one rank of each pipeline stage
+    gpu: str = among(GPUS, "h100-80")  # with --dry-run: compute times from this GPU's peak and bandwidth
 
 
 NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
@@ -64,14 +62,10 @@ NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
 
 def check(config: Any, world: int):
     """Raises UserError for flags that a dry run cannot serve."""
-    if not config.dry_run:
-        return
-    if world > 1:
+    if config.dry_run and world > 1:
         raise UserError("--dry-run is one process that plays any rank: start it with python, not with torchrun")
-    if config.rank not in ("", "all", *map(str, range(config.dry_run))):
-        raise UserError(f"--rank {config.rank} is not a rank of this --dry-run: use 0 to {config.dry_run - 1}, or all")
-    if config.gpu not in GPUS:
-        raise UserError(f"--gpu {config.gpu}: no such GPU; choose one of {', '.join(GPUS)}")
+    if config.rank not in ("", *map(str, range(config.dry_run))):
+        raise UserError(f"--rank {config.rank} is not a rank of this --dry-run: use 0 to {config.dry_run - 1}")
 
 
 def flops_of(name: str, args: tuple, kwargs: dict) -> float:
@@ -119,33 +113,27 @@ class Meter(MemoryTimeline):
         """Run an operator, and count it."""
         out, name = super().__torch_dispatch__(func, types, args, kwargs), func.overloadpacket.__name__
         if self.counting and func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
-            half = any(isinstance(t, Tensor) and t.dtype.itemsize == 2 for t in tree_iter((args, out)))
-            self.book(name, bytes_of(func, args, kwargs or {}, out), flops_of(name, args, kwargs or {}), half)
+            self.book(name, bytes_of(func, args, kwargs or {}, out), flops_of(name, args, kwargs or {}))
         return out
 
-    def book(self, name: str, n_bytes: int, flops: float = 0.0, half: bool = True):
-        """Count a kernel; `half`: it computes in 16 bits."""
+    def book(self, name: str, n_bytes: int, flops: float = 0.0):
+        """Count a kernel."""
         if self.counting and not self.inside:
-            seconds = max(flops / (self.gpu.flops if half else self.gpu.single), n_bytes / self.gpu.hbm)
+            seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
             self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
             self.seconds += seconds
 
-    def norm(self, module: nn.RMSNorm, x: Tensor) -> Tensor:
-        """Compute RMSNorm, counted as one kernel; so is its backward, from y's autograd node to the inputs' nodes."""
+    def fuse(self, norm: nn.RMSNorm):
+        """Count RMSNorm as one kernel in each direction, instead of its operators."""
 
-        def enter(name: str, times: int, n_bytes: int = x.nbytes):
-            self.book(name, times * n_bytes)
+        def enter(name: str, times: int, tensors: tuple[Tensor]):
+            self.book(name, times * tensors[0].nbytes)
             self.inside = True
 
-        x, weight = x.view_as(x), module.weight.view_as(module.weight)
-        enter("rms_norm", 2)
-        y = F.rms_norm(x, module.normalized_shape, weight, module.eps)
-        self.inside = False
-        if y.requires_grad:
-            y.grad_fn.register_prehook(lambda _: enter("rms_norm_backward", 3))
-            for node in {x.grad_fn, weight.grad_fn} - {None}:
-                node.register_prehook(lambda _: setattr(self, "inside", False))
-        return y
+        norm.register_forward_pre_hook(lambda _, given: enter("rms_norm", 2, given))
+        norm.register_forward_hook(lambda *_: setattr(self, "inside", False))
+        norm.register_full_backward_pre_hook(lambda _, given: enter("rms_norm_backward", 3, given))
+        norm.register_full_backward_hook(lambda *_: setattr(self, "inside", False))
 
     def begin(self):
         """Count from here on. Garbage of the preparation is collected first, so that it does not count as memory."""
@@ -200,14 +188,11 @@ class Counted(OpenRun):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Attach the counters, then yield a step that is not counted and one that is."""
         parts = self.open(**parts)
-        watch = MemoryWatch(parts, self.meter)
-        self.held = watch.most
-        Clock(parts, host=True).listeners.append(self.meter.phase)
+        self.held = MemoryWatch(parts, self.meter, Clock(parts, host=True)).most
         for module in parts.model.modules():
             if isinstance(module, nn.RMSNorm):
-                parts.instead(module, "forward", partial(self.meter.norm, module), by=__name__)
+                self.meter.fuse(module)
         route(self.meter, parts.model, self.levels)
-        watch.measure()
         comm.observer = self.ledger.book
         yield 0  # the first update creates the moments
         self.ledger.take()
@@ -265,7 +250,7 @@ def run_rank(train: Callable, config: Any, rank: int) -> Counted:
 
 
 def report(seen: dict[int, Counted], config: Any) -> str:
-    """A line for each rank; then memory, traffic and operators of the rank with the highest peak."""
+    """Return a line for each rank; then memory, traffic and operators of the rank with the highest peak."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
@@ -273,17 +258,14 @@ def report(seen: dict[int, Counted], config: Any) -> str:
         flops = sum(count["flops"] for count in one.meter.count.values())
         rows.append([f"{rank:,}", *map(human, sizes), f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"])
     rank, one = max(seen.items(), key=lambda entry: sum(entry[1].meter.peak().values()))
-    peak, total = one.meter.peak(), one.meter.seconds
+    total = one.meter.seconds
     texts = [f"dry run of {config.model} on {config.dry_run:,} ranks, at the speed of {config.gpu}", table(rows)]
     texts += [f"rank {rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.held)]
-    at = ", ".join(f"{name} {human(n)}" for name, n in peak.items())
-    texts += [f"at the peak of {human(sum(peak.values()))}: {at}"]
     texts += [traffic_table(one.taken)] * bool(one.taken["traffic"])
-    rows = [["operator", "calls", "FLOPs", "bytes", "bound by", "ms", "of the time"]]
+    rows = [["operator", "calls", "FLOPs", "bytes", "ms", "of the time"]]
     for name, c in sorted(one.meter.count.items(), key=lambda entry: -entry[1]["seconds"])[:12]:
-        bound = "FLOPs" if c["flops"] / one.meter.gpu.flops > c["seconds"] / 2 else "bytes"
         rows.append([name.removeprefix("_scaled_dot_product_"), f"{c['calls']:,}", f"{c['flops']:.3g}"])
-        rows[-1] += [human(c["bytes"]), bound, f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
+        rows[-1] += [human(c["bytes"]), f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
     flops = flops_per_token(shape_of(one.parts.model.config, config))[0] * one.tokens / config.dry_run  # the model's
     mfu = flops / one.meter.gpu.flops / total
     texts += [table(rows), f"MFU is at most {mfu:.1%}: these operators take {total:.3f} s, before bubbles and messages"]
@@ -291,13 +273,13 @@ def report(seen: dict[int, Counted], config: Any) -> str:
 
 
 def instead_of(train: Callable) -> Callable:
-    """Wrap `train`: --dry-run counts --rank, all ranks or, by default, one rank of each pipeline stage instead."""
+    """Wrap `train`: --dry-run counts --rank or, by default, one rank of each pipeline stage instead."""
 
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:
             return train(config, run)
-        stages = config.dry_run if config.rank == "all" else getattr(config, "pp", 1)
-        ranks = [int(config.rank)] if config.rank.isdigit() else [n * config.dry_run // stages for n in range(stages)]
+        pp = getattr(config, "pp", 1)
+        ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // pp for stage in range(pp)]
         print(report({rank: run_rank(train, config, rank) for rank in ranks}, config))
 
     return train_or_count

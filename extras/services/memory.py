@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from extras.services.clocks import Clock
 from extras.services.tables import human, table
 from extras.variants import Parts
 
@@ -84,11 +85,10 @@ class MemoryTimeline(TorchDispatchMode):
 
     def __enter__(self) -> "MemoryTimeline":
         """Also watch storages that are emptied and filled in place, as ZeRO 3 does."""
-        self.watching, right = True, torch.UntypedStorage.resize_
-        self.right = right
+        self.watching, self.right = True, torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, n_bytes: int):
-            right(storage, n_bytes)
+            self.right(storage, n_bytes)
             if storage._cdata in self.known:
                 self.resize(storage._cdata, n_bytes)
 
@@ -119,9 +119,9 @@ class MemoryTimeline(TorchDispatchMode):
         """Times in seconds from the first event, and for each kind its bytes after each event."""
         times, totals = [], dict.fromkeys(KINDS, 0)
         curves: dict[str, list[int]] = {name: [] for name in KINDS}
-        for event in self.events:
-            totals[self.kind[event.storage]] += event.bytes
-            times.append(event.seconds - self.events[0].seconds)
+        for seconds, number, n_bytes in self.events:
+            totals[self.kind[number]] += n_bytes
+            times.append(seconds - self.events[0][0])
             for name in KINDS:
                 curves[name].append(totals[name])
         return times, curves
@@ -146,24 +146,16 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 class MemoryWatch:
     """Measures the most bytes of each kind that a rank holds, around updates; also labels them in a timeline."""
 
-    def __init__(self, parts: Parts, timeline: MemoryTimeline):
+    def __init__(self, parts: Parts, timeline: MemoryTimeline, clock: Clock):
         self.parts, self.timeline = parts, timeline
         self.most: dict[str, int] = {}
-        parts.around(parts.optimizer, "step", self.update, by=__name__)
-        if parts.pipeline is not None:
-            parts.around(parts.pipeline, "forward", self.receive, by=__name__)
+        clock.listeners.append(self.hear)
 
-    def update(self, step: Callable, lr: float):
-        """Wrap the optimizer's step: measure before and after it."""
-        self.measure()
-        step(lr)
-        self.measure()  # the first update makes the moments
-
-    def receive(self, forward: Callable, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Wrap a stage's forward: the input that it received is an activation, too, as it is kept for backward."""
-        if self.timeline.watching:
-            self.timeline.label("activations", [x])
-        return forward(i, stage, x)
+    def hear(self, phase: str):
+        """Follow the clock's phases. The first update makes the moments, so memory is also measured after it."""
+        self.timeline.phase(phase)
+        if phase in ("optimizer", "data"):
+            self.measure()
 
     def measure(self):
         """Update `most`: bytes of distinct storages; of activations, those that were kept at the end of a forward."""

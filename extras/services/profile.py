@@ -3,17 +3,19 @@
 OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev and in chrome://tracing. It covers N steps, after one that is
 untraced and one that warms up the profiler. Besides PyTorch's own events it has ranges named as in the chapters:
 
-    forward, optimizer                   a whole micro-batch on one stage, and the update
-    F3.1, B3.1, W3.1                     the actions of a pipeline, for micro-batch 3 and stage 1
+    forward, optimizer                   the model's call, and the update (clocks.py)
+    F3.1, B3.1, W3.1                     the actions of a pipeline, for micro-batch 3 and stage 1 (clocks.py)
     sums of gradients                    `sync.finish`, which waits for these sums
     gather layers.0                      an all-gather of ZeRO 3 starts
     f, g, attend                         the ends of a block under tp, and attention, which under cp is a ring
+    wait tp                              a message over tp is awaited (with NCCL, only the stream waits)
 
 On a GPU, OUT/memory-RANK.pickle has every allocation from before the first step on, for https://pytorch.org/memory_viz.
 It is written after the last traced step, or when memory is full before that.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +23,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from common import UserError
+from common import UserError, comm
 from extras.variants import Parts
-from step06_pipeline import ACTS
 
 BLOCK = dict(enter="f", leave="g", attend="attend")  # method of a layer or block: its name in the chapters
 
@@ -47,42 +48,38 @@ def named(name: str, call: Callable, *given: Any, **more: Any) -> Any:
         return call(*given, **more)
 
 
-def action(kind: str, act: Callable, i: int, stage: int, *given: Any) -> Any:
-    """Wrap an action of a pipeline: F3.1 is the forward of micro-batch 3 through stage 1."""
-    return named(f"{kind}{i}.{stage}", act, i, stage, *given)
+def waiting(pending: comm.Pending) -> AbstractContextManager:
+    """Serve as `comm.waiting`: a range for as long as the host waits for a message."""
+    return record_function(f"wait {pending.group.name}") if pending.works else nullcontext()
 
 
 class Trace:
     """Puts named ranges around the parts of a step, and profiles N steps."""
 
-    def __init__(self, steps: int, parts: Parts):
-        self.run, self.recording = parts.run, next(parts.model.parameters()).is_cuda  # the history of allocations
-        self.name(parts)
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.recording
+    def __init__(self, steps: int, parts: Parts, gpu: bool):
+        """`gpu`: the run has one, whose allocations are recorded."""
+        self.run, self.recording = parts.run, gpu
+        for owner, method, name in self.calls(parts):
+            parts.around(owner, method, partial(named, name), by=__name__)
+        parts.around(parts.run, "record", self.step, by=__name__)
+        comm.waiting = waiting
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
         when = schedule(wait=1, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
-        if self.recording:
+        if gpu:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         self.profiler.start()
 
-    def name(self, parts: Parts):
-        """Put a range around each call that the file's docstring lists."""
-        calls = [(parts.optimizer, "step", "optimizer"), (parts.sync, "finish", "sums of gradients")]
-        if parts.pipeline is None:
-            calls.append((parts.model, "forward", "forward"))
+    def calls(self, parts: Parts) -> list[tuple[Any, str, str]]:
+        """(object, method, name of the range) of each call that gets a range here."""
+        calls = [(parts.sync, "finish", "sums of gradients")] * (parts.sync is not None)
         for unit in parts.units:
             if hasattr(unit, "gather"):
                 first = next(iter(unit.named)).removeprefix("model.")
                 calls.append((unit, "gather", "gather " + ".".join(first.split(".")[:2])))
         for module in parts.model.modules():
             calls += [(module, method, name) for method, name in BLOCK.items() if hasattr(module, method)]
-        for owner, method, name in calls:
-            if owner is not None:
-                parts.around(owner, method, partial(named, name), by=__name__)
-        for kind, method in ACTS.items():
-            if hasattr(parts.pipeline, method):
-                parts.around(parts.pipeline, method, partial(action, kind), by=__name__)
-        parts.around(parts.run, "record", self.step, by=__name__)
+        return calls
 
     def step(self, record: Callable, *given: Any, **numbers: Any):
         """Wrap the run's `record`: tell the profiler that a step is over."""
@@ -105,4 +102,4 @@ class Trace:
 
 def attach(config: Any, parts: Parts) -> Trace | None:
     """Start tracing, if the flag asks for it."""
-    return Trace(config.profile, parts) if config.profile else None
+    return Trace(config.profile, parts, next(parts.model.parameters()).is_cuda) if config.profile else None

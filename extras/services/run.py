@@ -14,9 +14,9 @@ from common import comm
 from common.comm import Group
 from extras.services import devices, evaluation, failures, resume
 from extras.services.checkpoint import on_ranks
-from extras.services.ledger import Ledger
 from extras.services.screen import Screen
 from extras.services.seam import OpenRun, check
+from extras.services.tables import Ledger
 
 
 class ServedRun(OpenRun):
@@ -71,7 +71,6 @@ class ServedRun(OpenRun):
             evaluation.answer(self.config, self.parts)
             return
         self.screen = Screen(self, self.parts, self.ledger)
-        comm.waiting = self.screen.clock.waiting
         for step in super().steps(**parts):
             self.screen.begin(step)
             self.watchdog.begin(step)

@@ -30,15 +30,11 @@ def check_shape(shape: ModelConfig):
     """Raise UserError, naming the flags to change, unless the sizes fit together."""
     dim, heads, kv_heads = shape.dim, shape.n_heads, shape.n_kv_heads
     if dim % (2 * heads):  # RoPE rotates pairs of components
-        raise UserError(
-            f"--dim {dim} does not split into {heads} heads of an even size: "
-            f"choose --dim as a multiple of {2 * heads}, or change --n-heads"
-        )
+        fix = f"choose --dim as a multiple of {2 * heads}, or change --n-heads"
+        raise UserError(f"--dim {dim} does not split into {heads} heads of an even size: {fix}")
     if heads % kv_heads:
-        raise UserError(
-            f"--n-heads {heads} is not a multiple of --n-kv-heads {kv_heads}: "
-            f"choose --n-kv-heads among the divisors of {heads}"
-        )
+        fix = f"choose --n-kv-heads among the divisors of {heads}"
+        raise UserError(f"--n-heads {heads} is not a multiple of --n-kv-heads {kv_heads}: {fix}")
 
 
 def differing(shape: ModelConfig, preset: ModelConfig) -> str:

@@ -1,10 +1,13 @@
-"""Formats numbers of bytes, and tabulates how every parameter is sharded and its gradient reduced."""
+"""Tables of a run: the messages that a rank sends, and how every parameter is sharded and its gradient reduced."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import Any
 
-from common.comm import Mesh
+from torch import Tensor
+
+from common.comm import Group, Mesh
 from common.layout import Shard, layout_of
 from common.model import Decoder
 from extras.services.ranks import gather_objects
@@ -18,6 +21,34 @@ def human(n_bytes: float) -> str:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:,.2f} {unit}"
         n_bytes /= 1024
     return f"{n_bytes:,.2f} GiB"
+
+
+class Ledger:
+    """Counts of calls and bytes since the last `take`."""
+
+    def __init__(self):
+        self.bytes: dict[str, Counter] = defaultdict(Counter)  # by dimension and operation
+        self.calls: dict[str, Counter] = defaultdict(Counter)
+
+    def book(self, operation: str, group: Group, tensor: Tensor, share: float):
+        """Count one message; `comm.observer` may be this method."""
+        self.bytes[group.name][operation] += round(share * tensor.nbytes)
+        self.calls[group.name][operation] += 1
+
+    def take(self) -> dict[str, Any]:
+        """Return the counts as metrics, `traffic` {dim: {operation: bytes}} and `calls`, and reset them."""
+        taken = dict(traffic=dict(self.bytes), calls=dict(self.calls))
+        self.__init__()
+        return taken
+
+
+def traffic_table(taken: dict[str, Any]) -> str:
+    """A table of a step's calls and bytes; `taken`: what `Ledger.take` has returned."""
+    rows = [["traffic of a step", "calls", "sent"]]
+    for dim, operations in taken["traffic"].items():
+        for operation, sent in operations.items():
+            rows.append([f"{dim} {operation}", f"{taken['calls'][dim][operation]:,}", human(sent)])
+    return table(rows)
 
 
 def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:

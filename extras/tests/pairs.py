@@ -29,13 +29,13 @@ COMPUTED |= dict(norm_eps=(1e-5, 0.1), tied=(False, True), experts=(4, 8), exper
 COMPUTED |= dict(expert_dim=(0, 24), moe_every=(1, 2), dense_layers=(0, 1), balance=("loss",))
 COMPUTED |= dict(aux_loss_coeff=(0.01, 0.1))
 HOW = dict(dtype=("fp64",), zero=(0,), bucket_mb=(1.0, 0.01), tp=(1, 2), cp=(1, 2), pp=(1, 2), ep=(1, 2))
-HOW |= dict(chunks=(2, 1), pp_split=("", "cost"))
+HOW |= dict(chunks=(2, 1), pp_split=("even",))
 LOOKS = dict(eval_every=(0, 1), eval_sequences=(64, 5), save_every=(0, 1), save_async=(False, True))
 LOOKS |= dict(profile_memory=(0, 1))
 BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # other flags that it needs
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
 # Flags that are not combined: they end a run early, need other hardware, or set other flags -> the file of a test.
-APART = dict(model="experts", device="gpu", backend="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
+APART = dict(model="experts", device="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
 # The gradients of experts that no token visits are only rounding errors, and Adafactor divides them by themselves.

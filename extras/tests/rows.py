@@ -106,7 +106,7 @@ ROWS = [
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), MASK, does=EVALUATES),
     # variants of pipelines
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
-    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", pp_split="2,1,1,1", zero=2), TIED | dict(n_layers=5)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", pp_split="cost", zero=2), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),

@@ -18,7 +18,7 @@ import step07_moe_ep as step07
 from common.comm import Pending, all_to_all
 from common.model import Attention
 from extras.services.dry_run import run_rank
-from extras.services.ledger import Ledger
+from extras.services.tables import Ledger
 from extras.tests import equal
 from extras.variants.step01 import fused_gradients
 from extras.variants.step03 import zero_overlap

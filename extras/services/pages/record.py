@@ -85,8 +85,7 @@ class Film:
     def attach(self, parts: Parts):
         """Add hooks to the parts that the step has built. They run after the step's own hooks."""
         self.parts, model = parts, parts.model
-        self.watch = MemoryWatch(parts, self.memory)
-        Clock(parts, host=True).listeners.append(self.memory.phase)
+        self.watch = MemoryWatch(parts, self.memory, Clock(parts, host=True))
         model.register_forward_hook(lambda _model, _inputs, loss: self.losses.append(loss.item()))
         units = zip(UNITS, (model.model.embed_tokens, *model.model.layers.values(), model.lm_head), strict=True)
         for unit, module in units:
