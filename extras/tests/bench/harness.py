@@ -34,10 +34,9 @@ class Entry(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The numbers of one entry. By round: seconds of a step, and CPU seconds of all ranks together."""
+    """The numbers of one entry."""
 
-    seconds: list[float]
-    cpu: list[float]
+    seconds: list[float]  # of a step on the slowest rank, by round
     peak: int  # bytes of rank 0's tensors, at most, in the second step
 
 
@@ -116,22 +115,22 @@ class Contestant(Bare):
         self.wait()
 
 
-def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, CPU seconds) of a step on this rank, by name and round, after one that warms up.
+def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step on this rank, by name and round, after a round that warms up.
 
     In a round each contestant makes three steps in a row. Every other round goes through the names backwards.
     """
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+    found: dict[str, list[float]] = {name: [] for name in made}
     finished = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for turn in range(rounds + 1):
         for name in list(made)[:: -1 if turn % 2 else 1]:
             if dist.is_initialized():
                 dist.barrier()
-            start, busy = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             for _ in range(3):
                 made[name].step()
             finished()
-            found[name].append(((time.perf_counter() - start) / 3, (time.process_time() - busy) / 3))
+            found[name].append((time.perf_counter() - start) / 3)
     return {name: turns[1:] for name, turns in found.items()}
 
 
@@ -149,23 +148,15 @@ def contest(entries: dict[str, Entry], rounds: int, bound: float) -> dict[str, R
         apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(one.history, first.history, strict=True))
         if apart > bound:
             raise RuntimeError(f"{name}: its loss differs by {apart:.3g} from that of the first")
-        turns = list(zip(*(rank[name] for rank in ranks), strict=True))
-        slowest = [max(seconds for seconds, _ in turn) for turn in turns]
-        found[name] = Result(slowest, [sum(cpu for _, cpu in turn) for turn in turns], one.peak)
+        found[name] = Result([max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)], one.peak)
     return found
-
-
-def spread(values: list[float]) -> str:
-    """Format the median, the least and the largest value."""
-    return f"{median(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
 
 
 def report(found: dict[str, Result], beside: dict[str, str]) -> str:
     """The table of a contest. `beside`: for each name, the one by whose times its own are divided, round by round."""
-    rows = [["", "step time", "beside", "time", "CPU time", "peak memory"]]
-    for name, result in found.items():
-        base = found[beside[name]]
-        pairs = (result.seconds, base.seconds), (result.cpu, base.cpu)
-        ratios = [spread([a / b for a, b in zip(*pair, strict=True)]) for pair in pairs]
-        rows.append([name, f"{1e3 * median(result.seconds):.1f} ms", beside[name], *ratios, human(result.peak)])
+    rows = [["", "step time", "beside", "time, and its range", "peak memory"]]
+    for name, (seconds, peak) in found.items():
+        ratios = [a / b for a, b in zip(seconds, found[beside[name]].seconds, strict=True)]
+        spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
+        rows.append([name, f"{1e3 * median(seconds):.1f} ms", beside[name], spread, human(peak)])
     return table(rows)

@@ -129,32 +129,31 @@ def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     return Peer(wrapped, partial(in_micro_batches, wrapped, last), optimizer)
 
 
-def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """PyTorch's tensor parallelism. `how`: plain (each matrix makes its input a DTensor), prepared (each block does so
-    once), or sequence (as prepared, with SequenceParallel on the norms).
+def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+    """PyTorch's tensor parallelism; with --sp, its SequenceParallel on the norms.
+
+    Each block, not each matrix, makes its input a DTensor, which takes less time.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
     device_mesh = dist.init_device_mesh(device.type, (mesh["tp"].size,))
-    sp = how == "sequence"
-    between = Shard(1) if sp else Replicate()
+    between = Shard(1) if config.sp else Replicate()
     layout = {f"self_attn.{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
     layout |= {f"mlp.{name}_proj": parallel.ColwiseParallel() for name in ("gate", "up")}
     rowwise = parallel.RowwiseParallel(output_layouts=between)
     layout |= {name: rowwise for name in ("self_attn.o_proj", "mlp.down_proj")}
-    if how != "plain":
-        given, wanted = (between, None, None), (Replicate(), None, None)
-        prepare = parallel.PrepareModuleInput
-        layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
-        layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
-    if sp:
+    given, wanted = (between, None, None), (Replicate(), None, None)
+    prepare = parallel.PrepareModuleInput
+    layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
+    layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
+    if config.sp:
         layout |= {name: parallel.SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
     for layer in model.model.layers.values():
         parallel.parallelize_module(layer, device_mesh, layout)
     head = parallel.ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
     embedding = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     ends = {"model.embed_tokens": embedding, "lm_head": head}
-    ends |= {"model.norm": parallel.SequenceParallel()} if sp else {}
+    ends |= {"model.norm": parallel.SequenceParallel()} if config.sp else {}
     parallel.parallelize_module(model, device_mesh, ends)
 
     def loss(logits: DTensor, targets: Tensor) -> Tensor:
@@ -226,7 +225,5 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 fsdp = partial(train, build_fsdp, "dp")
 zero_redundancy = partial(train, build_zero_redundancy, "dp")
-dtensor_plain, dtensor_prepared, dtensor_sequence = (
-    partial(train, partial(build_dtensor, how), "tp") for how in ("plain", "prepared", "sequence")
-)
+dtensor = partial(train, build_dtensor, "tp")
 pipelining = partial(train, build_pipelining, "pp")
