@@ -294,8 +294,6 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
          "its result has the size of the largest number, so the host waits", "bincount")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "experts"), "/step07.grouped_matmul",
         ("ends", ", non_blocking=True", "", "the host waits for a copy")),
-    *noticed_by(("test_gpu", RUNS_AHEAD, "experts, A100"), "/step07.grouped_matmul",
-        ("can_group", "major not in (9, 10)", "False", "there the kernel's fallback asks for the ends")),
     *noticed_by(("test_gpu", RUNS_AHEAD, "nodes"), "/step07.expert_rows",
         ("send_rows", "torch.stack((leaving, coming)).tolist()", "leaving.tolist(), coming.tolist()",
          "the host asks twice for counts")),
