@@ -61,28 +61,18 @@ class Stream:
     def __init__(self):
         self.done: Counter[Stream] = Counter()
 
-    def wait_stream(self, other: "Stream"):
+    def wait_stream(self, other: "Stream | Event"):
         """Wait for everything that another stream has launched, or waited for, so far."""
         self.done |= other.done
 
 
 class Event:
-    """Simulates a CUDA event: `record` stores what a stream has launched, and others wait for it."""
+    """Simulates a CUDA event: what a stream has launched when it is recorded, for which others wait."""
 
     def __init__(self, watch: "Watch"):
-        self.watch, self.done = watch, Counter()
-
-    def record(self):
-        """Remember what the current stream has launched."""
-        self.done = self.watch.stream.done.copy()
-
-    def wait(self):
-        """Make the current stream wait for the event."""
-        self.watch.stream.wait_stream(self)
-
-    def synchronize(self):
-        """Make the host wait for the event."""
-        self.watch.wait("an event", self)
+        self.record = lambda: setattr(self, "done", watch.stream.done.copy())
+        self.wait = lambda: watch.stream.wait_stream(self)
+        self.synchronize = lambda: watch.wait("an event", self)
 
 
 class Call(NamedTuple):
@@ -91,7 +81,7 @@ class Call(NamedTuple):
     kind: str
     group: str  # name of the communicator
     ranks: tuple[int, ...]  # of a message: sender and receiver
-    what: tuple  # element counts and dtype
+    sizes: tuple[int, ...]  # element counts
 
 
 def tensors_of(*args: Any) -> list[Tensor]:
@@ -125,11 +115,11 @@ class Watch(TorchDispatchMode):
         yield
         self.stream = before
 
-    def wait(self, reason: str, done: Stream | Event | None = None):
+    def wait(self, reason: str, other: Stream | Event | None = None):
         """Record that the host waits for the GPU: for an event, or for the current stream."""
         if self.inside:
             self.waits[f"{reason} in {place()}"] += 1
-        self.host.wait_stream(done or self.stream)
+        self.host.wait_stream(other or self.stream)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and record whether it makes the host wait, or reads data too early."""
@@ -137,7 +127,7 @@ class Watch(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            self.collective(func, args)
+            self.launch(func, args)
         if name == "_pin_memory":  # pinned memory is simulated by ordinary memory
             return args[0].clone()
         if name == "_grouped_mm":  # a CPU's has no fake tensors in bf16
@@ -176,23 +166,21 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d" and any(arg is False for arg in args):  # not asynchronous
             self.stream.wait_stream(self.nccl)
 
-    def collective(self, func: Callable, args: tuple):
-        """Record a call. NCCL needs contiguous CUDA tensors: raises AssertionError for others."""
-        name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
-        group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
-        sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
+    def launch(self, func: Callable, args: tuple):
+        """Record a collective or message. NCCL needs contiguous CUDA tensors: raises AssertionError for others."""
+        name, tensors = func.overloadpacket.__name__.strip("_"), tensors_of(args)
         for t in tensors:
-            assert t.is_cuda, f"{name} gets a tensor on {t.device}"
-            assert t.is_contiguous(), f"{name} gets a tensor with strides {t.stride()} of shape {list(t.shape)}"
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if name == "alltoall_base_":
-            sizes = [tensors[0][:1].numel()]  # uneven: ranks send different numbers of rows
-        if name in ("send", "recv_"):
-            me, (peer,) = dist.get_rank(), [a for a in args if isinstance(a, int)][:1]
-            ends = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
-            self.calls[-1].append(Call("message", group.group_name, ends, (*sizes, dtype)))
-        else:
-            self.calls.append([Call(name.strip("_"), group.group_name, ranks, (*sizes, dtype))])
+            assert t.is_cuda and t.is_contiguous(), f"{name} gets a tensor on {t.device} with strides {t.stride()}"
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        ranks, sizes = tuple(dist.get_process_group_ranks(group)), tuple(t.numel() for t in tensors)
+        if name == "alltoall_base":
+            sizes = ()  # uneven: ranks send different numbers of rows
+        if name not in ("send", "recv"):
+            self.calls.append([Call(name, group.group_name, ranks, sizes)])
+            return
+        me, peer = dist.get_rank(), ranks[next(a for a in args if isinstance(a, int))]
+        ends = (me, peer) if name == "send" else (peer, me)
+        self.calls[-1].append(Call("message", group.group_name, ends, sizes))
 
 
 class Watched(OpenRun):
@@ -205,10 +193,10 @@ class Watched(OpenRun):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Attach the watch last, around all variants."""
         parts = self.open(**parts)
+        route(self.watch, parts.model, self.levels)
         for module in parts.model.modules():
             module.register_forward_pre_hook(lambda *_: setattr(self.watch, "inside", True))
         parts.around(parts.optimizer, "gradients", self.finish, by=__name__)
-        route(self.watch, parts.model, self.levels)
         yield from range(self.config.steps)
 
     def finish(self, gradients: Callable) -> dict[str, Tensor]:
@@ -257,23 +245,21 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
         for mode in modes[len(current) :]:  # another thread sees GPUs from here on
             mode.__enter__()
 
-    data = property(torch._C.TensorBase.data.__get__, set_data)
     gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
     gpu |= dict(Stream=Stream, stream=watch.on, current_stream=lambda *_: watch.stream, Event=partial(Event, watch))
     gpu |= dict(get_device_capability=lambda *_: (9, 0), get_device_name=lambda *_: "a GPU that is not there")
+    replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
+    replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", empty)]
+    replaced += [(dist, "batch_isend_irecv", post), (torch, "tensor", tensor)]
+    replaced += [(F, "scaled_dot_product_attention", attention), (FakeTensorMode, "avoid_device_init", True)]
+    data = property(torch._C.TensorBase.data.__get__, set_data)
     with ExitStack() as stack:
-        replace = lambda *which, **how: stack.enter_context(mock.patch.object(*which, **how))  # noqa: E731
-        replace(FakeTensorMode, "avoid_device_init", True)
-        replace(FakeTensor, "data", data, create=True)
+        stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
         stack.enter_context(without_numbers(watch, rank, world))
-        replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
-        replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", empty)]
-        replaced += [(dist, "batch_isend_irecv", post), (torch, "tensor", tensor)]
-        replaced += [(F, "scaled_dot_product_attention", attention)]
         for owner, name in ((Tensor, "item"), (FakeTensor, "tolist")):
             replaced.append((owner, name, partialmethod(asked, getattr(owner, name))))
         for which in replaced:
-            replace(*which)
+            stack.enter_context(mock.patch.object(*which))
         modes = _get_current_dispatch_mode_stack()
         yield
 
@@ -281,8 +267,8 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
 def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamespace | None:
     """Train as one of `world` ranks with `options` (flags, or fields of the model's shape). None if there is no shim.
 
-    Returns the host's `waits`, the `early` reads, and the `calls` of collectives. Run it in a process of its own, since
-    the shim cannot be unloaded.
+    Returns the host's `waits`, the `early` reads, and the `calls` of collectives. Needs a process of its own, since the
+    shim cannot be unloaded.
     """
     if not can_fake_cuda():
         return None

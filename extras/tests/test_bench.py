@@ -1,4 +1,4 @@
-"""The rows of the measurements are legal command lines, and every measurement is listed."""
+"""The rows of the measurements are legal command lines, and a ratio compares neighbours."""
 
 import importlib
 
@@ -6,10 +6,8 @@ import pytest
 
 from common.trainer import parse
 from extras.services.seam import check, compose
-from extras.tests.bench import __main__ as bench
 from extras.tests.bench.cluster import ROWS
-from extras.tests.bench.contests import CONTESTS
-from extras.tests.bench.harness import Result, report
+from extras.tests.bench.contests import CONTESTS, Result, report
 from extras.variants.record import spelled
 
 LINES = [(c.step, c.ranks, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
@@ -23,13 +21,6 @@ def test_a_row_is_a_legal_command_line(step, ranks, flags):
     config = parse(compose(importlib.import_module(step)), " ".join(spelled(*flag) for flag in given.items()).split())
     assert {name: getattr(config, name) for name in given} == given
     check(config, ranks)
-
-
-def test_the_command_lists_what_it_measures(capsys):
-    """An unknown name is refused."""
-    assert bench.main([]) == 0 and bench.main(["nothing"]) == 2
-    said = capsys.readouterr()
-    assert said.out.split() == [*CONTESTS, "plan", "cluster-bytes"] and said.err.count("\n") == 1
 
 
 def test_a_ratio_compares_neighbours_of_a_round():

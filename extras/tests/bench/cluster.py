@@ -25,7 +25,7 @@ from common import UserError, comm
 from common.trainer import parse
 from extras.services.ranks import gather_objects
 from extras.services.tables import table
-from extras.tests.bench.harness import Bare, Entry
+from extras.tests.bench.contests import Bare
 from extras.variants.record import spelled
 
 HEADERS = 14 + 20 + 32  # bytes of a packet before its payload: Ethernet, IP, TCP with timestamps
@@ -80,7 +80,7 @@ def measure(config: "Config"):
         name = " ".join([step[:6], *(spelled(*flag) for flag in flags.items())])
         if config.only not in name:
             continue
-        with Counted(Entry(step, SMALL | flags | dict(steps=1 + STEPS))) as run:
+        with Counted(step, SMALL | flags | dict(steps=1 + STEPS)) as run:
             run.train(run.config, run)
         steps = [row["sent"] for row in run.history[1:]]
         sent = sum((Counter(of_step) for of_rank in gather_objects(steps) for of_step in of_rank), Counter())
