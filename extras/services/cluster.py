@@ -28,12 +28,11 @@ from contextlib import suppress
 
 from common import UserError
 
-# The namespaces in which the cluster lives. A process that is killed takes those behind it in this line along.
+# Starts the command that follows in new namespaces. If one process of this chain is killed, so are those that it starts.
 ENTER = "setpriv --pdeathsig KILL unshare --map-root-user --net --uts --mount --mount-proc --pid --fork --kill-child"
 INSIDE = "import sys; from extras.services import cluster; cluster.inside(cluster.parse(sys.argv[1:]))"
 TRY = "ip link add switch type bridge; tc qdisc add dev switch root tbf rate 1mbit burst 2kb limit 9kb"
 NO_RIGHTS = "a cluster needs Linux, iproute2, util-linux, and the right to create networks (try as root): "
-GRACE = 60  # seconds for which another node may outlive node 0
 SWITCH = r"""
 mount -t tmpfs run /run
 printf '127.0.0.1 localhost\n{hosts}' > /run/hosts
@@ -99,7 +98,7 @@ def inside(args: argparse.Namespace):
     status = nodes[0].wait()
     for node in nodes[1:]:
         with suppress(subprocess.TimeoutExpired):
-            node.wait(GRACE)
+            node.wait(60)  # seconds; then it is killed
     os._exit(abs(status))  # the thread that reads the keyboard would block Python's shutdown
 
 

@@ -108,13 +108,6 @@ class Watch(TorchDispatchMode):
         self.early: set[str] = set()  # places that read data before they have waited for it
         self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """Replaces `torch.cuda.stream`."""
-        before, self.stream = self.stream, stream
-        yield
-        self.stream = before
-
     def wait(self, reason: str, other: Stream | Event | None = None):
         """Record that the host waits for the GPU: for an event, or for the current stream."""
         if self.inside:
@@ -130,9 +123,6 @@ class Watch(TorchDispatchMode):
             self.launch(func, args)
         if name == "_pin_memory":  # pinned memory is simulated by ordinary memory
             return args[0].clone()
-        if name == "_grouped_mm":  # a CPU's has no fake tensors in bf16
-            a, b, offs = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
-            return a.new_empty((a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(offs), a.shape[0], b.shape[-1]))
         out = func(*args, **kwargs)
         if not func.is_view:
             self.order(func, args, kwargs, out)
@@ -175,12 +165,11 @@ class Watch(TorchDispatchMode):
         ranks, sizes = tuple(dist.get_process_group_ranks(group)), tuple(t.numel() for t in tensors)
         if name == "alltoall_base":
             sizes = ()  # uneven: ranks send different numbers of rows
-        if name not in ("send", "recv"):
+        if name in ("send", "recv"):
+            ends = dist.get_rank(), ranks[next(a for a in args if isinstance(a, int))]
+            self.calls[-1].append(Call("message", group.group_name, ends[:: 1 if name == "send" else -1], sizes))
+        else:
             self.calls.append([Call(name, group.group_name, ranks, sizes)])
-            return
-        me, peer = dist.get_rank(), ranks[next(a for a in args if isinstance(a, int))]
-        ends = (me, peer) if name == "send" else (peer, me)
-        self.calls[-1].append(Call("message", group.group_name, ends, sizes))
 
 
 class Watched(OpenRun):
@@ -246,8 +235,8 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
             mode.__enter__()
 
     gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
-    gpu |= dict(Stream=Stream, stream=watch.on, current_stream=lambda *_: watch.stream, Event=partial(Event, watch))
-    gpu |= dict(get_device_capability=lambda *_: (9, 0), get_device_name=lambda *_: "a GPU that is not there")
+    gpu |= dict(Stream=Stream, stream=partial(mock.patch.object, watch, "stream"), Event=partial(Event, watch))
+    gpu |= dict(current_stream=lambda *_: watch.stream, get_device_capability=lambda *_: (9, 0))
     replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
     replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", empty)]
     replaced += [(dist, "batch_isend_irecv", post), (torch, "tensor", tensor)]
@@ -265,10 +254,9 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
 
 
 def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamespace | None:
-    """Train as one of `world` ranks with `options` (flags, or fields of the model's shape). None if there is no shim.
+    """Train as one of `world` ranks with `options` (flags, or fields of the model's shape); returns what was recorded.
 
-    Returns the host's `waits`, the `early` reads, and the `calls` of collectives. Needs a process of its own, since the
-    shim cannot be unloaded.
+    It needs a process of its own, since the shim cannot be unloaded. None if there is no shim.
     """
     if not can_fake_cuda():
         return None
@@ -288,15 +276,13 @@ def stuck(queues: list[list[list[Call]]]) -> list[str]:
     A call ends when it is in the next launch of all of its ranks; a launch ends when all of its calls have ended.
     """
     left = [deque(map(Counter, queue)) for queue in queues]
-    moving = True
-    while moving:
-        moving = False
-        for call in [call for queue in left if queue for call in queue[0]]:
-            heads = [left[rank][0] for rank in call.ranks if left[rank]]
-            if len(heads) == len(call.ranks) and all(head[call] for head in heads):
-                moving = True
-                for rank, head in zip(call.ranks, heads, strict=True):
-                    head[call] -= 1
-                    if not head.total():
-                        left[rank].popleft()
+    while True:
+        heads = [queue[0] if queue else Counter() for queue in left]
+        calls = (call for head in heads for call in +head if all(heads[rank][call] for rank in call.ranks))
+        if not (call := next(calls, None)):
+            break
+        for rank in call.ranks:
+            heads[rank][call] -= 1
+            if not heads[rank].total():
+                left[rank].popleft()
     return [f"rank {rank}: {+queue[0]}" for rank, queue in enumerate(left) if queue]

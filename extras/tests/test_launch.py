@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ import torch.distributed as dist
 
 from common import UserError
 from extras.services import devices
-from extras.services.checkpoint import folder_name, newest
 from extras.services.plots import read_metrics as metrics
-from extras.services.resume import hold
 from extras.tests.pool import ROOT, error_of, run, start
 from extras.tests.test_checkpoint import require_same, stored
 
@@ -87,20 +84,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
     rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
     assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
     require_same(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
-
-
-def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
-    """They save a checkpoint, and the run directory is free for the next job."""
-    out = tmp_path / "out"
-    words = f"-m extras step03_zero.py {TINY} --steps 20000 --eval-every 0 --save-every 0 --out {out}".split()
-    job = start(2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while job.poll() is None and not metrics(out):
-        time.sleep(0.02)
-    job.kill(), job.wait()
-    until = time.monotonic() + 15
-    while (busy := error_of(UserError, hold, out)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not busy and newest(out).name == folder_name(len(metrics(out))) != folder_name(20000)
 
 
 @pytest.mark.parametrize("others, backend", [("b", "nccl"), ("a", "staged")])

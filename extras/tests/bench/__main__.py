@@ -1,7 +1,6 @@
 """Run one measurement and print its table.
 
-    python -m extras.tests.bench                    list the measurements
-    python -m extras.tests.bench NAME [options]     --help after NAME shows its options
+    python -m extras.tests.bench NAME [options]     without NAME, it lists the names; --help shows the options
 
 The table goes to stdout, everything else to stderr.
 """
@@ -21,13 +20,10 @@ MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
 
 def main(argv: list[str]) -> int:
     """Take the measurement that argv[0] names; returns the exit status. A mistake is one line."""
-    if not argv:
-        print("\n".join(MODULES))
-        return 0
     try:
-        if argv[0] not in MODULES:
-            raise UserError(f"no measurement is called {argv[0]}; there are {', '.join(MODULES)}")
-        MODULES[argv[0]].main(*argv[:1], argv[1:])
+        if not argv or argv[0] not in MODULES:
+            raise UserError(f"name one measurement: {', '.join(MODULES)}")
+        MODULES[argv[0]].main(argv[0], argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

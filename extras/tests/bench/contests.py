@@ -39,7 +39,6 @@ class Contest(NamedTuple):
     shared: dict[str, Any] = {}  # noqa: RUF012
 
 
-SCHEDULED = ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe")
 CONTESTS = {
     "step1": Contest(
         1, "step01_single_gpu",
@@ -63,7 +62,7 @@ CONTESTS = {
     ),
     "step6": Contest(
         4, "step06_pipeline",
-        {name: row for s in SCHEDULED for name, row in
+        {name: row for s in ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe") for name, row in
          {f"--schedule {s}": dict(schedule=s), f"torch {s}": dict(schedule=s, peer="pipelining")}.items()},
         dict(pp=4, zero=0, n_layers=8, micro_batch_size=2),
     ),
@@ -210,13 +209,12 @@ def main(name: str, argv: list[str]):
     """One contest: train all of its rows, and print the table."""
     config, (ranks, step, rows, shared) = parse(Config, argv), CONTESTS[name]
     shared = dict(model=config.model, micro_batch_size=4, global_batch_size=16) | shared
-    entries, beside = {}, {}
-    first = ours = next(iter(rows))
+    entries, beside, before = {}, {}, ""
     for row, flags in rows.items():
         peer = flags.get("peer", "")
         entries[row] = step, shared | {key: value for key, value in flags.items() if key != "peer"}, peer
-        ours = ours if peer else row
-        beside[row] = ours if peer else first  # a peer is compared with our row before it
+        beside[row] = before if peer else next(iter(rows))  # a peer is compared with our row before it
+        before = row
     cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, all train on CPUs
     pool = Pool(ranks, "cuda" if cuda else "cpu")
     try:

@@ -26,10 +26,8 @@ from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step06_pipeline import forward_stage, keep_stage, plan
 
-Peer = tuple[nn.Module, Callable[[list[Tensor], list[Tensor], Tensor], Tensor]]
 
-
-def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, run: Run):
+def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut: str, config: Any, run: Run):
     """The steps' training loop around a peer that shards along the dimension `cut`."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
@@ -88,7 +86,7 @@ def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_ta
     return total
 
 
-def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """FSDP2: each layer is a unit, the rest another, freed after use; gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
@@ -102,7 +100,7 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     return model, partial(in_micro_batches, model)
 
 
-def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """PyTorch's tensor parallelism; with --sp, its SequenceParallel on the norms.
 
     Each block, not each matrix, makes its input a DTensor, which takes less time.
@@ -168,7 +166,7 @@ TORCH_SCHEDULES = {  # our schedule -> theirs
 CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # two stages on a rank, where ours has one or two whole models
 
 
-def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """`torch.distributed.pipelining`: the schedule nearest to `--schedule`, gradients not scaled."""
     device, dtype = choose_device(config)
     cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
