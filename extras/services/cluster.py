@@ -28,7 +28,7 @@ from contextlib import suppress
 
 from common import UserError
 
-# Starts the command that follows in new namespaces. If one process of this chain is killed, so are those that it starts.
+# Starts a command in new namespaces. If one process of this chain is killed, so are those that it has started.
 ENTER = "setpriv --pdeathsig KILL unshare --map-root-user --net --uts --mount --mount-proc --pid --fork --kill-child"
 INSIDE = "import sys; from extras.services import cluster; cluster.inside(cluster.parse(sys.argv[1:]))"
 TRY = "ip link add switch type bridge; tc qdisc add dev switch root tbf rate 1mbit burst 2kb limit 9kb"
