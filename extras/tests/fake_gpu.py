@@ -90,9 +90,9 @@ def tensors_of(*args: Any) -> list[Tensor]:
 
 
 def place() -> str:
-    """The innermost line of steps, common or variants that is being executed."""
-    frame = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)][-1]
-    return f"{Path(frame.filename).name}: {frame.line}"
+    """The innermost line of steps, common or variants that is being executed; in backward there may be none."""
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
+    return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "backward"
 
 
 class Watch(TorchDispatchMode):

@@ -69,7 +69,8 @@ def test_all_ranks_launch_in_an_order_that_ends(pools):
 @pytest.mark.parametrize("mode", ["full", "elementwise"])
 def test_a_router_chooses_once(mode):
     """Recomputation visits the same experts, although this router, like a GPU, computes other scores at each call."""
-    right, chosen, step07.shaky = F.one_hot, [], lambda: torch.rand(4)
+    right, chosen, draws = F.one_hot, [], torch.Generator()  # recomputation would restore torch's own generator
+    step07.shaky = lambda: torch.rand(4, generator=draws)
     shaky = Fault("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()", "")
     with injected(shaky), mock.patch.object(F, "one_hot", lambda x, n: chosen.append(x.tolist()) or right(x, n)):
         equal.record("step07_moe_ep", dict(experts=4, recompute=mode, steps=1, expert_matmul="grouped"))
