@@ -30,7 +30,6 @@ CASES = {  # step, flags, ranks, and how often the host waits in forward and bac
     "ring": ("step05_cp_ring", RING, 8, 0),
     "ring, flash": ("step05_cp_ring", RING | dict(cp_kernel="flash"), 8, 0),
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, 0),
-    "mirrored": ("step06_pipeline", dict(pp=4, schedule="dualpipe", n_layers=4, global_batch_size=32), 8, 0),
     "activations": ("step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), 8, 0),
     "experts": ("step07_moe_ep", MOE | dict(zero=3), 8, 12),  # once for 3 layers, 2 micro-batches, 2 steps
     "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # to ranks, then to experts
