@@ -8,9 +8,7 @@ or memory that is freed too early.
 """
 
 import ctypes
-import hashlib
 import importlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -18,7 +16,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial, partialmethod
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,78 +27,52 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from common import comm
-from extras.services.clocks import Clock
 from extras.services.dry_run import NO_KERNEL, levels_of, route, without_numbers
 from extras.services.seam import OpenRun, check
 from extras.tests.equal import config_of
+from extras.tests.pool import ROOT
 
-ROOT = Path(__file__).parents[2]
-SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+SOURCES = tuple(str(ROOT / part) for part in ("step0", "common", "extras/variants"))
+BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16, vocab_size=64)
 
 
+@cache
 def can_fake_cuda() -> bool:
-    """Build fake_cuda.cpp in the user's cache (once), and load it. False: torch is a GPU build, or there is no g++."""
-    if torch.version.cuda or torch.version.hip:
-        return False  # such a build has hooks of its own
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llm-training-parallelism"
+    """Build fake_cuda.cpp, and load it into this process. False: torch is a GPU build, or there is no g++."""
+    if torch.version.cuda or torch.version.hip or not shutil.which("g++"):
+        return False
     home = Path(torch.__file__).parent
-    about = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + str(home).encode()).hexdigest()[:16]
-    target = folder / f"fake_cuda-{about}.so"
-    if not target.exists() and shutil.which("g++"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:  # several processes may build at a time
-            command = f"g++ -shared -fPIC -std=c++20 -I{home}/include {SOURCE} -o {place}/shim.so -L{home}/lib"
-            command += f" -ltorch_cpu -lc10 -Wl,-rpath,{home}/lib"
-            subprocess.run(command.split(), check=True, capture_output=True)
-            Path(place, "shim.so").replace(target)
-    if target.exists():
-        ctypes.CDLL(str(target))
-    return target.exists()
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"g++ -shared -fPIC -std=c++20 -I{home}/include {Path(__file__).with_name('fake_cuda.cpp')}"
+        command += f" -o {folder}/shim.so -L{home}/lib -ltorch_cpu -lc10 -Wl,-rpath,{home}/lib"
+        subprocess.run(command.split(), check=True, capture_output=True)
+        ctypes.CDLL(f"{folder}/shim.so")
+    return True
 
 
 class Stream:
-    """A CUDA stream, the host, or NCCL: counts its launches, and remembers what it has waited for."""
+    """A CUDA stream, the host, or NCCL. By stream, `done` counts the launches that our next launch follows."""
 
     def __init__(self):
-        self.launched = 0
-        self.after: dict[Stream, int] = {}  # by stream: how many of its launches our next one follows
+        self.done: Counter[Stream] = Counter()
 
-    def now(self) -> dict["Stream", int]:
-        """By stream, the number of launches that are complete when all launches of this stream are complete."""
-        return self.after | {self: self.launched}
-
-    def catch_up(self, moment: dict["Stream", int]):
-        """Wait for the launches of a moment that `now` returned."""
-        self.after |= {stream: max(n, self.after.get(stream, 0)) for stream, n in moment.items()}
-
-    def wait_stream(self, other: "Stream"):
-        """Wait for everything that another stream has launched so far."""
-        self.catch_up(other.now())
+    def wait_stream(self, other: "Stream | Event"):
+        """Wait for everything that another stream has launched, or waited for, so far."""
+        self.done |= other.done
 
 
 class Event:
-    """Simulates a CUDA event: `record` stores what a stream has launched, and others wait for it."""
+    """Simulates a CUDA event: what a stream has launched when it is recorded, for which others wait."""
 
     def __init__(self, watch: "Watch"):
-        self.watch, self.at = watch, {}
-
-    def record(self):
-        """Remember what the current stream has launched."""
-        self.at = self.watch.stream.now()
-
-    def wait(self):
-        """Make the current stream wait for the event."""
-        self.watch.stream.catch_up(self.at)
-
-    def synchronize(self):
-        """Make the host wait for the event."""
-        self.watch.wait("an event")
-        self.watch.host.catch_up(self.at)
+        self.record = lambda: setattr(self, "done", watch.stream.done.copy())
+        self.wait = lambda: watch.stream.wait_stream(self)
+        self.synchronize = lambda: watch.wait("an event", self)
 
 
 class Call(NamedTuple):
@@ -109,7 +81,7 @@ class Call(NamedTuple):
     kind: str
     group: str  # name of the communicator
     ranks: tuple[int, ...]  # of a message: sender and receiver
-    what: tuple  # element counts and dtype
+    sizes: tuple[int, ...]  # element counts
 
 
 def tensors_of(*args: Any) -> list[Tensor]:
@@ -118,19 +90,9 @@ def tensors_of(*args: Any) -> list[Tensor]:
 
 
 def place() -> str:
-    """The innermost line of the project that is being executed, except for lines of this simulation."""
-    unseen = tuple(str(ROOT / part) for part in ("extras/tests", "extras/services/dry_run.py", ".venv"))
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/")]
-    frames = [f for f in frames if not f.filename.startswith(unseen)]
-    return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "outside"
-
-
-def bytes_of(tensor: Tensor) -> tuple[tuple[str, int], tuple[int, int]]:
-    """A tensor's storage, and the bytes [start, stop) that it occupies there, gaps included."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
-    stop = start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
-    return (tensor.device.type, tensor.untyped_storage()._cdata), (start, stop)
+    """The innermost line of steps, common or variants that is being executed; in backward there may be none."""
+    frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
+    return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "backward"
 
 
 class Watch(TorchDispatchMode):
@@ -142,29 +104,15 @@ class Watch(TorchDispatchMode):
         self.inside = False  # from the first forward of a step to the end of its sums
         self.waits: Counter[str] = Counter()  # of the host for the GPU, while `inside`
         self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
-        # By storage and its bytes [start, stop): the stream that writes them, and the number of its launch.
-        self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
+        self.written: dict[int, Counter[Stream]] = {}  # by storage and stream: the last launch that writes
         self.early: set[str] = set()  # places that read data before they have waited for it
         self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """Replaces `torch.cuda.stream`."""
-        before, self.stream = self.stream, stream
-        yield
-        self.stream = before
-
-    def wait(self, reason: str):
-        """Record that the host waits for the GPU."""
+    def wait(self, reason: str, other: Stream | Event | None = None):
+        """Record that the host waits for the GPU: for an event, or for the current stream."""
         if self.inside:
             self.waits[f"{reason} in {place()}"] += 1
-        self.host.catch_up(self.stream.now())
-
-    def asks(self, right: Callable, tensor: Tensor) -> Any:
-        """Call a method, such as `item`, whose result the host must wait for."""
-        if tensor.is_cuda:
-            self.wait(right.__name__)
-        return right(tensor)
+        self.host.wait_stream(other or self.stream)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and record whether it makes the host wait, or reads data too early."""
@@ -172,15 +120,10 @@ class Watch(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            self.collective(func, args)
+            self.launch(func, args)
         if name == "_pin_memory":  # pinned memory is simulated by ordinary memory
             return args[0].clone()
-        if name == "_grouped_mm":  # the real one copies the offsets to the host where it has no fast path
-            a, b, offs = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
-            if torch.cuda.get_device_capability(a.device)[0] not in (9, 10) or a.dtype != torch.bfloat16:
-                self.wait(name)
-            return a.new_empty((a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(offs), a.shape[0], b.shape[-1]))
-        out = None if name == "_fused_sgd_" else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if not func.is_view:
             self.order(func, args, kwargs, out)
         if name in ("_to_copy", "copy_") and isinstance(out, Tensor):
@@ -197,54 +140,40 @@ class Watch(TorchDispatchMode):
         written = [arg for a, arg in zip(schema, args, strict=False) if a.alias_info and a.alias_info.is_write]
         changed = made + tensors_of(written)
         if func.namespace == "c10d":
-            self.nccl.catch_up(self.stream.now())
+            self.nccl.wait_stream(self.stream)
             reader, changed = self.nccl, [] if name == "send" else inputs[:1]
-        reader.launched += 1
+        reader.done[reader] += 1
+        address = lambda tensor: tensor.untyped_storage()._cdata  # noqa: E731
         for tensor in () if name in NO_KERNEL or name.startswith("new_") or name.endswith("_like") else inputs:
-            storage, (start, stop) = bytes_of(tensor)
-            for (first, last), (writer, n) in self.written.get(storage, {}).items():
-                late = writer not in (reader, self.host) and reader.after.get(writer, 0) < n
-                if late and first < stop and start < last:
+            for writer, n in self.written.get(address(tensor), {}).items():
+                if writer is not self.host and reader.done[writer] < n:
                     self.early.add(f"{name} in {place()}")
-        self.written |= {bytes_of(tensor)[0]: {} for tensor in made if not any(tensor is t for t in inputs)}
+        for tensor in made:
+            if not any(tensor is given for given in inputs):  # new, or at the address of one that has been freed
+                self.written[address(tensor)] = Counter()
         for tensor in changed:
-            storage, part = bytes_of(tensor)
-            self.written.setdefault(storage, {})[part] = reader, reader.launched
+            self.written.setdefault(address(tensor), Counter())[reader] = reader.done[reader]
         if func.namespace == "c10d" and any(arg is False for arg in args):  # not asynchronous
-            self.stream.catch_up(self.nccl.now())
+            self.stream.wait_stream(self.nccl)
 
-    def collective(self, func: Callable, args: tuple):
-        """Record a call. NCCL needs contiguous CUDA tensors of one dtype; raises AssertionError for others."""
-        name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
-        group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
-        sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
+    def launch(self, func: Callable, args: tuple):
+        """Record a collective or message. NCCL needs contiguous CUDA tensors: raises AssertionError for others."""
+        name, tensors = func.overloadpacket.__name__.strip("_"), tensors_of(args)
         for t in tensors:
-            assert t.is_cuda, f"{name} gets a tensor on {t.device}"
-            assert t.is_contiguous(), f"{name} gets a tensor with strides {t.stride()} of shape {list(t.shape)}"
-        assert len({t.dtype for t in tensors}) == 1, f"{name} gets {[t.dtype for t in tensors]}"
-        if name in ("_allgather_base_", "_reduce_scatter_base_"):
-            assert max(sizes) == group.size() * min(sizes), f"{name} over {group.size()} ranks gets {sizes} elements"
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if name == "alltoall_base_":
-            sizes = [tensors[0][:1].numel()]  # uneven: ranks send different numbers of rows
-        if name in ("send", "recv_"):
-            me, (peer,) = dist.get_rank(), [a for a in args if isinstance(a, int)][:1]
-            ends = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
-            self.calls[-1].append(Call("message", group.group_name, ends, (*sizes, dtype)))
+            assert t.is_cuda and t.is_contiguous(), f"{name} gets a tensor on {t.device} with strides {t.stride()}"
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        ranks, sizes = tuple(dist.get_process_group_ranks(group)), tuple(t.numel() for t in tensors)
+        if name == "alltoall_base":
+            sizes = ()  # uneven: ranks send different numbers of rows
+        if name in ("send", "recv"):
+            ends = dist.get_rank(), ranks[next(a for a in args if isinstance(a, int))]
+            self.calls[-1].append(Call("message", group.group_name, ends[:: 1 if name == "send" else -1], sizes))
         else:
-            self.calls.append([Call(name.strip("_"), group.group_name, ranks, (*sizes, dtype))])
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
-    """Replaces torch's own: flash attention in 16 bits, memory-efficient attention in fp32."""
-    aten = torch.ops.aten
-    if q.dtype.itemsize == 2:
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-    return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
+            self.calls.append([Call(name, group.group_name, ranks, sizes)])
 
 
 class Watched(OpenRun):
-    """A run that writes nothing, and tells the watch when forward begins and when gradients are complete."""
+    """A run that writes nothing. The watch is `inside` from a step's first module until all gradients are complete."""
 
     def __init__(self, config: Any, watch: Watch):
         super().__init__(config)
@@ -253,45 +182,48 @@ class Watched(OpenRun):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Attach the watch last, around all variants."""
         parts = self.open(**parts)
-        Clock(parts, host=True).listeners.append(self.hear)
-        parts.around(parts.optimizer, "gradients", self.asked, by=__name__)
         route(self.watch, parts.model, self.levels)
+        for module in parts.model.modules():
+            module.register_forward_pre_hook(lambda *_: setattr(self.watch, "inside", True))
+        parts.around(parts.optimizer, "gradients", self.finish, by=__name__)
         yield from range(self.config.steps)
 
-    def asked(self, gradients: Callable) -> dict[str, Tensor]:
+    def finish(self, gradients: Callable) -> dict[str, Tensor]:
         """Wrap the optimizer's `gradients`: the norm follows, for which the host must wait in any case."""
         self.watch.inside = False
         return gradients()
 
-    def hear(self, phase: str):
-        """Called at each phase of a step: start to watch when forward begins."""
-        self.watch.inside |= phase == "forward"
-
 
 @contextmanager
-def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Inside this context, this process is rank `rank` of `world`, each with a GPU, and tensors have no numbers."""
+def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
+    """Inside this context, this process is rank `rank` of `world`, each with an H100, and tensors have no numbers."""
 
     def pend(pending: comm.Pending, *given: Any, right: Callable = comm.Pending.__init__, **how: Any):
         right(pending, *given, **how)
-        pending.moment = watch.nccl.now() if pending.works else {}
+        pending.done = watch.nccl.done.copy() if pending.works else Counter()
 
     def arrive(pending: comm.Pending, right: Callable = comm.Pending.wait):
-        watch.stream.catch_up(pending.moment)
+        watch.stream.wait_stream(pending)
         right(pending)
 
     def post(operations: list, right: Callable = dist.batch_isend_irecv) -> Any:
         watch.calls.append([])  # its messages are launched together
         return right(operations)
 
-    def on_host(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
+    def asked(tensor: Tensor, right: Callable) -> Any:  # `item` or `tolist`, whose result the host must wait for
+        if tensor.is_cuda:
+            watch.wait(right.__name__)
+        return right(tensor)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]  # a GPU's, in 16 bits
+
+    def empty(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
         return right(*args, **how)
 
-    def tensor(data: Any, right: Callable = torch.tensor, device: Any = "cpu", **how: Any) -> Tensor:
-        if torch.device(device).type == "cuda":
-            watch.wait("torch.tensor")
+    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # `empty` is seen as an operator
         made = right(data, **how)
-        return torch.empty(made.shape, dtype=made.dtype, device=device)
+        return empty(made.shape, dtype=made.dtype)
 
     def set_data(tensor: Tensor, value: Tensor):  # a fake tensor remembers its device
         torch._C.TensorBase.data.__set__(tensor, value)
@@ -302,43 +234,36 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
         for mode in modes[len(current) :]:  # another thread sees GPUs from here on
             mode.__enter__()
 
-    data = property(torch._C.TensorBase.data.__get__, set_data)
     gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
-    gpu |= dict(Stream=Stream, stream=watch.on, current_stream=lambda *_: watch.stream, Event=partial(Event, watch))
-    gpu |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: "a GPU that is not there")
+    gpu |= dict(Stream=Stream, stream=partial(mock.patch.object, watch, "stream"), Event=partial(Event, watch))
+    gpu |= dict(current_stream=lambda *_: watch.stream, get_device_capability=lambda *_: (9, 0))
     replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
-    replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", on_host)]
+    replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", empty)]
     replaced += [(dist, "batch_isend_irecv", post), (torch, "tensor", tensor)]
-    replaced += [(F, "scaled_dot_product_attention", attention)]
-    mode = torch._subclasses.fake_tensor.FakeTensorMode
+    replaced += [(F, "scaled_dot_product_attention", attention), (FakeTensorMode, "avoid_device_init", True)]
+    data = property(torch._C.TensorBase.data.__get__, set_data)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
         stack.enter_context(without_numbers(watch, rank, world))
-        for name, owner in dict(item=Tensor, tolist=FakeTensor).items():
-            asked = getattr(owner, name)
-            replaced.append((owner, name, lambda t, right=asked: watch.asks(right, t)))
-        for where, name, value in replaced:
-            stack.enter_context(mock.patch.object(where, name, value))
+        for owner, name in ((Tensor, "item"), (FakeTensor, "tolist")):
+            replaced.append((owner, name, partialmethod(asked, getattr(owner, name))))
+        for which in replaced:
+            stack.enter_context(mock.patch.object(*which))
         modes = _get_current_dispatch_mode_stack()
         yield
 
 
-BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16, vocab_size=64)
+def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamespace | None:
+    """Train as one of `world` ranks with `options` (flags, or fields of the model's shape); returns what was recorded.
 
-
-def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: Any = (9, 0)) -> SimpleNamespace | None:
-    """Train as one of `world` ranks with `options` (flags, or fields of the model's shape). None if there is no shim.
-
-    Returns the host's `waits`, the `early` reads, and the `calls` of collectives. Run it in a process of its own, since
-    the shim cannot be unloaded.
+    It needs a process of its own, since the shim cannot be unloaded. None if there is no shim.
     """
     if not can_fake_cuda():
         return None
     cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
     config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
     run = Watched(config, watch)
-    with fake_gpu(watch, rank, world, capability):
+    with fake_gpu(watch, rank, world):
         check(config, world)
         with run:
             importlib.import_module(step).train(config, run)
@@ -351,15 +276,13 @@ def stuck(queues: list[list[list[Call]]]) -> list[str]:
     A call ends when it is in the next launch of all of its ranks; a launch ends when all of its calls have ended.
     """
     left = [deque(map(Counter, queue)) for queue in queues]
-    moving = True
-    while moving:
-        moving = False
-        for call in [call for queue in left if queue for call in queue[0]]:
-            heads = [left[rank][0] for rank in call.ranks if left[rank]]
-            if len(heads) == len(call.ranks) and all(head[call] for head in heads):
-                moving = True
-                for rank, head in zip(call.ranks, heads, strict=True):
-                    head[call] -= 1
-                    if not head.total():
-                        left[rank].popleft()
+    while True:
+        heads = [queue[0] if queue else Counter() for queue in left]
+        calls = (call for head in heads for call in +head if all(heads[rank][call] for rank in call.ranks))
+        if not (call := next(calls, None)):
+            break
+        for rank in call.ranks:
+            heads[rank][call] -= 1
+            if not heads[rank].total():
+                left[rank].popleft()
     return [f"rank {rank}: {+queue[0]}" for rank, queue in enumerate(left) if queue]

@@ -1,19 +1,20 @@
-"""Runs started from the command line: each step's launch line, mistakes at the start, a lost rank, what is printed."""
+"""Runs started from the command line: each step's launch line, mistakes at the start, a lost rank, shared GPUs."""
 
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from common import UserError
-from extras.services.checkpoint import folder_name, newest
+from extras.services import devices
 from extras.services.plots import read_metrics as metrics
-from extras.services.resume import hold
-from extras.tests.pool import ROOT, error_of, run, start
+from extras.tests.pool import ROOT, run, start
 from extras.tests.test_checkpoint import require_same, stored
 
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
@@ -43,26 +44,23 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "config.json", "loss.png"}
 
 
-NO_NET = ("step02_ddp", 2, "", "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9"))
-LEFT = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-SERVED = [  # runs with services
-    NO_NET,
-    ("step01_single_gpu", 2, "", "--nproc_per_node 2: step 1 knows one device", {}),
-    ("step01_single_gpu", 0, f"--dataset {__file__}", "No such file or directory: '/proc", dict(HF_HOME="/proc/hf")),
-    ("step02_ddp", 0, "", "has set LOCAL_RANK, WORLD_SIZE: ", dict(WORLD_SIZE="2", LOCAL_RANK="1")),
-    ("step02_ddp", 0, "--timeout 1", "the GPU of rank 1", LEFT | dict(RANK="0", MASTER_PORT="0")),
-    ("step02_ddp", 0, "--timeout 1", "waited 2 s for other ranks at 127.0", LEFT | dict(RANK="1", MASTER_PORT="1")),
-    ("step07_moe_ep", 4, "--pp 2 --tp 4", "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
+NO_NET = "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9")
+LEFT = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+MISTAKES = [  # "-m extras", if the run has services
+    ("", "step02_ddp", 2, "", *NO_NET),
+    ("", "step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {}),
+    ("-m extras", "step02_ddp", 2, "", *NO_NET),
+    ("-m extras", "step01_single_gpu", 2, "", "--nproc_per_node 2: step 1 knows one device", {}),
+    ("-m extras", "step02_ddp", 0, "", "has set LOCAL_RANK, WORLD_SIZE: ", dict(WORLD_SIZE="2", LOCAL_RANK="1")),
+    ("-m extras", "step02_ddp", 0, "--timeout 1", "waited 2 s for other ranks at 127.0", LEFT),
+    ("-m extras", "step07_moe_ep", 4, "--pp 2 --tp 4", "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
 ]
-PLAIN = [NO_NET, ("step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {})]
 
 
-@pytest.mark.parametrize(
-    "served, step, ranks, flags, named, env", [(False, *row) for row in PLAIN] + [(True, *row) for row in SERVED]
-)
-def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, served, step, ranks, flags, named, env):
+@pytest.mark.parametrize("extras, step, ranks, flags, named, env", MISTAKES)
+def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, extras, step, ranks, flags, named, env):
     """The line names the flag, or what else to correct. The exit status is not 0."""
-    words = f"{'-m extras' * served} {step}.py {tiny} --out {tmp_path} {flags}".split()
+    words = f"{extras} {step}.py {tiny} --out {tmp_path} {flags}".split()
     status, text = run(ranks, words, tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
     if not ranks:  # torchrun prints more
@@ -87,42 +85,23 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
     require_same(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
 
 
-FEW = TINY.replace("--steps 3", "--steps 2") + " --eval-every 0 --save-every 0 --peak-tflops 1"
-
-
-def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
-    """They save a checkpoint, and the run directory is free for the next job."""
-    out = tmp_path / "out"
-    words = f"-m extras step03_zero.py {FEW} --steps 20000 --out {out}".split()
-    job = start(2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while job.poll() is None and not metrics(out):
-        time.sleep(0.02)
-    job.kill(), job.wait()
-    until = time.monotonic() + 15
-    while (busy := error_of(UserError, hold, out)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not busy and newest(out).name == folder_name(len(metrics(out))) != folder_name(20000)
-
-
-def test_nobody_reads_what_a_run_says(tmp_path):
-    """If nobody reads its output, as after `| head -1`, a run ends without a message."""
-    code = (
-        "import os, runpy; r, w = os.pipe(); os.close(r); os.dup2(w, 1); runpy.run_module('extras', None, '__main__')"
-    )
-    words = ["-c", code, *f"{STEPS[0]}.py {FEW} --out {tmp_path / 'out'}".split()]
-    assert run(0, words, tmp_path / "log") == (2, "")
-
-
-def test_a_run_says_what_is_attached(tmp_path):
-    """Rank 0 prints a line for each method or menu that is changed, with the number of changed objects."""
-    flags = "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1"
-    words = f"-m extras {STEPS[6]}.py {FEW} {flags} --out {tmp_path / 'out'}".split()
-    status, text = run(2, words, tmp_path / "log")
-    assert status == 0, text
-    assert re.findall(r"^attached: (.*)$", text, re.M) == [
-        "routing instead of --balance loss",
-        "prefetch around Data.batch",
-        "block_overlap instead of Linear.forward (x6)",
-        "block_overlap instead of Attention.enter (x2)",
-        "grouped_matmul instead of ExpertLinear.forward (x6)",
-    ]
+@pytest.mark.parametrize("others, ours, gpus, backend", [("a", "b", 1, "nccl"), ("a", "a", 1, ""), ("", "", 0, "gloo")])
+def test_one_visible_gpu_a_rank_is_a_gpu_of_its_own(monkeypatch, others, ours, gpus, backend):
+    """Ranks that see one GPU each compare its id, and use NCCL. Two ranks with the same GPU are refused."""
+    store, chosen = dist.HashStore(), []
+    store.set("the GPU of rank 1", others)
+    there = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="", MASTER_PORT="0")
+    for key, value in (there | dict(OMP_NUM_THREADS="2")).items():
+        monkeypatch.setenv(key, value)
+    for key, value in dict(device_count=gpus, is_available=gpus > 0, set_device=None).items():
+        monkeypatch.setattr(torch.cuda, key, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=ours))
+    monkeypatch.setattr(devices, "fresh_store", lambda _: store)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: chosen.append(backend))
+    config = SimpleNamespace(device="auto", timeout=60.0, sync="bucket")
+    if backend:
+        devices.meet(config)
+        assert chosen == [backend]
+    else:
+        with pytest.raises(UserError, match="two of the 2 ranks have the same GPU"):
+            devices.meet(config)

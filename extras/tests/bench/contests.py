@@ -1,82 +1,71 @@
 """Compares the speed and memory of a step's variants with one another and with PyTorch's own parallelism.
 
-A contest times whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The
-losses of all contestants must agree. `peak memory` is that of all tensors of rank 0 at the highest moment of the second
-step, without what kernels allocate inside. A row is a step with its flags, or a function of peers.py (`peer`).
+A contestant is a `train(config, run)`: a step's own, or one of peers.py (`peer`). A contest times whole training steps:
+batch, forward, backward, sums, norm, clipping, update. Each contestant runs in a thread that waits before each step, so
+that several take turns in the same processes: whatever else the machine does slows all of them alike. A ratio compares
+neighbours of the same round. The losses of all contestants must agree.
 """
 
+import gc
+import importlib
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
+from queue import Queue
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from common import UserError
 from common.trainer import parse
-from extras.tests.bench.harness import Entry, contest, report
+from extras.services.memory import MemoryTimeline
+from extras.services.ranks import gather_objects
+from extras.services.seam import OpenRun, check, compose
+from extras.services.tables import human, table
 from extras.tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """Contestants by name, with their flags; `shared`: flags of all. Losses may differ by `bound`."""
+    """Contestants by name, with their flags; `shared`: flags of all."""
 
-    about: str
     ranks: int
     step: str
     rows: dict[str, dict[str, Any]]
     shared: dict[str, Any] = {}  # noqa: RUF012
-    bound: float = 1e-3
 
 
-SCHEDULED = ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe")
 CONTESTS = {
-    "step1": Contest("eager and compiled", 1, "step01_single_gpu", dict(eager={}, compiled=dict(compile=True))),
-    "recompute": Contest(
-        "what recomputation costs",
+    "step1": Contest(
         1, "step01_single_gpu",
-        {way: dict(recompute=way) for way in ("none", "elementwise", "full")}
-        | {f"scores {way}": dict(recompute=way, attention="scores") for way in ("none", "selective")},
+        {"eager": {}, "--compile": dict(compile=True)}
+        | {f"--recompute {way}": dict(recompute=way) for way in ("elementwise", "full")},
     ),
     "step2": Contest(
-        "every --sync; torch is DistributedDataParallel",
-        2, "step02_ddp",
-        {sync: dict(sync=sync) for sync in ("bucket", "torch", "naive", "ring")} | {"bucket-mb 0": dict(bucket_mb=0.0)},
+        2, "step02_ddp",  # "torch" is DistributedDataParallel
+        {f"--sync {way}": dict(sync=way) for way in ("bucket", "torch", "naive", "ring")}
+        | {"--bucket-mb 0": dict(bucket_mb=0.0)},
     ),
     "step3": Contest(
-        "stages of ZeRO beside FSDP2 and ZeroRedundancyOptimizer",
         2, "step03_zero",
-        {"--zero 3": dict(zero=3), "fully_shard": dict(peer="fsdp"), "--zero 1": dict(zero=1),
-         "ZeroRedundancyOptimizer": dict(peer="zero_redundancy"), "--zero 2": dict(zero=2), "--zero 0": dict(zero=0)},
+        {"--zero 3": dict(zero=3), "fully_shard": dict(peer="fsdp")}
+        | {f"--zero {stage}": dict(zero=stage) for stage in (2, 1, 0)},
     ),
     "step4": Contest(
-        "tensor parallelism beside DTensor (`parallelize_module`)",
         2, "step04_tp_sp",
-        {"--no-sp": dict(sp=False), "DTensor prepared": dict(peer="dtensor_prepared"),
-         "DTensor plain": dict(peer="dtensor_plain"),
-         "--sp": {}, "DTensor SequenceParallel": dict(peer="dtensor_sequence"),
-         "--sp --tp-overlap": dict(tp_overlap=True)},
+        {"--no-sp": dict(sp=False), "DTensor": dict(sp=False, peer="dtensor"),
+         "--sp": {}, "DTensor SequenceParallel": dict(peer="dtensor"), "--sp --tp-overlap": dict(tp_overlap=True)},
         dict(tp=2, zero=0),
     ),
-    "step5": Contest(
-        "context modes in training, all with --zero 1",
-        2, "step05_cp_ring",
-        {"zigzag by formula": {}, "ulysses": dict(cp_mode="ulysses")}
-        | {mode: dict(cp_mode=mode, cp_kernel="flash") for mode in ("zigzag", "ring", "allgather")},
-        dict(cp=2, zero=1),
-    ),
     "step6": Contest(
-        "schedules beside those of torch.distributed.pipelining",
         4, "step06_pipeline",
-        {name: row for s in SCHEDULED for name, row in
-         {s: dict(schedule=s), f"torch {s}": dict(schedule=s, peer="pipelining")}.items()},
+        {name: row for s in ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe") for name, row in
+         {f"--schedule {s}": dict(schedule=s), f"torch {s}": dict(schedule=s, peer="pipelining")}.items()},
         dict(pp=4, zero=0, n_layers=8, micro_batch_size=2),
-    ),
-    "step7": Contest(
-        "layouts of 8 ranks",
-        8, "step07_moe_ep",
-        {"2D: dp 4 x tp 2": dict(tp=2), "2D: pp 2 x dp 4": dict(pp=2), "3D: pp 2 x dp 2 x tp 2": dict(pp=2, tp=2),
-         "5D: pp 2 x cp 2 x tp 2 with ep 2": dict(pp=2, cp=2, tp=2, ep=2), "dp 8 with ep 8": dict(ep=8)},
-        dict(model="tiny-moe", zero=1, micro_batch_size=2), bound=0.02,  # the balance loss depends on the micro-batches
     ),
 }  # fmt: skip
 
@@ -85,33 +74,154 @@ CONTESTS = {
 class Config:
     """Flags of all contestants."""
 
-    model: str = ""  # preset; default: tiny, in step 7 tiny-moe
-    seq_len: int = 0  # override the sequence length; 0: as the preset
-    only: str = ""  # contestants, separated by commas; all are compared with the first
+    model: str = "tiny"  # preset
     rounds: int = 8  # turns of each contestant, after one to warm up
+
+
+class Result(NamedTuple):
+    """The numbers of one contestant."""
+
+    seconds: list[float]  # of a step on the slowest rank, by round
+    peak: int  # bytes of rank 0's tensors, at most, in the second step
+
+
+class Bare(OpenRun):
+    """A run that prints and writes nothing."""
+
+    def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
+        """`peer`: the function of peers.py that trains; "": the step's own `train` with all techniques."""
+        module = importlib.import_module(step)
+        config = compose(module)(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
+        check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        super().__init__(config)
+        self.first, self.peer, self.train = False, peer, module.train
+        if peer:
+            self.train = getattr(importlib.import_module("extras.tests.bench.peers"), peer)
+
+    def built(self, **parts: Any):
+        """Attach the techniques to the parts of a step's own `train`."""
+        self.began = time.perf_counter()
+        if not self.peer:
+            self.open(**parts)
+
+
+class AllTensors(MemoryTimeline):
+    """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Skip operators of DTensors, which call those of their local tensors."""
+        theirs = any(kind.__name__ == "DTensor" for kind in types)  # importing it takes a second
+        return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Contestant(Bare):
+    """A `train` that waits before each step; `step()` lets it do one. Its record is then the last of `history`.
+
+    `peak`: the most bytes of tensors in its second step, without what kernels allocate inside.
+    """
+
+    def __init__(self, *entry: Any):
+        super().__init__(*entry)
+        self.go, self.done = threading.Semaphore(0), Queue()
+        threading.Thread(target=self.work, daemon=True).start()
+        self.wait()
+
+    def work(self):
+        """Train, in the thread."""
+        try:
+            with ExitStack() as self.watching, self:
+                self.timeline = self.watching.enter_context(AllTensors())
+                self.train(self.config, self)
+        except BaseException as error:
+            self.done.put(error)
+
+    def wait(self):
+        """Block until the thread waits for its next step. Raises what the thread has raised."""
+        if (error := self.done.get()) is not None:
+            raise error
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Wait before each step. The first two are watched, so they take longer."""
+        self.built(**parts)
+        for step in range(self.config.steps):
+            if step == 1:
+                before = len(self.timeline.events)
+            if step == 2:
+                self.watching.close()
+                self.peak = max(list(accumulate(event.bytes for event in self.timeline.events))[before:])
+            self.done.put(None)
+            self.go.acquire()
+            yield step
+
+    def step(self):
+        """Let the thread train one step."""
+        self.go.release()
+        self.wait()
+
+
+def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step on this rank, by name and round, after a round that warms up.
+
+    In a round each contestant makes three steps in a row. Every other round goes through the names backwards.
+    """
+    found: dict[str, list[float]] = {name: [] for name in made}
+    finished = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    for turn in range(rounds + 1):
+        for name in list(made)[:: -1 if turn % 2 else 1]:
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            for _ in range(3):
+                made[name].step()
+            finished()
+            found[name].append((time.perf_counter() - start) / 3)
+    return {name: turns[1:] for name, turns in found.items()}
+
+
+def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, Result]:
+    """Runs on every rank. `entries`: arguments of `Bare`. Raises RuntimeError if losses ever differ by over `bound`."""
+    made, found = {}, {}
+    for name, entry in entries.items():
+        gc.collect()
+        made[name] = Contestant(*entry)
+        for _ in range(2):
+            made[name].step()
+    ranks = gather_objects(take_turns(made, rounds))
+    first = next(iter(made.values()))
+    for name, one in made.items():
+        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(one.history, first.history, strict=True))
+        if apart > bound:
+            raise RuntimeError(f"{name}: its loss differs by {apart:.3g} from that of the first")
+        found[name] = Result([max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)], one.peak)
+    return found
+
+
+def report(found: dict[str, Result], beside: dict[str, str]) -> str:
+    """The table of a contest. `beside`: for each name, the one by whose times its own are divided, round by round."""
+    rows = [["", "step time", "beside", "time, and its range", "peak memory"]]
+    for name, (seconds, peak) in found.items():
+        ratios = [a / b for a, b in zip(seconds, found[beside[name]].seconds, strict=True)]
+        spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
+        rows.append([name, f"{1e3 * median(seconds):.1f} ms", beside[name], spread, human(peak)])
+    return table(rows)
 
 
 def main(name: str, argv: list[str]):
     """One contest: train all of its rows, and print the table."""
-    config, (about, ranks, step, rows, shared, bound) = parse(Config, argv), CONTESTS[name]
-    flags = dict(model="tiny", micro_batch_size=4, global_batch_size=16) | shared
-    flags |= {key: value for key in ("model", "seq_len") if (value := getattr(config, key))}
-    chosen = config.only.split(",") if config.only else list(rows)
-    if unknown := set(chosen) - set(rows):
-        raise UserError(f"--only {', '.join(unknown)}: contestants are {', '.join(rows)}")
-    entries, beside, ours = {}, {}, chosen[0]
-    for row in chosen:
-        peer = rows[row].get("peer", "")
-        entries[row] = Entry(step, flags | {key: value for key, value in rows[row].items() if key != "peer"}, peer)
-        ours = ours if peer else row
-        beside[row] = ours if peer else chosen[0]  # a peer is compared with our row before it
-    bound = max(bound, 0.05 if torch.cuda.is_available() else 0.0)  # where they train in bf16
-    pool = Pool(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")  # with a GPU each, or on CPUs
+    config, (ranks, step, rows, shared) = parse(Config, argv), CONTESTS[name]
+    shared = dict(model=config.model, micro_batch_size=4, global_batch_size=16) | shared
+    entries, beside, before = {}, {}, ""
+    for row, flags in rows.items():
+        peer = flags.get("peer", "")
+        entries[row] = step, shared | {key: value for key, value in flags.items() if key != "peer"}, peer
+        beside[row] = before if peer else next(iter(rows))  # a peer is compared with our row before it
+        before = row
+    cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, all train on CPUs
+    pool = Pool(ranks, "cuda" if cuda else "cpu")
     try:
-        found, *_ = pool.run(contest, entries, config.rounds, bound, seconds=86400.0)
+        found, *_ = pool.run(contest, entries, config.rounds, 0.05 if cuda else 1e-3, seconds=86400.0)  # bf16, fp32
     finally:
         pool.stop()
-    load = f"{os.cpu_count()} CPU cores, one thread a rank, load {os.getloadavg()[0]:.1f}"
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else load
-    print(f"{name}: {about}; {flags['model']}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
+    device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores, one thread a rank"
+    print(f"{name}: {config.model}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
     print(f"medians (and range) of {config.rounds} rounds in turns; ratios are of neighbours in a round")

@@ -1,21 +1,20 @@
 """Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
 
-Only the code between the batch and the update differs from the steps; a `Peer` has it.
+Only the code between the batch and the update differs from the steps. Each `build` makes it: a module, and a function
+`backward(xs, ys, n_targets)` that adds up gradients and returns the loss. (torch_ddp.py has DistributedDataParallel.)
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
-from torch.nn.parallel import DistributedDataParallel
 
 from common.comm import Mesh, all_reduce
 from common.data import Data
@@ -23,21 +22,12 @@ from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.schedules import Place
 from common.trainer import Run, choose_device
-from extras.variants.step02.torch_ddp import TorchSync
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step06_pipeline import forward_stage, keep_stage, plan
 
 
-class Peer(NamedTuple):
-    """What replaces a step's mechanism. `backward(xs, ys, n_targets)` adds up gradients and returns the loss."""
-
-    module: nn.Module
-    backward: Callable[[list[Tensor], list[Tensor], Tensor], Tensor]
-    optimizer: torch.optim.Optimizer | None = None
-
-
-def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, run: Run):
+def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut: str, config: Any, run: Run):
     """The steps' training loop around a peer that shards along the dimension `cut`."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
@@ -47,15 +37,16 @@ def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, ru
     with torch.device("meta"):
         model = Decoder(shape)
     RECOMPUTE[config.recompute](model)
-    peer = build(config, mesh, model)
-    optimizer = peer.optimizer or adamw(peer.module, config)
+    module, backward = build(config, mesh, model)
+    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     for step in run.steps(model=model, optimizer=optimizer, data=data, mesh=mesh):
         tokens, targets = (x.to(device) for x in data.batch(step))
         n_targets = (targets != IGNORE).sum().clamp(min=1)
-        loss = peer.backward(*(x[mine].split(config.micro_batch_size) for x in (tokens, targets)), n_targets)
+        loss = backward(*(x[mine].split(config.micro_batch_size) for x in (tokens, targets)), n_targets)
         for dim in mesh.sizes if cut != "tp" else ("dp",):
             all_reduce(loss, mesh[dim]).wait()
-        norm = clip(peer.module, config.grad_clip, mesh if cut == "pp" else None)
+        norm = clip(module, config.grad_clip, mesh if cut == "pp" else None)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         optimizer.step()
@@ -69,12 +60,6 @@ def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
     return list(sets.values())
-
-
-def adamw(module: nn.Module, config: Any, rule: Callable = torch.optim.AdamW, **more: Any) -> torch.optim.Optimizer:
-    """Step 1's update rule on a module's parameters as they are."""
-    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
-    return rule(groups, betas=(0.9, 0.95), fused=True, **more)
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
@@ -91,18 +76,17 @@ def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
     return norm.item()
 
 
-def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
-    """Forward and backward of one micro-batch after another; `last` is told whether the next one is the last."""
+def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+    """Forward and backward of one micro-batch after another; returns the sum of the losses."""
     total = 0.0
-    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        last(i + 1 == len(xs))
+    for x, y in zip(xs, ys, strict=True):
         loss = module(x, y) / n_targets
         loss.backward()
         total = total + loss.detach()
     return total
 
 
-def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """FSDP2: each layer is a unit, the rest another, freed after use; gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
@@ -113,48 +97,34 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
         shard = fully_shard(module, **options)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    return Peer(model, partial(in_micro_batches, model, lambda _: None))
+    return model, partial(in_micro_batches, model)
 
 
-def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """DistributedDataParallel with summed gradients, and a ZeroRedundancyOptimizer around the steps' update rule."""
-    device, dtype = choose_device(config)
-    materialize(model, config.seed, device, dtype)
-    options = dict(gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=config.bucket_mb)
-    wrapped = DistributedDataParallel(model, process_group=mesh["dp"].handle, **options)
-    wrapped.register_comm_hook(mesh["dp"], TorchSync.add)
-    sharded = dict(process_group=mesh["dp"].handle, optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True)
-    optimizer = adamw(model, config, ZeroRedundancyOptimizer, lr=0.0, **sharded)
-    last = partial(setattr, wrapped, "require_backward_grad_sync")
-    return Peer(wrapped, partial(in_micro_batches, wrapped, last), optimizer)
+def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
+    """PyTorch's tensor parallelism; with --sp, its SequenceParallel on the norms.
 
-
-def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
-    """PyTorch's tensor parallelism. `how`: plain (each matrix makes its input a DTensor), prepared (each block does so
-    once), or sequence (as prepared, with SequenceParallel on the norms).
+    Each block, not each matrix, makes its input a DTensor, which takes less time.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
     device_mesh = dist.init_device_mesh(device.type, (mesh["tp"].size,))
-    sp = how == "sequence"
-    between = Shard(1) if sp else Replicate()
+    between = Shard(1) if config.sp else Replicate()
     layout = {f"self_attn.{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
     layout |= {f"mlp.{name}_proj": parallel.ColwiseParallel() for name in ("gate", "up")}
     rowwise = parallel.RowwiseParallel(output_layouts=between)
     layout |= {name: rowwise for name in ("self_attn.o_proj", "mlp.down_proj")}
-    if how != "plain":
-        given, wanted = (between, None, None), (Replicate(), None, None)
-        prepare = parallel.PrepareModuleInput
-        layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
-        layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
-    if sp:
+    given, wanted = (between, None, None), (Replicate(), None, None)
+    prepare = parallel.PrepareModuleInput
+    layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
+    layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
+    if config.sp:
         layout |= {name: parallel.SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
     for layer in model.model.layers.values():
         parallel.parallelize_module(layer, device_mesh, layout)
     head = parallel.ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
     embedding = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     ends = {"model.embed_tokens": embedding, "lm_head": head}
-    ends |= {"model.norm": parallel.SequenceParallel()} if sp else {}
+    ends |= {"model.norm": parallel.SequenceParallel()} if config.sp else {}
     parallel.parallelize_module(model, device_mesh, ends)
 
     def loss(logits: DTensor, targets: Tensor) -> Tensor:
@@ -163,11 +133,11 @@ def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
     def backward(*batch: Any) -> Tensor:
         with parallel.loss_parallel():
-            total = in_micro_batches(model, lambda _: None, *batch)
+            total = in_micro_batches(model, *batch)
         return total.to_local() if isinstance(total, DTensor) else total
 
     model.loss = loss
-    return Peer(model, backward)
+    return model, backward
 
 
 class Stage(nn.Module):
@@ -196,7 +166,7 @@ TORCH_SCHEDULES = {  # our schedule -> theirs
 CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # two stages on a rank, where ours has one or two whole models
 
 
-def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """`torch.distributed.pipelining`: the schedule nearest to `--schedule`, gradients not scaled."""
     device, dtype = choose_device(config)
     cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
@@ -221,12 +191,9 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
         schedule.step(*inputs, target=torch.cat(ys) if ends[1] else None, losses=losses, return_outputs=False)
         return sum((one.detach() for one in losses), torch.zeros((), device=device))
 
-    return Peer(model, backward)
+    return model, backward
 
 
 fsdp = partial(train, build_fsdp, "dp")
-zero_redundancy = partial(train, build_zero_redundancy, "dp")
-dtensor_plain, dtensor_prepared, dtensor_sequence = (
-    partial(train, partial(build_dtensor, how), "tp") for how in ("plain", "prepared", "sequence")
-)
+dtensor = partial(train, build_dtensor, "tp")
 pipelining = partial(train, build_pipelining, "pp")
