@@ -7,7 +7,6 @@ import re
 import sys
 from base64 import b64encode
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
-from extras.services.pages import pictures
+from extras.services.pages.pictures import all_pictures
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
@@ -49,8 +48,7 @@ class Pages:
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
                 place, html, css = (module, len(lines), column), escape(part, quote=False), STANDARD_TYPES[kind]
-                own = f"{module}.html#{part}"  # a class in quotes, as in config: "Config"
-                if addresses := self.names.refs.get(place) or [own] * (part.istitle() and own in self.names.homes):
+                if addresses := self.names.refs.get(place):
                     ids = [f'id="{a.partition("#")[2]}"' for a in addresses if self.names.homes.get(a) == place]
                     html = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{" ".join(addresses)}">{html}</a>'
                 lines[-1] += f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
@@ -132,19 +130,16 @@ def main():
         sys.exit(f"error: --run {flags.run}: there is no metrics.jsonl; name the directory of a run")
     paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    with ProcessPoolExecutor(1) as pool:
-        shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
-    shown, drawn = shown.result(), dict(run=pictures_of(flags.run)) if flags.run else {}
+    shown, pages = all_pictures(), Pages(files)
+    drawn = dict(run=pictures_of(flags.run)) if flags.run else {}
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
     every = ["index", *files, *drawn]
-    chapters = {module: pictures.small(shown[module][0]) for module in files if module in shown}
     flags.out.mkdir(parents=True, exist_ok=True)
     copy(HERE / "schedules.gif", flags.out)
     for here in every:
-        of_page = dict(shown=shown.get(here, ()), charts=drawn.get(here, ()))
-        values = dict(p=pages, here=here, every=every, rules=rules, chapters=chapters) | of_page
+        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here), charts=drawn.get(here, ()))
         (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
 
