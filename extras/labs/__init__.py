@@ -2,10 +2,11 @@
 
     python -m extras.labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
     python -m extras.labs check FOLDER         points by task; `--task "f and g"` judges one task
-    python -m extras.labs grade FOLDERS --csv points.csv
+    python -m extras.labs grade FOLDERS > points.csv
 
 The chapter's own tests in tests/ are the judge: marks there name the task and the points of each test. A lab is a row
-of TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints.
+of TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints, and then a
+question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
 there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so changed
@@ -13,7 +14,6 @@ tests have no effect.
 """
 
 import ast
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -121,15 +121,3 @@ def hollow(lab: int) -> dict[str, str]:
             lines[start - 1 : node.end_lineno] = [" " * (node.col_offset + 4) + words]
         texts[file] = "\n".join(lines) + "\n"
     return texts
-
-
-def text_of(lab: int) -> list[tuple[str, str, str, list[str]]]:
-    """Read labN.md: for each task, (title, minutes, what to read, three hints)."""
-    text = (Path(__file__).parent / f"lab{lab}.md").read_text()
-    parts = re.findall(r"^## (.+?) \((\d+) min\)\n\n(.+?)\n\n((?:\d\. .+\n)+)", text, re.MULTILINE)
-    return [(*part[:3], re.findall(r"^\d\. (.+)", part[3], re.MULTILINE)) for part in parts]
-
-
-def question_of(lab: int) -> str:
-    """Read labN.md's last question, which is answered in writing and graded by hand."""
-    return (Path(__file__).parent / f"lab{lab}.md").read_text().partition("## The question\n\n")[2]

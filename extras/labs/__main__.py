@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
-from extras.labs import TASKS, holes, hollow, question_of, step_of, text_of
-from extras.labs.judge import chapter, judge, lay_out, worth
+from extras.labs import TASKS, holes, hollow, step_of
+from extras.labs.judge import chapter, judge, lay_out
 
 SECONDS = 900  # that a folder may take by default
+COLUMNS = ("folder", "student", "lab", "points", "of", "error", "tasks", "lost")  # of the table of grades
 INTRODUCTION = """# Lab {lab}: {step}
 
 Student: {student}
@@ -29,9 +30,13 @@ In the project's folder:
     python -m extras.labs check {folder} --task "{task}"
 
 The tests say what is demanded of each function: read one that fails. A test that hangs fails after a minute, and
-says in which call each rank waits. A task may also fail because of an earlier one. The last section has three hints for
-each task, from vague to plain.
-"""
+says in which call each rank waits. A task may also fail because of an earlier one.
+
+{tasks}
+
+Each task has a section with its minutes, what to read, and three hints, from vague to plain: try without them first.
+
+{text}"""
 
 
 def start(lab: int, folder: Path, student: str):
@@ -41,20 +46,15 @@ def start(lab: int, folder: Path, student: str):
     if folder.exists():
         raise UserError(f"{folder} is there already: choose a new folder")
     lay_out(lab, folder, hollow(lab))
-    files, task = " and ".join(holes(lab)), next(iter(TASKS[lab]))
+    files, task, tasks = " and ".join(holes(lab)), next(iter(TASKS[lab])), []
+    for n, (name, names) in enumerate(TASKS[lab].items(), 1):
+        functions = ", ".join(f"`{each.rpartition(':')[2]}`" for each in names.split())
+        tasks.append(f'{n}. Task "{name}": ' + (f"write {functions}." if names else "the whole file; nothing to add."))
     words = dict(lab=lab, step=step_of(lab), student=student, files=files, folder=folder.resolve(), task=task)
     words["launch"] = f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)} --model debug"
-    lines = [INTRODUCTION.format(tests=chapter(lab), word=task.replace(" ", "_"), **words)]
-    for i, ((name, names), (title, minutes, read, _)) in enumerate(zip(TASKS[lab].items(), text_of(lab), strict=True)):
-        earned = sum(points for (_, other), points in worth(lab).items() if other == name)
-        lines += [f'## {i + 1}. {title} (task "{name}", {minutes} minutes, {earned} points)\n']
-        holes_of = ", ".join(f"`{each.rpartition(':')[2]}`" for each in names.split())
-        lines += [f"Write: {holes_of}." if names else "Nothing new: all of it together."]
-        lines += [f"Read: {read}.\n"]
-    lines += ["## The question, to be answered in writing\n", question_of(lab), "## Hints\n"]
-    for title, *_, hints in text_of(lab):
-        lines += [f"### {title}\n", *(f"{n}. {hint}" for n, hint in enumerate(hints, 1)), ""]
-    (folder / "LAB.md").write_text("\n".join(lines))
+    words |= dict(tests=chapter(lab), word=task.replace(" ", "_"), tasks="\n".join(tasks))
+    text = (Path(__file__).parent / f"lab{lab}.md").read_text().partition("\n\n")[2]
+    (folder / "LAB.md").write_text(INTRODUCTION.format(text=text, **words))
 
 
 def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
@@ -98,24 +98,10 @@ def row(folder: Path, seconds: float) -> dict[str, Any]:
         own = [r for r in found if r.task == task]
         sums.append(f"{task} {sum(r.points for r in own if not r.wrong)}/{sum(r.points for r in own)}")
     lost = " | ".join(f"{r.test}: {r.wrong}"[:200] for r in found if r.wrong)
-    points, total = sum(r.points for r in found if not r.wrong), sum(worth(lab).values()) if lab else 0
-    cells = dict(folder=folder, student=student, lab=lab, points=points, of=total, error=error)
-    cells |= dict(tasks="; ".join(sums), lost=" ".join(lost.split()))
+    points, total = sum(r.points for r in found if not r.wrong), sum(r.points for r in found)
+    cells = folder, student, lab, points, total, error, "; ".join(sums), " ".join(lost.split())
     # No cell may begin with a character that makes a spreadsheet evaluate it.
-    return {key: re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for key, cell in cells.items()}
-
-
-def grade(folders: list[Path], table: Path | None, seconds: float):
-    """Print a line for each folder, and write its row of the table."""
-    rows: list[dict[str, Any]] = []
-    for folder in folders:
-        rows.append(row(folder, seconds))
-        print("{folder}: {points} of {of} {error}".format(**rows[-1]), flush=True)
-        if table:  # rewritten after each folder: if the grader is stopped, earlier results remain
-            with table.open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
+    return {key: re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for key, cell in zip(COLUMNS, cells, strict=True)}
 
 
 def main() -> int:
@@ -130,9 +116,8 @@ def main() -> int:
     verb.add_argument("folder", type=Path)
     verb.add_argument("--task", default="", help="this task alone, by its name")
     verb.add_argument("--seconds", type=float, default=SECONDS, help="limit (default %(default)s)")
-    verb = verbs.add_parser("grade", help="for teachers: judge folders; exit status 0 whatever they contain")
+    verb = verbs.add_parser("grade", help="for teachers: judge folders, and print a table in CSV; exit status 0")
     verb.add_argument("folders", nargs="+", type=Path)
-    verb.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each folder")
     verb.add_argument("--seconds", type=float, default=SECONDS, help="limit for a folder (default %(default)s)")
     args = top.parse_args()
     try:
@@ -142,7 +127,11 @@ def main() -> int:
         elif args.verb == "check":
             return check(args.folder, args.task, args.seconds)
         else:
-            grade(args.folders, args.csv, args.seconds)
+            writer = csv.DictWriter(sys.stdout, COLUMNS)
+            writer.writeheader()
+            for folder in args.folders:
+                writer.writerow(row(folder, args.seconds))
+                sys.stdout.flush()  # if the grader is stopped, the results so far remain
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

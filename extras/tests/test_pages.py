@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 from functools import cache
 from importlib import import_module
@@ -91,11 +90,6 @@ def test_every_link_leads_somewhere(pages):
                 assert page in pages and (not part or f'id="{part}"' in pages[page]), (name, link)
 
 
-def rows_of(frame: dict, state: int = -1) -> dict[str, list]:
-    """The rows of a picture's table in one state: name -> cells."""
-    return {name: [frame["cells"][n] for n in row] for name, row in frame["states"][state][1].items()}
-
-
 def test_pictures_obey_the_chapters_laws(pages):
     """Recordings are compared with what the docstrings say of bytes, sums, shards, pairs, bubbles and experts."""
     texts = [
@@ -111,19 +105,18 @@ def test_pictures_obey_the_chapters_laws(pages):
     most = {name: max(frame["curve"]["activations"]) for name, frame in step.items()}
     assert most["fp32/full"] < most["fp32/none"] / 2
 
-    sums = [{cell[0] for cell in row[1:]} for row in rows_of(buckets[""]).values()]
+    sums = [{cell[0] for cell in row[1:]} for row in buckets[""]["states"][-1][1].values()]
     assert all(len(of_ranks) == 1 and "under way" not in of_ranks for of_ranks in sums), "all ranks have one sum"
 
     kinds = ("parameters", "gradients", "masters", "moments")  # 2 and 12 bytes, sharded by stage; 3: two whole units
     whole = {stage: sum(frame["curve"][kind][-1] for kind in kinds) for stage, frame in zero.items()}
     n_params = zero["1"]["curve"]["parameters"][0] / 2
     assert whole == {"1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}
-    for n in range(len(zero["3"]["states"])):
-        rows = rows_of(zero["3"], n).items()
-        assert sum(all(chip[2] != "gone" for chip in row[0]) for name, row in rows if "weights" in name) <= 2
+    for _, rows in zero["3"]["states"]:
+        assert sum(all(chip[2] != "gone" for chip in row[0]) for name, row in rows.items() if "weights" in name) <= 2
 
     for sp, between in (("yes", "a shard"), ("no", "whole")):
-        said = {name: row[0][0][0].split("] ")[1] for name, row in rows_of(layer[sp]).items()}
+        said = {name: row[0][0][0].split("] ")[1] for name, row in layer[sp]["states"][-1][1].items()}
         assert said["input_layernorm"] == said["self_attn: g"] == said["mlp: g"] == said["layer"] == between
         assert said["self_attn: f"] == said["mlp: f"] == "whole" and said["self_attn.q_proj"] == "a shard"
         assert said["self_attn.o_proj"] == said["mlp.down_proj"] == "a term of a sum"
@@ -135,17 +128,17 @@ def test_pictures_obey_the_chapters_laws(pages):
 
     assert f"idle for {3 / 11:.1%}" in schedules["1f1b/4/8"]["text"], "the bubble is (p - 1) / (m + p - 1)"
     assert "rank: 4 3 2 1." in schedules["1f1b/4/8"]["text"] and "rank: 8 8 8 8." in schedules["afab/4/8"]["text"]
-    assert "--pp 8 must divide" in schedules["interleaved/8/4"]["text"]
 
     for frame in routing.values():  # no row is lost; each comes to its expert; outputs return in the rows' order
-        rows = {name: [[c[0] for c in cell if c != "|"] for cell in row] for name, row in rows_of(frame).items()}
+        last = frame["states"][-1][1]
+        rows = {name: [[chip[0] for chip in cell] for cell in row] for name, row in last.items()}
         assert rows["home"] == rows["sorted"] and sorted(chain(*rows["there"])) == sorted(chain(*rows["sorted"]))
-        for (here,), there in zip(rows_of(frame)["experts here"], rows["there"], strict=True):
+        for (here,), there in zip(last["experts here"], rows["there"], strict=True):
             assert {row.split(":")[0] for row in there} <= {*here.split(", ")}
 
 
 def test_a_missing_run_is_one_line(tmp_path):
     """A folder that has no run gives an error of one line."""
-    command = [sys.executable, "-m", "extras.services.pages", tmp_path, "--run", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode and done.stderr.startswith("error: --run") and done.stderr.count("\n") == 1
+    words = ["python -m extras.services.pages", str(tmp_path), "--run", str(tmp_path)]
+    with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit, match=r"^error: --run .*metrics\.jsonl"):
+        site.main()

@@ -86,7 +86,6 @@ class Pages:
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
         """Split the lines after one statement, to the end of the next, by definition: docstring, and other code."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
-        menu = getattr(getattr(node, "target", None) or getattr(node, "targets", [None])[0], "id", None)
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []
         for it, start, end in zip(
@@ -96,9 +95,8 @@ class Pages:
             own = [of.arg for of in ast.walk(it) if isinstance(of, ast.arg)] if it in inside else ()
             if it in inside and (words := ast.get_docstring(it) or ""):
                 del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
-            name = (it.name if it is node else f"{node.name}.{it.name}") if inside else menu
             code = blocks(*"\n".join(code).strip("\n").split("\n"))
-            parts.append(dict(name=name, prose=self.prose(words, module, own), code=code))
+            parts.append(dict(prose=self.prose(words, module, own), code=code))
         return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
@@ -115,11 +113,6 @@ class Pages:
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
 
 
-def pictures_of(run: Path) -> list[tuple[str, str]]:
-    """(name, PNG in base64) of each picture in a run's directory."""
-    return [(path.stem, b64encode(path.read_bytes()).decode()) for path in sorted(run.glob("*.png"))]
-
-
 def main():
     """Read the flags and write the pages."""
     parser = argparse.ArgumentParser("python -m extras.services.pages", description=__doc__)
@@ -131,15 +124,16 @@ def main():
     paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     shown, pages = all_pictures(), Pages(files)
-    drawn = dict(run=pictures_of(flags.run)) if flags.run else {}
+    of_run = sorted(flags.run.glob("*.png")) if flags.run else []
+    charts = [(path.stem, b64encode(path.read_bytes()).decode()) for path in of_run]
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
-    every = ["index", *files, *drawn]
+    every = ["index", *files, *(["run"] if flags.run else [])]
     flags.out.mkdir(parents=True, exist_ok=True)
     copy(HERE / "schedules.gif", flags.out)
     for here in every:
-        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here), charts=drawn.get(here, ()))
+        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here), charts=charts)
         (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
 

@@ -67,12 +67,12 @@ for (const form of framed ? [] : document.forms) {
     return `<span class="chip ${part[2]}${changed}" style="--c: var(--c${part[1]})">${plain(part[0])}</span>`
   }
   function tellTable() {
-    const { states, cells, columns, curve } = frame, n = +moment.value, [said, rows] = states[n]
+    const { states, columns, curve } = frame, n = +moment.value, [said, rows] = states[n]
     const before = n ? states[n - 1][1] : {}
     const body = Object.entries(rows).map(([name, row]) => `<tr><th scope=row>${plain(name)}</th>` + row.map((cell, k) => {
-      const old = cells[before[name]?.[k]]?.map(part => JSON.stringify(part)) ?? []
+      const old = before[name]?.[k]?.map(part => JSON.stringify(part)) ?? []
       const span = row.length === 1 ? ` colspan=${columns.length}` : ""
-      return `<td${span}>${cells[cell].map((part, i) => chip(part, n ? old[i] ?? "" : undefined)).join("")}</td>`
+      return `<td${span}>${cell.map((part, i) => chip(part, n ? old[i] ?? "" : undefined)).join("")}</td>`
     }).join("") + "</tr>").join("")
     const head = columns.map(name => `<th scope=col>${plain(name)}</th>`).join("")
     stage.innerHTML = `<table><tr><td></td>${head}</tr>${body}</table>` + skyline(curve, n)

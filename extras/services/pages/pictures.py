@@ -3,21 +3,17 @@
 A picture is dict(title, id, choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame has a
 `text` and is one of two:
 
-    table    columns, cells, states=[(text, {row: numbers of cells, one for each column or one for all})], and
-             curve: see record.py. In code: `table`
+    table    columns, states=[(text, {row: cells, one for each column or one for all})], and curve: see record.py
     boxes    boxes, rows=names, width=columns, moments=the text of each. A box is (row, column, width, colour, label,
              note, the moment from which on it is shown)
 """
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable
 from itertools import accumulate, product
 from typing import Any
 
 import step05_cp_ring as step05
-from common import UserError
 from common.schedules import SCHEDULES
 from extras.services.pages.moving import spans_of
 from extras.services.pages.record import RANKS, recorded
@@ -32,36 +28,16 @@ def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
     return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)
 
 
-def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
-    """Make a frame for each combination of choices; if the program refuses one, the frame shows its message."""
-    frames = {}
-    for values in product(*choices):
-        try:
-            frame = make(*values)
-        except UserError as error:
-            frame = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
-        frames["/".join(map(str, values))] = frame
-    return frames
-
-
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """Make a table that changes from state to state, of the ranks' recordings. Equal cells are stored once."""
-    cells: dict[str, int] = {}
-    states, curve = [], {kind: [] for kind in ranks[0].get("curve", ())}
-    for n, now in enumerate(zip(*(rank["states"] for rank in ranks), strict=True)):
-        joined = {}
-        for name in now[0][1]:
-            row = [json.dumps(cell) for _, rows in now for cell in rows[name]]
-            joined[name] = [cells.setdefault(cell, len(cells)) for cell in row]
-        if not states or joined != states[-1][1]:  # on some rank something has changed
-            states.append((now[0][0], joined))
-            for kind, sizes in curve.items():
-                sizes.append(ranks[0]["curve"][kind][n])
-    return dict(text=ranks[0]["text"], columns=columns, states=states, cells=[*map(json.loads, cells)], curve=curve)
+    """Make a table that changes from state to state, of the ranks' recordings. The texts and the curve are rank 0's."""
+    states = []
+    for now in zip(*(rank["states"] for rank in ranks), strict=True):
+        states.append((now[0][0], {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]}))
+    return dict(text=ranks[0]["text"], columns=columns, states=states, curve=ranks[0].get("curve", {}))
 
 
 def schedule(name: str, p: int, m: int) -> dict:
-    """Make the frame of a schedule with p ranks and m micro-batches, as the simulation times it. Raises UserError."""
+    """Make the frame of a schedule with p ranks and m micro-batches, as the simulation times it."""
     spans = spans_of(name, p, m)
     end, split = spans[-1][0], any(action.kind == "W" for *_, action in spans)
     boxes, most = [], []
@@ -118,7 +94,8 @@ def all_pictures() -> dict[str, dict]:
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first)
 
     batches, timing = [f"micro-batch {n}" for n in (1, 2, 3)], dict(schedule="1f1b", ranks=4, micro_batches=8)
-    schedules, rings = tried(schedule, SCHEDULES, [2, 4, 8], [4, 8]), tried(ring, ["zigzag", "ring"])
+    schedules = {f"{name}/{p}/{m}": schedule(name, p, m) for name in SCHEDULES for p in (2, 4) for m in (4, 8)}
+    rings = {mode: ring(mode) for mode in ("zigzag", "ring")}
     return dict(
         step01_single_gpu=of("step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"),
         step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),

@@ -213,8 +213,8 @@ def layer(mesh: Mesh, sp: bool) -> dict:
 
 
 ROUTES = {
-    "sorted": "Sorted by expert; a bar between the rows for one rank and for the next.",
-    "there": "There: the all-to-all has brought the rows, and they are sorted by expert; a bar between experts.",
+    "sorted": "Sorted: a row for each choice of a token, in the order of the experts.",
+    "there": "There: the all-to-all has brought the rows to the experts' ranks, where they are sorted by expert.",
     "home": "Home: the outputs are back, in the order in which the rows left.",
 }
 
@@ -233,22 +233,16 @@ def routing(mesh: Mesh, ep: int) -> dict:
     tokens[:, 0] = torch.arange(len(tokens))
     rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # which experts
 
-    def show(name: str, of: Tensor, counts: Tensor, experts: range, block: int):
-        """A chip for each row, with its expert and its token; a bar after `block` experts."""
-        rows[name] = []
-        for expert, part in zip(experts, of[:, 0].int().split(counts.tolist()), strict=True):
-            rows[name] += ["|"] * (expert % block == 0 and expert > experts[0])
-            rows[name] += [[f"e{expert}:t{token}", token // 2, ""] for token in part.tolist()]
-
-    def there(of: Tensor, counts: Tensor) -> Tensor:
-        show("there", of, counts, here, 1)
+    def show(name: str, of: Tensor, counts: Tensor, experts: range):
+        """A chip for each row, with its expert and its token."""
+        parts = zip(experts, of[:, 0].int().split(counts.tolist()), strict=True)
+        rows[name] = [[f"e{expert}:t{token}", token // 2, ""] for expert, part in parts for token in part.tolist()]
         return of
 
     def visit(of: Tensor, counts: Tensor) -> Tensor:
-        show("sorted", of, counts, range(4), 4 // ep)
-        out = step07.visit_experts(there, mesh["ep"], of, counts)
-        show("home", out, counts, range(4), 4 // ep)
-        return out
+        show("sorted", of, counts, range(4))
+        there = partial(show, "there", experts=here)
+        return show("home", step07.visit_experts(there, mesh["ep"], of, counts), counts, range(4))
 
     layer.experts.forward = visit
     with torch.no_grad():
