@@ -195,20 +195,20 @@ def layer_tensors(mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
     return seen
 
 
-def layer(mesh: Mesh, sp: bool) -> dict:
-    """Chapter 4: the shapes of a layer's tensors on two ranks, and what they are of one device's tensors."""
+def shapes(mesh: Mesh, sp: bool) -> dict:
+    """Chapter 4: the shapes of a layer's tensors on two ranks; which are whole, shards, or terms of a sum."""
     states, rows = [], {}
-    both = layer_tensors(mesh, sp), layer_tensors(None, sp)
-    for name, one in both[1].items():
-        mine, colour, kind = both[0][name], mesh["tp"].rank, "a term of a sum"
+    sharded, whole = layer_tensors(mesh, sp), layer_tensors(None, sp)
+    for name, one in whole.items():
+        mine, colour, kind = sharded[name], mesh["tp"].rank, "a term of a sum"
         if mine.shape != one.shape:
             kind = "a shard"
         elif torch.allclose(mine, one):
             colour, kind = -1, "whole"
         rows[name] = [[[f"{list(mine.shape)} {kind}", colour, "way" if kind == "a term of a sum" else ""]]]
-        states.append((f"{name} is here.", dict(rows)))
+        states.append((f"{name}: {kind} on the two ranks.", dict(rows)))
     text = "The output of each module of a layer: [batch, tokens, width]. f: the block's input after f; g: its output "
-    text += "after g. What a tensor is was found by comparing its numbers with those of one device."
+    text += "after g. Whether it is whole, a shard or a term of a sum is found by comparing it with one device's."
     return dict(text=text, states=states)
 
 
@@ -265,7 +265,7 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
             step={"/".join(choice): accumulation(*choice) for choice in one},
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in (1, 2, 3)},
-            layer={sp: layer(pairs, sp == "yes") for sp in ("yes", "no")},
+            layer={sp: shapes(pairs, sp == "yes") for sp in ("yes", "no")},
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
