@@ -2,20 +2,18 @@
 
     python -m extras.labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
     python -m extras.labs check FOLDER         points by task; `--task "f and g"` judges one task
-    python -m extras.labs hint FOLDER 2        the next of three hints for the second task
-    python -m extras.labs grade FOLDERS --csv points.csv --gradescope DIR
+    python -m extras.labs grade FOLDERS > points.csv
 
 The chapter's own tests in tests/ are the judge: marks there name the task and the points of each test. A lab is a row
-of TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints.
+of TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints, and then a
+question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
 there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so changed
-tests have no effect. A task that fails is tried again with the project's functions in the holes of the other tasks, so
-an error in another task costs no points.
+tests have no effect.
 """
 
 import ast
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -123,45 +121,3 @@ def hollow(lab: int) -> dict[str, str]:
             lines[start - 1 : node.end_lineno] = [" " * (node.col_offset + 4) + words]
         texts[file] = "\n".join(lines) + "\n"
     return texts
-
-
-def unwritten(lab: int, texts: dict[str, str], task: str) -> list[str]:
-    """The holes of a task that a student has not filled, as they still raise."""
-    found = []
-    for file, names in holes(lab).items():
-        theirs = definitions(texts[file])
-        own = [name for name in names if names[name] == task and name in theirs]
-        found += [name for name in own if f"NotImplementedError('task {task}: " in ast.unparse(theirs[name])]
-    return found
-
-
-def lines_of(node: ast.FunctionDef) -> slice:
-    """The lines of a definition, with its decorators."""
-    return slice(min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1, node.end_lineno)
-
-
-def with_ours(lab: int, texts: dict[str, str], task: str) -> dict[str, str]:
-    """A student's files with the project's functions in the holes of all tasks but one."""
-    given = {}
-    for file, text in ours(lab).items():
-        right, theirs, lines = definitions(text), definitions(texts[file]), texts[file].splitlines()
-        others = [name for name, other in holes(lab)[file].items() if other != task and name in theirs]
-        for name in sorted(others, key=lambda name: -theirs[name].lineno):
-            lines[lines_of(theirs[name])] = text.splitlines()[lines_of(right[name])]
-        # An editor may have removed imports that only our functions need. Functions look names up when they are called.
-        imports = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        kept = {ast.unparse(node) for node in ast.parse(texts[file]).body}
-        given[file] = "\n".join([*lines, *(line for line in imports if line not in kept)]) + "\n"
-    return given
-
-
-def text_of(lab: int) -> list[tuple[str, str, str, list[str]]]:
-    """Read labN.md: for each task, (title, minutes, what to read, three hints)."""
-    text = (Path(__file__).parent / f"lab{lab}.md").read_text()
-    parts = re.findall(r"^## (.+?) \((\d+) min\)\n\n(.+?)\n\n((?:\d\. .+\n)+)", text, re.MULTILINE)
-    return [(*part[:3], re.findall(r"^\d\. (.+)", part[3], re.MULTILINE)) for part in parts]
-
-
-def question_of(lab: int) -> str:
-    """Read labN.md's last question, which is answered in writing and graded by hand."""
-    return (Path(__file__).parent / f"lab{lab}.md").read_text().partition("## The question\n\n")[2]

@@ -2,17 +2,17 @@
 
 import argparse
 import csv
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from common import UserError
-from extras.labs import TASKS, holes, hollow, question_of, step_of, text_of
-from extras.labs.judge import Result, chapter, lay_out, results, worth
+from extras.labs import TASKS, holes, hollow, step_of
+from extras.labs.judge import chapter, judge, lay_out
 
-GRADE, CHECK = 180, 900  # seconds that a folder may take
+SECONDS = 900  # that a folder may take by default
+COLUMNS = ("folder", "student", "lab", "points", "of", "error", "tasks", "lost")  # of the table of grades
 INTRODUCTION = """# Lab {lab}: {step}
 
 Student: {student}
@@ -28,11 +28,15 @@ In the project's folder:
 
     python -m extras.labs check {folder}     points by task, as they will be graded
     python -m extras.labs check {folder} --task "{task}"
-    python -m extras.labs hint {folder} 1    the next of three hints for task 1; hints cost nothing
 
 The tests say what is demanded of each function: read one that fails. A test that hangs fails after a minute, and
-says in which call each rank waits.
-"""
+says in which call each rank waits. A task may also fail because of an earlier one.
+
+{tasks}
+
+Each task has a section with its minutes, what to read, and three hints, from vague to plain: try without them first.
+
+{text}"""
 
 
 def start(lab: int, folder: Path, student: str):
@@ -42,18 +46,15 @@ def start(lab: int, folder: Path, student: str):
     if folder.exists():
         raise UserError(f"{folder} is there already: choose a new folder")
     lay_out(lab, folder, hollow(lab))
-    files, task = " and ".join(holes(lab)), next(iter(TASKS[lab]))
+    files, task, tasks = " and ".join(holes(lab)), next(iter(TASKS[lab])), []
+    for n, (name, names) in enumerate(TASKS[lab].items(), 1):
+        functions = ", ".join(f"`{each.rpartition(':')[2]}`" for each in names.split())
+        tasks.append(f'{n}. Task "{name}": ' + (f"write {functions}." if names else "the whole file; nothing to add."))
     words = dict(lab=lab, step=step_of(lab), student=student, files=files, folder=folder.resolve(), task=task)
     words["launch"] = f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)} --model debug"
-    lines = [INTRODUCTION.format(tests=chapter(lab), word=task.replace(" ", "_"), **words)]
-    for i, ((name, names), (title, minutes, read, _)) in enumerate(zip(TASKS[lab].items(), text_of(lab), strict=True)):
-        earned = sum(points for (_, other), points in worth(lab).items() if other == name)
-        lines += [f'## {i + 1}. {title} (task "{name}", {minutes} minutes, {earned} points)\n']
-        holes_of = ", ".join(f"`{each.rpartition(':')[2]}`" for each in names.split())
-        lines += [f"Write: {holes_of}." if names else "Nothing new: all of it together."]
-        lines += [f"Read: {read}.\n"]
-    lines += ["## The question, to be answered in writing\n", question_of(lab)]
-    (folder / "LAB.md").write_text("\n".join(lines))
+    words |= dict(tests=chapter(lab), word=task.replace(" ", "_"), tasks="\n".join(tasks))
+    text = (Path(__file__).parent / f"lab{lab}.md").read_text().partition("\n\n")[2]
+    (folder / "LAB.md").write_text(INTRODUCTION.format(text=text, **words))
 
 
 def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
@@ -71,7 +72,7 @@ def check(folder: Path, only: str, seconds: float) -> int:
     lab, _, texts = opened(folder)
     if (only := only.replace("_", " ")) and only not in TASKS[lab]:
         raise UserError(f"--task {only}: lab {lab} has {', '.join(TASKS[lab])}")
-    found, _ = results(lab, texts, seconds, only)
+    found = judge(lab, texts, seconds, only)
     for task in TASKS[lab]:
         own, said = [result for result in found if result.task == task], set()
         if own:
@@ -84,98 +85,53 @@ def check(folder: Path, only: str, seconds: float) -> int:
     return int(any(result.wrong for result in found))
 
 
-def grade(folders: list[Path], table: Path | None, gradescope: Path | None, seconds: float):
-    """Print a line for each folder, whatever it contains, and write its row of the table and its results.json."""
-    names = [folder.resolve().name for folder in folders]
-    if gradescope and len(set(names)) < len(names):
-        raise UserError("--gradescope: two folders have the same name")
-    rows: list[dict[str, Any]] = []
-    for folder, name in zip(folders, names, strict=True):
-        lab, student, found, error = 0, "", [], ""
-        try:
-            lab, student, texts = opened(folder)
-            found, error = results(lab, texts, seconds)
-        except Exception as problem:  # a file may be a device, or no text: grade the other folders all the same
-            error = str(problem) or type(problem).__name__
-        rows.append(row(folder, lab, student, found, error))
-        print("{folder}: {points} of {of} {error}".format(**rows[-1]), flush=True)
-        if gradescope:
-            (gradescope / name).mkdir(parents=True, exist_ok=True)
-            tests = [
-                dict(name=f"{r.task}: {r.test}", score=0 if r.wrong else r.points, max_score=r.points, output=r.wrong)
-                for r in found
-            ]
-            text = json.dumps(dict(score=sum(test["score"] for test in tests), output=error, tests=tests), indent=1)
-            (gradescope / name / "results.json").write_text(text)
-        if table:  # rewritten after each folder: if the grader is stopped, earlier results remain
-            with table.open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
-
-
-def row(folder: Path, lab: int, student: str, found: list[Result], error: str) -> dict[str, Any]:
-    """A folder's row of the table. No cell begins with a character that makes a spreadsheet evaluate it."""
+def row(folder: Path, seconds: float) -> dict[str, Any]:
+    """Judge a folder, whatever it contains: its row of the table."""
+    lab, student, found, error = 0, "", [], ""
+    try:
+        lab, student, texts = opened(folder)
+        found = judge(lab, texts, seconds)
+    except Exception as problem:  # a file may be a device, or no text: the other folders are graded all the same
+        error = str(problem) or type(problem).__name__
     sums = []
     for task in TASKS.get(lab, ()):
         own = [r for r in found if r.task == task]
         sums.append(f"{task} {sum(r.points for r in own if not r.wrong)}/{sum(r.points for r in own)}")
     lost = " | ".join(f"{r.test}: {r.wrong}"[:200] for r in found if r.wrong)
-    cells = dict(folder=folder, student=student, lab=lab, points=sum(r.points for r in found if not r.wrong))
-    cells |= dict(of=sum(r.points for r in found), error=error, tasks="; ".join(sums), lost=" ".join(lost.split()))
-    return {key: re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for key, cell in cells.items()}
-
-
-def hint(folder: Path, number: int) -> str:
-    """Give the next hint for a task; hints.txt counts those that have been given. Raises UserError."""
-    texts, given = text_of(opened(folder)[0]), folder / "hints.txt"
-    if not 1 <= number <= len(texts):
-        raise UserError(f"task {number}: this lab has tasks 1 to {len(texts)}")
-    hints = texts[number - 1][3]
-    taken = given.read_text().split().count(str(number)) if given.exists() else 0
-    with given.open("a") as file:
-        file.write(f"{number}\n")
-    return f"{min(taken + 1, len(hints))} of {len(hints)}: {hints[min(taken, len(hints) - 1)]}"
-
-
-def parser() -> argparse.ArgumentParser:
-    """All commands and their flags."""
-    top = argparse.ArgumentParser(prog="python -m extras.labs", description="Each chapter as an evening's work.")
-    verbs = top.add_subparsers(dest="verb", required=True)
-
-    def verb(name: str, says: str, **words: type) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=says, description=says)
-        for word, kind in words.items():
-            made.add_argument(word, type=kind)
-        return made
-
-    made = verb("start", "make a student's folder", lab=int, folder=Path)
-    made.add_argument("--student", default="", metavar="ID", help="noted in LAB.md, and in the table of grades")
-    made = verb("check", "points by task; exit status 0 if all were earned", folder=Path)
-    made.add_argument("--task", default="", help="this task alone, by its name")
-    made.add_argument("--seconds", type=float, default=CHECK, help=f"limit (default {CHECK})")
-    verb("hint", "the next of three hints for a task", folder=Path, task=int)
-    made = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
-    made.add_argument("folders", nargs="+", type=Path)
-    made.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each folder")
-    made.add_argument("--gradescope", type=Path, metavar="DIR", help="write DIR/FOLDER/results.json for each folder")
-    made.add_argument("--seconds", type=float, default=GRADE, help=f"limit for a folder (default {GRADE})")
-    return top
+    points, total = sum(r.points for r in found if not r.wrong), sum(r.points for r in found)
+    cells = folder, student, lab, points, total, error, "; ".join(sums), " ".join(lost.split())
+    # No cell may begin with a character that makes a spreadsheet evaluate it.
+    return {key: re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for key, cell in zip(COLUMNS, cells, strict=True)}
 
 
 def main() -> int:
     """Run a command; returns the exit status."""
-    args = parser().parse_args()
+    top = argparse.ArgumentParser(prog="python -m extras.labs", description="Each chapter as an evening's work.")
+    verbs = top.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("start", help="make a student's folder")
+    verb.add_argument("lab", type=int)
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("--student", default="", metavar="ID", help="noted in LAB.md, and in the table of grades")
+    verb = verbs.add_parser("check", help="points by task; exit status 0 if all were earned")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("--task", default="", help="this task alone, by its name")
+    verb.add_argument("--seconds", type=float, default=SECONDS, help="limit (default %(default)s)")
+    verb = verbs.add_parser("grade", help="for teachers: judge folders, and print a table in CSV; exit status 0")
+    verb.add_argument("folders", nargs="+", type=Path)
+    verb.add_argument("--seconds", type=float, default=SECONDS, help="limit for a folder (default %(default)s)")
+    args = top.parse_args()
     try:
         if args.verb == "start":
             start(args.lab, args.folder, args.student)
             print(f"{args.folder}: open LAB.md")
-        elif args.verb == "hint":
-            print(hint(args.folder, args.task))
         elif args.verb == "check":
             return check(args.folder, args.task, args.seconds)
         else:
-            grade(args.folders, args.csv, args.gradescope, args.seconds)
+            writer = csv.DictWriter(sys.stdout, COLUMNS)
+            writer.writeheader()
+            for folder in args.folders:
+                writer.writerow(row(folder, args.seconds))
+                sys.stdout.flush()  # if the grader is stopped, the results so far remain
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

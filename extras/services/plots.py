@@ -1,4 +1,4 @@
-"""Draws the pictures of a run, and writes the numbers that metrics.jsonl lacks beside them, as JSON."""
+"""Draws the pictures of a run: what its memory holds, and when each rank computes."""
 
 import json
 from collections.abc import Iterator
@@ -60,8 +60,7 @@ def draw_timeline(axes: Any, ranks: list[list], width: float):
 
 
 def timeline(folder: Path, schedule: str, ranks: list[list], idle: float):
-    """Write timeline.png and timeline.json: a pipeline's last step, and the fraction of it that ranks were idle."""
-    (folder / "timeline.json").write_text(json.dumps(dict(schedule=schedule, ranks=ranks, idle=idle)))
+    """Write timeline.png: a pipeline's last step, and the fraction of it that ranks were idle."""
     with picture(folder / "timeline.png", 12, 1.2 + 0.25 * len(ranks)) as axes:
         draw_timeline(axes, ranks, 12)
         axes.set_title(f"{schedule}: idle {idle:.1%}", fontsize=9, loc="left")

@@ -7,7 +7,6 @@ import re
 import sys
 from base64 import b64encode
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
-from extras.services.pages import pictures
+from extras.services.pages.pictures import all_pictures
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
@@ -49,8 +48,7 @@ class Pages:
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
                 place, html, css = (module, len(lines), column), escape(part, quote=False), STANDARD_TYPES[kind]
-                own = f"{module}.html#{part}"  # a class in quotes, as in config: "Config"
-                if addresses := self.names.refs.get(place) or [own] * (part.istitle() and own in self.names.homes):
+                if addresses := self.names.refs.get(place):
                     ids = [f'id="{a.partition("#")[2]}"' for a in addresses if self.names.homes.get(a) == place]
                     html = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{" ".join(addresses)}">{html}</a>'
                 lines[-1] += f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
@@ -88,7 +86,6 @@ class Pages:
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
         """Split the lines after one statement, to the end of the next, by definition: docstring, and other code."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
-        menu = getattr(getattr(node, "target", None) or getattr(node, "targets", [None])[0], "id", None)
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []
         for it, start, end in zip(
@@ -98,9 +95,8 @@ class Pages:
             own = [of.arg for of in ast.walk(it) if isinstance(of, ast.arg)] if it in inside else ()
             if it in inside and (words := ast.get_docstring(it) or ""):
                 del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
-            name = (it.name if it is node else f"{node.name}.{it.name}") if inside else menu
             code = blocks(*"\n".join(code).strip("\n").split("\n"))
-            parts.append(dict(name=name, prose=self.prose(words, module, own), code=code))
+            parts.append(dict(prose=self.prose(words, module, own), code=code))
         return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
@@ -117,11 +113,6 @@ class Pages:
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
 
 
-def pictures_of(run: Path) -> list[tuple[str, str]]:
-    """(name, PNG in base64) of each picture in a run's directory."""
-    return [(path.stem, b64encode(path.read_bytes()).decode()) for path in sorted(run.glob("*.png"))]
-
-
 def main():
     """Read the flags and write the pages."""
     parser = argparse.ArgumentParser("python -m extras.services.pages", description=__doc__)
@@ -132,19 +123,17 @@ def main():
         sys.exit(f"error: --run {flags.run}: there is no metrics.jsonl; name the directory of a run")
     paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    with ProcessPoolExecutor(1) as pool:
-        shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
-    shown, drawn = shown.result(), dict(run=pictures_of(flags.run)) if flags.run else {}
+    shown, pages = all_pictures(), Pages(files)
+    of_run = sorted(flags.run.glob("*.png")) if flags.run else []
+    charts = [(path.stem, b64encode(path.read_bytes()).decode()) for path in of_run]
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
-    every = ["index", *files, *drawn]
-    chapters = {module: pictures.small(shown[module][0]) for module in files if module in shown}
+    every = ["index", *files, *(["run"] if flags.run else [])]
     flags.out.mkdir(parents=True, exist_ok=True)
     copy(HERE / "schedules.gif", flags.out)
     for here in every:
-        of_page = dict(shown=shown.get(here, ()), charts=drawn.get(here, ()))
-        values = dict(p=pages, here=here, every=every, rules=rules, chapters=chapters) | of_page
+        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here), charts=charts)
         (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
 

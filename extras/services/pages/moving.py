@@ -15,11 +15,14 @@ SHOWN = {"afab": "all forward, all backward", "1f1b": "one forward, one backward
 RANKS, MICRO_BATCHES = 4, 8
 
 
-def spans_of(name: str) -> list[tuple]:
-    """Simulate a schedule: (end, rank, start, action) of each action. A rank's two stages take half the time each."""
-    config = compose(step06)(model="llama3-8b", schedule=name, pp=RANKS)
-    places, lists = step06.plan(config, MICRO_BATCHES)
-    each = len(places) // RANKS
+def spans_of(name: str, p: int, m: int) -> list[tuple]:
+    """Simulate a schedule with p ranks and m micro-batches: (end, rank, start, action) of each action, sorted.
+
+    The layers are the same for all schedules, so half a rank's layers take half the time. Raises UserError.
+    """
+    config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
+    places, lists = step06.plan(config, m)
+    each = len({place.layers for place in places}) // p
     costs = {kind: cost * 2 // each for kind, cost in SCHEDULES[name](config).costs.items()}
     return simulate(lists, places, costs)
 
@@ -29,7 +32,7 @@ def main():
     if len(sys.argv) != 2 or not sys.argv[1].endswith((".gif", ".png")):
         sys.exit("error: name the file: python -m extras.services.pages.moving FILE.gif (or .png)")
     plugins()
-    spans = {name: spans_of(name) for name in SHOWN}
+    spans = {name: spans_of(name, RANKS, MICRO_BATCHES) for name in SHOWN}
     end = max(of[-1][0] for of in spans.values())
     figure = Figure(figsize=(8.5, 4.6), layout="constrained")
     rows = figure.subplots(len(SHOWN))

@@ -12,27 +12,23 @@ import jedi
 class Names:
     """The links of all names. `refs`: place -> addresses to which its name may refer. `homes`: address -> its place.
 
-    `users`: address -> addresses of the definitions that name it. `named`: module -> the addresses that it names.
+    `named`: module -> the addresses that it names.
     """
 
     def __init__(self, root: Path, files: dict[str, Path]):
         self.modules = {path: module for module, path in files.items()}
-        self.refs, self.homes, self.users, self.named = {}, {}, defaultdict(set), defaultdict(set)
+        self.refs, self.homes, self.named = {}, {}, defaultdict(set)
         jedi.inference.recursion.per_function_execution_limit = 100  # it would give up on `mesh["dp"]` after 6 of them
         project = jedi.Project(root, sys_path=[str(root)])
         scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
         names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]
         known = {it.name for _, it in names if it.is_definition()}.union(*(module.split(".") for module in files))
         for module, name in [(m, it) for m, it in names if it.name in known]:  # other names are torch's or Python's
-            addresses, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
+            addresses = {self.address(it) for it in name.goto(follow_imports=True)} - {""}
             if not addresses and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
                 addresses = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
-            while not (user := self.address(scope)):  # a lambda
-                scope = scope.parent()
             for address in addresses:
-                if not name.is_definition():
-                    self.users[address].add(user)
-                elif address.startswith(f"{module}.html#"):  # else it is imported
+                if name.is_definition() and address.startswith(f"{module}.html#"):  # else it is imported
                     self.homes.setdefault(address, (module, name.line, name.column))
             self.refs[module, name.line, name.column] = sorted(addresses)
             self.named[module] |= addresses

@@ -54,61 +54,25 @@ if (contents && !framed) {
   follow()
 }
 
-// A schedule's boxes, with the reader's costs: each action starts when its rank is free and its input is there.
-function simulate({ lists, linked }, costs) {
-  const spans = lists.map(() => []), free = lists.map(() => 0), boxes = [], numbers = lists.map(() => [])
-  for (let going = true; going;) {
-    going = false
-    lists.forEach((row, rank) => {
-      for (; spans[rank].length < row.length; going = true) {
-        const [kind, , , from] = row[spans[rank].length], sender = from && spans[from[0]][from[1]]
-        if (from && !sender) return
-        const arrival = from ? sender[1] + (from[0] === rank ? 0 : costs.message) : 0
-        const start = Math.max(free[rank], arrival)
-        free[rank] = start + costs[kind]
-        spans[rank].push([start, free[rank]])
-      }
-    })
-  }
-  const end = Math.max(...free), work = spans.flat().reduce((sum, [a, b]) => sum + b - a, 0)
-  const order = lists.flatMap((row, rank) => row.map((_, n) => [rank, n]))
-  order.sort(([a, i], [b, j]) => spans[a][i][1] - spans[b][j][1] || a - b)
-  order.forEach(([rank, n], number) => numbers[rank][n] = number)
-  for (const [rank, n] of order) {
-    const [kind, batch, stage, from] = lists[rank][n], [start, stop] = spans[rank][n]
-    const note = `${kind} ${batch}, stage ${stage}: time ${start} to ${stop}`
-    boxes.push([rank, start, stop - start, "FBW".indexOf(kind), batch, note, from ? [[numbers[from[0]][from[1]], ""]] : [], start + 1])
-  }
-  const last = lists.some(row => row.some(([kind]) => kind === "W")) ? "W" : "B", held = []
-  for (let time = 0; time <= end; time++) held.push(lists.map((row, rank) => row.reduce((n, [kind], i) =>
-    n + (kind === "F" && spans[rank][i][0] < time) - (kind === last && spans[rank][i][1] <= time), 0)))
-  const most = lists.map((_, rank) => Math.max(...held.map(row => row[rank])))
-  const moments = held.map((row, time) => `Time ${time}. Activations in flight, by rank: ${row.join(" ")}.`)
-  const idle = (100 * (1 - work / (end * lists.length))).toFixed(1)
-  const text = `Bubble ${idle}% of ${end} units of time. Most activations in flight, by rank: ${most.join(" ")}.`
-  return { text, boxes, rows: lists.map((_, rank) => `rank ${rank}`), width: end, moments, linked: linked + " " }
-}
-
 // A picture: shows the state that its slider selects. Of boxes, it shows those present and the chosen one's note.
 for (const form of framed ? [] : document.forms) {
   const [says, stage, text, data] = form.querySelectorAll("p, .stage, output, script"), { moment, play } = form
-  const frames = JSON.parse(data.textContent), costs = form.querySelector(".costs")
+  const frames = JSON.parse(data.textContent)
   const plain = value => String(value).replace(/[&<]/g, found => ({ "&": "&amp;", "<": "&lt;" })[found])
-  let frame, chosen
+  let frame
 
   function chip(part, old) {
-    if (part === "\n") return "<br>"
     if (!Array.isArray(part)) return `<span class=word>${plain(part)}</span>`
     const changed = old !== undefined && old !== JSON.stringify(part) ? " changed" : ""
     return `<span class="chip ${part[2]}${changed}" style="--c: var(--c${part[1]})">${plain(part[0])}</span>`
   }
   function tellTable() {
-    const { states, cells, columns, curve } = frame, n = +moment.value, [said, rows] = states[n]
+    const { states, columns, curve } = frame, n = +moment.value, [said, rows] = states[n]
     const before = n ? states[n - 1][1] : {}
     const body = Object.entries(rows).map(([name, row]) => `<tr><th scope=row>${plain(name)}</th>` + row.map((cell, k) => {
-      const old = cells[before[name]?.[k]]?.map(part => JSON.stringify(part)) ?? []
+      const old = before[name]?.[k]?.map(part => JSON.stringify(part)) ?? []
       const span = row.length === 1 ? ` colspan=${columns.length}` : ""
-      return `<td${span}>${cells[cell].map((part, i) => chip(part, n ? old[i] ?? "" : undefined)).join("")}</td>`
+      return `<td${span}>${cell.map((part, i) => chip(part, n ? old[i] ?? "" : undefined)).join("")}</td>`
     }).join("") + "</tr>").join("")
     const head = columns.map(name => `<th scope=col>${plain(name)}</th>`).join("")
     stage.innerHTML = `<table><tr><td></td>${head}</tr>${body}</table>` + skyline(curve, n)
@@ -130,37 +94,22 @@ for (const form of framed ? [] : document.forms) {
       <span class=word>together ${(sums[at] / 1024).toFixed(1)} KiB</span></div>`
   }
   function tellBoxes() {
-    chosen = frame.boxes[stage.querySelector(":checked")?.value]
-    const linked = new Map(chosen?.[6])
-    const others = frame.linked ? [...linked.keys()].map(n => frame.linked + frame.boxes[n][5].split("\n")[0]) : []
-    stage.querySelectorAll("label").forEach((box, n) => {
-      box.classList.toggle("linked", linked.has(n))
-      box.dataset.tag = linked.get(n) ?? ""
-    })
+    const chosen = frame.boxes[stage.querySelector(":checked")?.value]
     stage.style.setProperty("--moment", moment.value)
-    says.textContent = [frame.moments[moment.value], chosen?.[5], ...others].filter(Boolean).join("\n")
+    says.textContent = [frame.moments[moment.value], chosen?.[5]].filter(Boolean).join("\n")
   }
   const tell = () => frame.states ? tellTable() : tellBoxes()
 
-  function draw(event) {
-    const made = frames[Array.from(form.querySelectorAll("select"), select => select.value).join("/")]
-    if (made.lists && !event?.target.closest(".costs")) {
-      const field = ([kind, cost]) => `<label>${kind} <input type=number name=${kind} min=${+(kind !== "message")} max=20
-        value=${cost} style="--c: var(--c${"FBW".indexOf(kind)})"></label>`
-      costs.innerHTML = "costs " + Object.entries({ ...made.costs, message: 0 }).map(field).join(" ")
-    }
-    const given = made.lists && Object.fromEntries(Array.from(costs.querySelectorAll("input"), input =>
-      [input.name, Math.min(+input.max, Math.max(+input.min, Math.round(+input.value)))]))
-    frame = made.lists ? simulate(made, given) : made
-    if (!made.lists && costs) costs.innerHTML = ""
+  function draw() {
+    frame = frames[Array.from(form.querySelectorAll("select"), select => select.value).join("/")]
     text.textContent = frame.text
     const last = (frame.states ?? frame.moments).length - 1
     stage.style = ""
     stage.className = frame.states ? "stage" : "stage grid"
     if (!frame.states) {
       const rows = frame.rows.map((name, y) => `<span style="grid-row: ${y + 1}">${name}</span>`)
-      const boxes = frame.boxes.map(([y, x, width, colour, label, , , since], n) => `<label style="--since: ${since};
-        --colour: ${colour}; --c: var(--c${colour}); grid-area: ${y + 1} / ${x + 2} / auto / span ${width}"><input
+      const boxes = frame.boxes.map(([y, x, width, colour, label, , since], n) => `<label style="--since: ${since};
+        --c: var(--c${colour}); grid-area: ${y + 1} / ${x + 2} / auto / span ${width}"><input
         type=radio name=box value=${n}> ${label}</label>`)
       stage.style = `--rows: ${rows.length}; --columns: ${frame.width}`
       stage.innerHTML = [...rows, ...boxes].join("")
@@ -168,11 +117,10 @@ for (const form of framed ? [] : document.forms) {
     moment.max = last
     moment.value = frame.states ? Math.round(last * .6) : last
     moment.disabled = play.disabled = !last
-    if (!last && !frame.states) stage.querySelector("input")?.click()  // of a mesh, rank 0
     tell()
   }
   form.addEventListener("submit", event => event.preventDefault())
-  form.addEventListener("input", event => event.target.matches("select, .costs input") ? draw(event) : tell())
+  form.addEventListener("input", event => event.target.matches("select") ? draw() : tell())
   stage.addEventListener("mouseover", event => event.target.control?.click())
   setInterval(() => {
     if (!play.checked) return

@@ -1,93 +1,57 @@
 """Makes the data of the interactive pictures, with the program's own functions; the page only draws them.
 
-A picture is dict(title, at=its section of the page, choices=[(name, values, value shown first)],
-frames={"value/value": frame}). A frame has a `text` and is one of three:
+A picture is dict(title, id, choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame has a
+`text` and is one of two:
 
-    table    columns, cells, states=[(text, {row: numbers of cells, one for each column or one for all})], and
-             curve: see record.py. In code: `table`
-    boxes    boxes, rows=names, width=columns, moments=the text of each, linked=a word before the links of a box. A box
-             is (row, column, width, colour, label, note, [(number of a box linked to it, tag), ...], the moment from
-             which on it is shown)
-    lists    of a schedule, by rank: [kind, micro-batch, stage, (rank, number in its list) of the action that it waits
-             for, or None], and costs={kind: units of time}: the page adds times, from costs that its reader chooses
+    table    columns, states=[(text, {row: cells, one for each column or one for all})], and curve: see record.py
+    boxes    boxes, rows=names, width=columns, moments=the text of each. A box is (row, column, width, colour, label,
+             note, the moment from which on it is shown)
 """
 
 import inspect
-import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
-from unittest import mock
-
-import numpy as np
 
 import step05_cp_ring as step05
-import step06_pipeline as step06
-import step07_moe_ep as step07
-from common import UserError
-from common.comm import Mesh
-from common.model import PRESETS
-from common.schedules import SCHEDULES, consumer
-from extras.services.dry_run import run_rank
+from common.schedules import SCHEDULES
+from extras.services.pages.moving import spans_of
 from extras.services.pages.record import RANKS, recorded
-from extras.services.seam import check, compose, plugins
-from extras.services.tables import human
+from extras.services.screen import idle_fraction
+from extras.services.seam import plugins
 
 
-def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> dict:
-    """Make a picture of `frames`, by "value/value" of the choices. `first`: choice -> the value that is shown first.
-
-    `at`: the function or class whose section of the page has the picture; "": it is before the code.
-    """
+def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
+    """Make a picture of `frames`, by "value/value" of the choices. `first`: choice -> the value that is shown first."""
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
-    name = "picture-" + re.sub(r"\W+", "-", title.lower())
-    return dict(title=title, id=name, at=at, choices=choices, frames=frames)
-
-
-def small(of: dict) -> dict:
-    """The same picture without choices: it has only the frame that is shown first."""
-    first = "/".join(value for *_, value in of["choices"])
-    return of | dict(choices=[], frames={"": of["frames"][first]})
-
-
-def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
-    """Make a frame for each combination of choices; if the program refuses one, the frame shows its message."""
-    frames = {}
-    for values in product(*choices):
-        try:
-            frame = make(*values)
-        except UserError as error:
-            frame = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
-        frames["/".join(map(str, values))] = frame
-    return frames
+    return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """Make a table that changes from state to state, of the ranks' recordings. Equal cells are stored once."""
-    cells: dict[str, int] = {}
-    states, curve = [], {kind: [] for kind in ranks[0].get("curve", ())}
-    for n, now in enumerate(zip(*(rank["states"] for rank in ranks), strict=True)):
-        joined = {}
-        for name in now[0][1]:
-            row = [json.dumps(cell) for _, rows in now for cell in rows[name]]
-            joined[name] = [cells.setdefault(cell, len(cells)) for cell in row]
-        if not states or joined != states[-1][1]:  # on some rank something has changed
-            states.append((now[0][0], joined))
-            for kind, sizes in curve.items():
-                sizes.append(ranks[0]["curve"][kind][n])
-    return dict(text=ranks[0]["text"], columns=columns, states=states, cells=[*map(json.loads, cells)], curve=curve)
+    """Make a table that changes from state to state, of the ranks' recordings. The texts and the curve are rank 0's."""
+    states = []
+    for now in zip(*(rank["states"] for rank in ranks), strict=True):
+        states.append((now[0][0], {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]}))
+    return dict(text=ranks[0]["text"], columns=columns, states=states, curve=ranks[0].get("curve", {}))
 
 
 def schedule(name: str, p: int, m: int) -> dict:
-    """Make the frame of a schedule: its lists for p ranks and m micro-batches. Raises UserError."""
-    config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
-    places, lists = step06.plan(config, m)
-    at = {consumer(a, places): (rank, n) for rank, row in enumerate(lists) for n, a in enumerate(row)}
-    rows = [[[*action, at.get(action)] for action in row] for row in lists]
-    return dict(text="", lists=rows, costs=SCHEDULES[name](config).costs, linked="waits for")
+    """Make the frame of a schedule with p ranks and m micro-batches, as the simulation times it."""
+    spans = spans_of(name, p, m)
+    end, split = spans[-1][0], any(action.kind == "W" for *_, action in spans)
+    boxes, most = [], []
+    for stop, rank, start, (kind, batch, stage) in spans:
+        note = f"{kind} {batch}, stage {stage}: time {start} to {stop}"
+        boxes.append((rank, start, stop - start, "FBW".index(kind), batch, note, start + 1))
+    for rank in range(p):
+        kinds = [action.kind for _, at, _, action in spans if at == rank]
+        most.append(max(accumulate((kind == "F") - (kind == "BW"[split]) for kind in kinds)))
+    idle = idle_fraction([(rank, start, stop) for stop, rank, start, _ in spans], p)
+    text = f"F forward, B backward, W gradients of weights, if apart. Ranks are idle for {idle:.1%} of {end} units of "
+    text += f"time. Most forwards whose backward is still to come, by rank: {' '.join(map(str, most))}."
+    moments = [f"Time {time}." for time in range(end + 1)]
+    return dict(text=text, boxes=boxes, rows=[f"rank {rank}" for rank in range(p)], width=end, moments=moments)
 
 
 def ring(mode: str) -> dict:
@@ -109,7 +73,7 @@ def ring(mode: str) -> dict:
             work.append(len(pairs))
             says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
             note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
-            boxes += [(query, key, 1, rank, hop, note.format(query, key), [], hop) for query, key in pairs]
+            boxes += [(query, key, 1, rank, hop, note.format(query, key), hop) for query, key in pairs]
         slowest += max(work)
         moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}.")
     text = "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank computes, "
@@ -119,68 +83,25 @@ def ring(mode: str) -> dict:
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
-def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
-    """Show all ranks of a mesh with their groups, in a row for each place in pp, dp and cp. Raises UserError."""
-    world, places = pp * dp * cp * tp, [*product(range(pp), range(dp), range(cp), range(tp))]
-    if world > 8:
-        raise UserError(f"{world} ranks: choose sizes for at most 8.")
-    sizes = dict(n_layers=pp, micro_batch_size=2, global_batch_size=2 * dp)
-    config = compose(step07)(model="tiny", dry_run=world, device="cpu", pp=pp, cp=cp, tp=tp, ep=ep, **sizes)
-    check(config, 1)
-    groups, enter = defaultdict(list), Mesh.enter  # by dimension: the ranks of each group
-
-    def seen(mesh: Mesh, name: str, rows: np.ndarray, urgent: bool = False):
-        groups[name] += rows.tolist()
-        enter(mesh, name, rows, urgent)
-
-    with mock.patch.object(Mesh, "enter", seen):
-        sent = [run_rank(step07.train, config, stage * world // pp).taken["traffic"] for stage in range(pp)]
-    boxes = []
-    for rank, place in enumerate(places):
-        here = step05.CONTEXT[config.cp_mode].positions(PRESETS[config.model].seq_len, place[2], cp)
-        tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
-        lines = [f"rank {rank}: sequences {2 * place[1]}-{2 * place[1] + 1}, of each the tokens {tokens}"]
-        tags: dict[int, list[str]] = defaultdict(list)  # rank -> the groups that it shares with this one
-        for name, rows in groups.items():
-            own = next(row for row in rows if rank in row)
-            travels = [f"{op.replace('_', '-')} {human(n)}" for op, n in sorted(sent[place[0]].get(name, {}).items())]
-            lines += [f"{name} {own}: {', '.join(travels) or 'nothing travels'}"] * (len(own) > 1)
-            for other in own:
-                tags[other].append(name)
-        links = [(other, " ".join(names)) for other, names in sorted(tags.items()) if other != rank]
-        boxes.append((rank // tp, rank % tp, 1, 0, rank, "\n".join(lines), links, 0))
-    rows = ["pp {} dp {} cp {}".format(*place) for place in places[::tp]]
-    text = f"{world} ranks; those of a row differ in tp. Choose one: the others say in which of its groups they are."
-    text += " Below: what it sends in each group for two sequences of the tiny model, a layer a stage, by --dry-run."
-    return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="")
-
-
-def all_pictures() -> dict[str, list[dict]]:
-    """Make all pictures, by the module on whose page they are."""
+def all_pictures() -> dict[str, dict]:
+    """Make the picture of each step, by its module."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
-    batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]
 
-    def of(name: str, columns: list[str], *rest: str, **first: Any) -> dict:
-        """Make a picture of the ranks' recordings of this name; of as many ranks as there are columns."""
-        who = [rank[name] for rank in seen if rank[name]][: 2 if columns is two else RANKS]
-        return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
+    def of(name: str, columns: list[str], title: str, ranks: int = RANKS, **first: Any) -> dict:
+        """Make a picture of the recordings of this name of the first ranks."""
+        who = [recording[name] for recording in seen[:ranks]]
+        return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first)
 
-    schedules = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8])
-    meshes = tried(mesh, *[[1, 2]] * 3, *[[1, 2, 4]] * 2)
-    filling, timing = "Buckets fill and are sent during backward", dict(schedule="1f1b", ranks=4, micro_batches=8)
+    batches, timing = [f"micro-batch {n}" for n in (1, 2, 3)], dict(schedule="1f1b", ranks=4, micro_batches=8)
+    schedules = {f"{name}/{p}/{m}": schedule(name, p, m) for name in SCHEDULES for p in (2, 4) for m in (4, 8)}
+    rings = {mode: ring(mode) for mode in ("zigzag", "ring")}
     return dict(
-        step01_single_gpu=[of("step", batches, "A step, and what memory holds", dtype="fp32", recompute="none")],
-        step02_ddp=[
-            of("collective", four, "Collectives: four ranks' numbers", operation="all_reduce"),
-            of("buckets", ["gradients", *four], filling, "BucketSync"),
-        ],
-        step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],
-        step04_tp_sp=[of("block", two, "A block on two ranks", block="MLP", sp="yes")],
-        step05_cp_ring=[picture(tried(ring, ["zigzag", "ring"]), "Queries and keys, hop by hop", mode="zigzag")],
-        step06_pipeline=[picture(schedules, "A schedule, with your own costs", **timing)],
-        step07_moe_ep=[
-            of("routing", four, "Tokens travel to experts and back", ep=2),
-            picture(meshes, "The mesh: choose a rank", "train", pp=2, dp=1, cp=2, tp=2, ep=2),
-        ],
+        step01_single_gpu=of("step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"),
+        step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
+        step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
+        step04_tp_sp=of("layer", four[:2], "A layer on two ranks", 2, sp="yes"),
+        step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
+        step06_pipeline=picture(schedules, "A schedule, action by action", **timing),
+        step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),
     )
