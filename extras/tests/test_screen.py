@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from common import UserError, comm, data
-from common.data import Data
 from extras.services import devices, failures
 from extras.services.run import ServedRun
 from extras.services.screen import ExpertLoad
@@ -75,17 +74,13 @@ def test_the_load_of_experts():
 
 
 def test_memory(pools, tmp_path):
-    """--profile-memory draws what the first steps hold. --documents records its share of the pairs. No traffic."""
-    options, out = dict(profile_memory=2, documents="mask", end_token=32, global_batch_size=6), tmp_path / "run"
+    """--profile-memory draws what the first steps hold. One process has no traffic."""
+    options, out = dict(profile_memory=2, global_batch_size=6), tmp_path / "run"
     found = pools(1).run(serve_on_rank, "step01_single_gpu", options, str(out))[0]
     last, held = found.rows[-1], json.loads((out / "memory.json").read_text())["bytes"]
     assert (out / "memory.png").exists() and max(held["activations"]) >= found.held["activations"] > 0
     assert last["traffic"] == {} and "traffic of a step" not in found.text
     assert f"peak memory {human(last['peak_memory_bytes'])}; see" in found.text
-    ends = (Data("", ModelConfig(**SMALL), 6, 0).batch(1)[0] == 32).long()
-    numbers = ends.cumsum(1) - ends
-    seen = (numbers[:, :, None] == numbers[:, None]).tril().sum().item()
-    assert last["attention_pairs"] == pytest.approx(seen / (6 * 136)) != 1
 
 
 def test_a_hang_ends_the_job(tmp_path):

@@ -71,7 +71,7 @@ class Documents:
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         cp, cp_mode = getattr(config, "cp", 1), getattr(config, "cp_mode", "zigzag")
         n = cp // config.ulysses if cp_mode == "usp" else cp  # ranks that have different tokens in attention
-        self.positions = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
+        self.positions = torch.stack([CONTEXT[cp_mode].positions(seq, rank, n) for rank in range(n)])
         within = self.within(CONTEXT[cp_mode].attention if cp > 1 else attend)
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
@@ -104,20 +104,13 @@ class Documents:
         return self.places()
 
     def look(self, tokens: Tensor) -> Tensor:
-        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `rope`."""
+        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `places`."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
-        return self.rope()
+        return self.places()
 
-    def figures(self) -> dict[str, float]:
-        """For the record of a step: the computed pairs, as a share of those of causal attention."""
-        lengths = [n for some in self.all for n in some.lengths]
-        return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
-
-    def rope(self) -> Tensor:
-        """RoPE's positions: int64 [this rank's tokens] with `mask`; [batch, this rank's tokens] with `reset`."""
-        if self.config.documents == "mask":
-            return self.here
-        return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
+    def places(self) -> Tensor:
+        """The positions of this rank's tokens in their sequences, int64 [1 or batch, tokens]."""
+        return self.here[None]
 
 
 @dataclass
@@ -130,7 +123,7 @@ class Flags:
 
 COMPUTED = True
 BESIDE = TRIED = dict(end_token=32)
-NEEDS = [("end_token", "documents", "mask", "reset")]
+NEEDS = [("end_token", "documents", "mask")]
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 
 
