@@ -98,19 +98,15 @@ class Documents:
         return tokens, targets
 
     def enter(self) -> Tensor:
-        """Before a forward or backward: in training, take the micro-batch that is computed. Returns `places`."""
+        """Before a forward or backward: in training, take the current micro-batch. Returns the positions of our tokens."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
-        return self.places()
+        return self.here
 
     def look(self, tokens: Tensor) -> Tensor:
-        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns `places`."""
+        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns our tokens' positions."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
-        return self.places()
-
-    def places(self) -> Tensor:
-        """The positions of this rank's tokens in their sequences, int64 [1 or batch, tokens]."""
-        return self.here[None]
+        return self.here
 
 
 @dataclass
