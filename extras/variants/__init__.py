@@ -31,11 +31,11 @@ from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
 
-# Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, and skips an update
-# before `stale` queues its gradient; documents see the batch that prefetch read; attention is recomputed as changed.
-ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "flash"]
-ORDER += ["documents", "dropout", "attention_scores"]
+# Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, documents see the
+# batch that prefetch has read, and attention is recomputed as documents have changed it.
+ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "fp16"]
+ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "compress_activations", "flash", "documents", "dropout"]
+ORDER += ["attention_scores"]
 
 
 def name_of(module: str) -> str:
