@@ -98,13 +98,13 @@ class Documents:
         return tokens, targets
 
     def enter(self) -> Tensor:
-        """Before a forward or backward: in training, take the current micro-batch. Returns the positions of our tokens."""
+        """Before a forward or backward: in training, take the current micro-batch. Returns our positions."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
         return self.here
 
     def look(self, tokens: Tensor) -> Tensor:
-        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns our tokens' positions."""
+        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns our positions."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
         return self.here
 
