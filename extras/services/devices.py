@@ -132,7 +132,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
         return override_tflops * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for known, gpu in GPUS.items():
-        if known.split("-")[0].upper() in name:
+        if known.split("-")[0].upper() in name and "PCIe" not in name and "NVL" not in name:  # these are slower
             return {2: gpu.flops, 4: gpu.single, 8: gpu.single / 2}[dtype.itemsize]
     n = 512 if device.type == "cpu" else 8192
     a = torch.randn(n, n, dtype=dtype, device=device)

@@ -18,6 +18,7 @@ from extras.services.screen import ExpertLoad
 from extras.services.tables import human
 from extras.tests.equal import config_of, read_named
 from extras.tests.pool import ROOT, start
+from extras.theory.gpus import GPUS
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
@@ -71,6 +72,15 @@ def test_the_load_of_experts():
     load = SimpleNamespace(mesh={dim: comm.Group(dim, 0, 1, None) for dim in ("data", "tp", "pp")}, counts=counts)
     right = dict(expert_load_p50=2, expert_load_p90=2 + 0.8 * 2, unused_experts=5)
     assert ExpertLoad.take(load) == pytest.approx(right) and not counts.any()
+
+
+def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
+    """The table has the fastest H100; another form of it, whose peak is lower, is timed: here 2 n^3 FLOPs a second."""
+    monkeypatch.setattr(devices, "repeat", lambda *_, **__: [1.0])
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
+    for name, peak in {"NVIDIA H100 80GB HBM3": GPUS["h100-80"].flops, "NVIDIA H100 PCIe": 2 * 8192**3}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert devices.peak_flops(torch.device("cuda"), torch.bfloat16, 0.0) == peak
 
 
 def test_memory(pools, tmp_path):
