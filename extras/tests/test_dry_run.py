@@ -31,9 +31,10 @@ LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a g
     (2, "step02_ddp", dict(compress="int8", dtype="fp32")),
     (4, "step03_zero", dict(zero=3, zero_replicas=2, zero_keep=True, recompute="full")),
     (2, "step03_zero", dict(zero=1, zero_overlap=True)),
-    (4, "step05_cp_ring", dict(cp=2, tp=2, tp_overlap=True, compress_activations="int8", zero=2)),
+    (4, "step05_cp_ring", dict(cp=2, tp=2, tp_overlap=True, zero=2)),
     (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", tied=True, zero=1, offload_optimizer="cpu")),
     (4, "step06_pipeline", dict(pp=2, tp=2, sp=False, schedule="zb-h1", tied=True)),
+    (4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8")),
     (4, "step07_moe_ep", EVEN | dict(pp=2, ep=2, zero=1, schedule="dualpipe", shared_experts=1, micro_batch_size=1)),
     *((2, "step07_moe_ep", GROUPS | dict(ep=2, ep_mode=mode)) for mode in ("alltoall", "rows", "allgather", "nodes")),
 ]
