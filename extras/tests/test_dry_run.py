@@ -75,16 +75,19 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 
 @pytest.mark.parametrize("ranks, step, flags", LAYOUTS, ids=str)
 def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
-    """Compare the first and the last rank: bytes, calls and FLOPs are equal, the peak to 1%.
+    """Compare the first and the last rank: bytes, calls, FLOPs and what is held are equal, the peak to 1%.
 
-    Where messages overlap, the peak may differ by 8%, because a real message may hold a unit's tensors for longer.
+    Where messages overlap computation, a real one may hold tensors for longer: then what is held may differ by 1%, and
+    the peak by 8%.
     """
     options = SHAPE | flags
-    under_way = options.get("zero") == 3 or options.get("zero_overlap") or options.get("offload_optimizer") == "cpu"
+    overlaps = {"zero": 3, "zero_overlap": True, "tp_overlap": True, "offload_optimizer": "cpu"}
+    under_way = any(options.get(name) == value for name, value in overlaps.items())
     real = pools(ranks).run(counted_on_rank, step, options)
     ends = pools(1).run(dry_ends, step, options, ranks)[0]
     for ours, theirs in zip((real[0], real[-1]), ends, strict=True):
-        assert (ours.sent, ours.held, ours.flops) == (theirs.sent, theirs.held, theirs.flops)
+        assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops)
+        assert ours.held == pytest.approx(theirs.held, rel=0.01 if under_way else 0)
         assert ours.peak == pytest.approx(theirs.peak, rel=0.08 if under_way else 0.01)
 
 
