@@ -98,6 +98,7 @@ def test_a_job_saves_at_a_signal_and_is_queued_again(slurm, tmp_path):
     wait(lambda: state() == "PENDING", log)
     saved = len(read_metrics(out))
     assert 3 <= saved < 60 and newest(out).name == f"step-{saved:08d}"
+    time.sleep(2)  # a job that starts in the second in which it was queued again is refused: "credential revoked"
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # else SLURM waits for two minutes
     wait(lambda: state() in ("", "COMPLETED"), log)
     assert f"resuming from {newest(out).with_name(f'step-{saved:08d}')}" in log.read_text()
