@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,11 @@ def test_imports_point_one_way(module):
         assert target != "step" or room != "step" or name < module, f"{module} imports {name}, which is not earlier"
         if room in ("step", "common") and not target:
             assert name.split(".")[0] in OUTSIDE, f"{module} imports {name}"
+
+
+def test_imports_form_no_circle():
+    """The error of a circle lists its modules."""
+    TopologicalSorter({module: imported(module) - {module} for module in FILES}).prepare()
 
 
 @pytest.mark.parametrize("step", STEPS)
