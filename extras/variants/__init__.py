@@ -31,8 +31,8 @@ from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
 
-# Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, documents see the
-# batch that prefetch has read, and attention is recomputed as documents have changed it.
+# Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, and documents see
+# the batch that prefetch has read.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "fp16"]
 ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "compress_activations", "flash", "documents", "dropout"]
 ORDER += ["attention_scores"]
