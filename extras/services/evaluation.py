@@ -52,7 +52,9 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
     """
     model, pipeline, here = parts.model, parts.pipeline, positions_of(parts)
     device = next(model.parameters()).device
-    positions = next((kept.look(tokens) for kept in parts.keeps("look")), here.to(device))
+    for kept in parts.keeps("look"):
+        kept.look(tokens)
+    positions = here.to(device)
     tokens, targets = (x[:, here.cpu()].to(device) for x in (tokens, targets))
     if pipeline is None:
         return model(tokens, targets, positions)

@@ -73,8 +73,8 @@ class Progress:
     """Tracks a rank's `step`, and `now`, the micro-batch (from 0) whose forward or backward is running."""
 
     def __init__(self, parts: "Parts"):
-        self.step, self.now, self.pipeline = -1, -1, parts.pipeline
-        self.positions: Callable[[], Tensor] | None = None  # if set, called for RoPE's positions of each micro-batch
+        self.step, self.now = -1, -1
+        self.starts: Callable[[], None] = lambda: None  # called before each forward or backward of a micro-batch
         parts.around(parts.data, "batch", self.begin, by=__name__)
         parts.model.register_forward_pre_hook(self.enter)
         for act in ("forward", "backward") if parts.pipeline is not None else ():  # a pipeline does not call the model
@@ -85,16 +85,15 @@ class Progress:
         self.step, self.now = step, -1
         return read(step)
 
-    def enter(self, _model: Any, inputs: tuple) -> tuple:
+    def enter(self, _model: Any, _inputs: tuple):
         """Before the model's forward: count the micro-batch, unless this is validation."""
         self.now += torch.is_grad_enabled()
-        return inputs if self.positions is None else (*inputs[:2], self.positions())
+        self.starts()
 
     def act(self, right: Callable, i: int, *rest: Any) -> Any:
         """Wraps a pipeline's forward and backward of micro-batch i: set `now`. (Backward may recompute layers.)"""
         self.now = i
-        if self.positions is not None:
-            self.pipeline.positions = self.positions()
+        self.starts()
         return right(i, *rest)
 
 

@@ -66,8 +66,7 @@ class Documents:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.progress = config, parts.progress
-        self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
+        seq = parts.model.config.seq_len
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         cp, cp_mode = getattr(config, "cp", 1), getattr(config, "cp_mode", "zigzag")
         n = cp // config.ulysses if cp_mode == "usp" else cp  # ranks that have different tokens in attention
@@ -76,7 +75,7 @@ class Documents:
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
         parts.around(parts.data, "batch", self.batch, by=__name__)
-        parts.progress.positions = self.enter
+        parts.progress.starts = self.enter
 
     def within(self, core: Callable) -> Callable:
         """Returns a wrapper for this kind of attention: it passes `visible`, or calls `attend` on whole sequences."""
@@ -97,16 +96,14 @@ class Documents:
         self.all = [MicroBatch(part, self.config.end_token, self.positions) for part in parts]
         return tokens, targets
 
-    def enter(self) -> Tensor:
-        """Before a forward or backward: in training, take the current micro-batch. Returns our positions."""
+    def enter(self):
+        """Before a forward or backward: in training, take the current micro-batch."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
-        return self.here
 
-    def look(self, tokens: Tensor) -> Tensor:
-        """Before validation: take whole sequences, int64 [batch, seq] on the CPU. Returns our positions."""
+    def look(self, tokens: Tensor):
+        """Before validation: take whole sequences, int64 [batch, seq] on the CPU."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
-        return self.here
 
 
 @dataclass
