@@ -32,6 +32,7 @@ CASES = {  # step, flags, ranks, and how often the host waits in forward and bac
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, 0),
     "activations": ("step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), 8, 0),
     "experts": ("step07_moe_ep", MOE | dict(zero=3), 8, 12),  # once for 3 layers, 2 micro-batches, 2 steps
+    "capacity": ("step07_moe_ep", MOE | dict(capacity_factor=1.0), 8, 24),  # also to leave out what is over it
     "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # to ranks, then to experts
     "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, 36),
     "in turns": ("step07_moe_ep", TURNS, 8, 16),  # once for 2 layers, 4 micro-batches, 2 steps

@@ -52,13 +52,17 @@ def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
 
 
-def visit_local(experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """Computes our experts: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide."""
+def visit_local(experts: Callable, tokens: Tensor, gates: Tensor, send: bool = False) -> Tensor:
+    """Computes our experts: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide.
+
+    `send`: `experts` is `visit_experts` of step 7, which sends the rows, and before that their counts, to other ranks.
+    """
     visits = (gates != 0).T
-    counts = visits.sum(1).cpu()  # the only wait of the CPU
-    n = sum(counts.tolist())
-    expert, token = torch.nonzero_static(visits, size=n).unbind(1)  # sorted by expert; given n, the CPU need not wait
-    return add_rows(experts(tokens[token], counts) * gates[token, expert][:, None], token, len(tokens))
+    counts = visits.sum(1)
+    known = counts.cpu()  # the only wait of the CPU
+    expert, token = torch.nonzero_static(visits, size=sum(known.tolist())).unbind(1)  # sorted by expert, no wait
+    out = experts(tokens[token], counts if send else known)  # NCCL sends from a GPU
+    return add_rows(out * gates[token, expert][:, None], token, len(tokens))
 
 
 def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) -> Tensor:
@@ -137,7 +141,9 @@ def attach(config: Any, parts: Parts):
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return
-    visit = over_nodes(parts.mesh, config.ep, config.ep_inside) if mode == "nodes" else visit_local
+    visit = partial(visit_local, send=config.ep > 1)
+    if mode == "nodes":
+        visit = over_nodes(parts.mesh, config.ep, config.ep_inside)
     if mode in ("rows", "allgather"):
         visit = partial(send_rows if mode == "rows" else gather_all, parts.mesh["ep"])
     for module in parts.model.modules():
