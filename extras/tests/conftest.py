@@ -32,13 +32,18 @@ def pytest_collection_modifyitems(items):
     gc.set_threshold(100_000)
 
 
+def pytest_addoption(parser):
+    """Add --device. With `cuda`, the layouts of test_layouts.py train on this machine's GPUs, over NCCL."""
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device on which layouts train")
+
+
 @pytest.fixture(scope="session")
-def pools():
+def pools(pytestconfig):
     """`pools(4)` is a pool of four ranks, `pools(4, kind)` another; all are killed at the end of the session."""
     from extras.tests.pool import Pool
 
-    made = {}
-    yield lambda world, kind="": made.setdefault((world, kind), Pool(world))
+    made, device = {}, pytestconfig.getoption("--device")
+    yield lambda world, kind="": made.setdefault((world, kind), Pool(world, device))
     for pool in made.values():
         pool.stop()
 

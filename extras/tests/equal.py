@@ -93,7 +93,8 @@ class Served(Seeing, ServedRun):
 def config_of(step_name: str, options: dict[str, Any]) -> Any:
     """Make a small model's Config with all flags. `options`: flags of the step, or fields of the model's shape."""
     PRESETS["test"] = ModelConfig(**SHAPE | {name: options[name] for name in FIELDS if name in options})
-    flags = {name: value for name, value in (BASE | options).items() if name not in FIELDS}
+    options = BASE | dict(device=equal.BASE["device"]) | options  # the pool of ranks has set it
+    flags = {name: value for name, value in options.items() if name not in FIELDS}
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
 

@@ -112,4 +112,13 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes", recompute="full"), GROUPS),
     Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS),  # no choice is dropped
+    # techniques that have kernels or streams of their own on a GPU: try them there with `--device cuda -m ""`
+    Row(4, "step05_cp_ring", dict(cp=4, cp_kernel="flash"), does=STAYS_NEAR),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash"), MASK, does=STAYS_NEAR),
+    Row(2, "step04_tp_sp", dict(tp=2, fused_gradients=True), does=STAYS_NEAR),
+    Row(4, "step04_tp_sp", dict(tp=2, tp_overlap=True), does=STAYS_NEAR),
+    Row(4, "step03_zero", dict(zero=1, zero_overlap=True), does=STAYS_NEAR),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="dualpipe", zero=3), dict(n_layers=4), does=STAYS_NEAR),
+    Row(4, "step07_moe_ep", dict(ep=2, tp=2, expert_matmul="grouped"), EXPERTS, does=STAYS_NEAR),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="ahead", ep_overlap=True), EXPERTS | dict(n_layers=4)),
 ]

@@ -98,6 +98,8 @@ def cases() -> list:
 
 
 @pytest.mark.parametrize("behaviour, row", cases())
-def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
+def test_does_what_one_process_does(pools, reference, tmp_path, pytestconfig, behaviour, row):
     """Call the function of the behaviour."""
+    if "cp_kernel" in row.layout and behaviour == "equals" and pytestconfig.getoption("--device") == "cuda":
+        pytest.skip("a GPU has this kernel in 16 bits only")
     BEHAVIOURS[behaviour](pools, reference, row, tmp_path)
