@@ -8,7 +8,8 @@ often; `levels_of` computes how many rows each level of the dispatch then has.
 
 Each operator adds its FLOPs and bytes. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth), which is a
 lower bound; the peak is that of 16-bit matmuls, and messages take no time here. Causal attention counts the half of the
-scores that its kernels compute. All operators are those of a CPU, except that RMSNorm is one kernel, as on a GPU.
+scores that its kernels compute. All operators are those of a CPU, except that RMSNorm is that of a GPU (`Norm`), which
+keeps less for backward; with --device cpu this, too, is the CPU's.
 """
 
 import gc
@@ -106,7 +107,6 @@ class Meter(MemoryTimeline):
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
         self.found: list[int] = []  # rows sent at each level of the dispatch that is still to come
         self.rows = 0  # rows that visit experts
-        self.inside = False  # inside a kernel that has been counted
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -118,22 +118,10 @@ class Meter(MemoryTimeline):
 
     def book(self, name: str, n_bytes: int, flops: float = 0.0):
         """Count a kernel."""
-        if self.counting and not self.inside:
+        if self.counting:
             seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
             self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
             self.seconds += seconds
-
-    def fuse(self, norm: nn.RMSNorm):
-        """Count RMSNorm as one kernel in each direction, instead of its operators."""
-
-        def enter(name: str, times: int, tensors: tuple[Tensor]):
-            self.book(name, times * tensors[0].nbytes)
-            self.inside = True
-
-        norm.register_forward_pre_hook(lambda _, given: enter("rms_norm", 2, given))
-        norm.register_forward_hook(lambda *_: setattr(self, "inside", False))
-        norm.register_full_backward_pre_hook(lambda _, given: enter("rms_norm_backward", 3, given))
-        norm.register_full_backward_hook(lambda *_: setattr(self, "inside", False))
 
     def begin(self):
         """Count from here on. Garbage of the preparation is collected first, so that it does not count as memory."""
@@ -146,6 +134,25 @@ class Meter(MemoryTimeline):
         sums = [sum(column) for column in zip(*curves.values(), strict=True)]
         at = max(range(self.start, len(sums)), key=sums.__getitem__)
         return {name: curve[at] for name, curve in curves.items()}
+
+
+class Norm(torch.autograd.Function):
+    """RMSNorm on a GPU: one kernel in each direction. It keeps its input and a number for each token."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
+        """x [..., dim], weight [dim] -> [..., dim]."""
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.meter = meter
+        meter.book("rms_norm", 2 * x.nbytes)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The gradients of x and weight."""
+        x, weight, _ = ctx.saved_tensors
+        ctx.meter.book("rms_norm_backward", 3 * x.nbytes)
+        return torch.empty_like(x), torch.empty_like(weight), None
 
 
 def levels_of(config: Any) -> list[float]:
@@ -189,9 +196,6 @@ class Counted(OpenRun):
         """Attach the counters, then yield a step that is not counted and one that is."""
         parts = self.open(**parts)
         self.held = MemoryWatch(parts, self.meter, Clock(parts, host=True)).most
-        for module in parts.model.modules():
-            if isinstance(module, nn.RMSNorm):
-                self.meter.fuse(module)
         route(self.meter, parts.model, self.levels)
         comm.observer = self.ledger.book
         yield 0  # the first update creates the moments
@@ -205,8 +209,8 @@ class Counted(OpenRun):
 
 
 @contextmanager
-def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
-    """Inside this context, the process is `rank` of `world`, and tensors have no data."""
+def without_numbers(meter: Meter, rank: int, world: int, gpu: bool) -> Iterator[None]:
+    """Inside this context, the process is `rank` of `world`, and tensors have no data. `gpu`: norms are a GPU's."""
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:
@@ -229,6 +233,8 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         (Data, "__init__", empty_data),
         (Data, "batch", tokens),
     ]
+    if gpu:
+        replaced.append((F, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight, meter)))
     with ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -244,7 +250,7 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
 def run_rank(train: Callable, config: Any, rank: int) -> Counted:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     run = Counted(replace(config, steps=2), Meter(GPUS[config.gpu]))
-    with without_numbers(run.meter, rank, config.dry_run), run:
+    with without_numbers(run.meter, rank, config.dry_run, config.device != "cpu"), run:
         train(run.config, run)
     return run
 

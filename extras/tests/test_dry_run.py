@@ -104,7 +104,7 @@ def test_matmuls_are_those_that_torch_counts():
 
 def test_kernels_are_those_of_a_gpu():
     """RMSNorm is one kernel each way. An update reads four numbers a parameter, and writes three."""
-    seen = dry("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full"), 1)
+    seen = dry("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full", device="auto"), 1)
     layers, passes = 2 * SHAPE["n_layers"], SHAPE["global_batch_size"]  # norms in layers are done again
     x, count = 2 * SMALL["seq_len"] * SMALL["dim"], seen.meter.count
     found = [count[name][what] for name in ("rms_norm", "rms_norm_backward") for what in ("calls", "bytes")]
