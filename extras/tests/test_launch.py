@@ -3,7 +3,10 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,22 +70,54 @@ def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, extras, step, ra
         assert status == 2 and "Traceback" not in text, text
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
-    """torchrun restarts the job, which resumes from its last checkpoint and ends with the bits of an unbroken run."""
-    words = f"--max-restarts=1 -m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
-    words += " --peak-tflops 1 --resume auto --out"
-    whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
-    assert run(2, whole, tmp_path / "log")[0] == 0
-    with (tmp_path / "log").open("w") as log:
-        job = start(2, killed, stdout=log, stderr=log)
-    while job.poll() is None and len(metrics(tmp_path / "killed")) < 6:
+# Stand-ins for SLURM's commands, for a job of one node.
+SRUN = f'echo $$ > pid; cd {ROOT}; exec "$@"'
+SLURM = dict(srun=SRUN, scancel='kill -USR1 "$(cat pid)"', scontrol='echo "$@" > queued')
+
+
+def kill_a_rank(ranks: int, words: list[str], folder: Path, begun: Callable[[], bool]) -> int:
+    """Kill one rank of a job, which torchrun restarts; returns the job's exit status."""
+    with (folder / "log").open("w") as log:
+        job = start(ranks, ["--max-restarts=1", *words], stdout=log, stderr=log)
+    while job.poll() is None and not begun():
         time.sleep(0.02)
     os.kill(int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[-1]), signal.SIGKILL)
-    status, text = job.wait(), (tmp_path / "log").read_text()
+    return job.wait()
+
+
+def signal_a_job(ranks: int, words: list[str], folder: Path, begun: Callable[[], bool]) -> int:
+    """Send the signal of a job whose time ends to slurm.sh, and start it again once it has asked for that."""
+    for name, line in SLURM.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    there = dict(PATH=f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
+    there |= dict(SLURM_NNODES="1", SLURM_GPUS_ON_NODE=str(ranks), SLURM_JOB_ID="7")
+    batch = ["bash", ROOT / "extras/launch/slurm.sh", *words[2:]]
+    for first in (True, False):
+        with (folder / "log").open("w") as log:
+            job = subprocess.Popen(batch, stdout=log, stderr=log, cwd=folder, env=os.environ | there)
+        while first and job.poll() is None and not begun():
+            time.sleep(0.02)
+        if first:
+            job.send_signal(signal.SIGUSR1)
+        status = job.wait()
+        assert (folder / "queued").read_text() == "requeue 7\n"
+    return status
+
+
+@pytest.mark.parametrize("end", [kill_a_rank, signal_a_job])
+def test_a_job_that_is_interrupted_resumes(tiny, tmp_path, end):
+    """It resumes from its last checkpoint and ends with the bits of an unbroken run."""
+    words = f"-m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
+    words += " --peak-tflops 1 --resume auto --out"
+    whole, cut = (f"{words} {tmp_path / name}".split() for name in ("whole", "cut"))
+    assert run(2, whole, tmp_path / "log")[0] == 0
+    status = end(2, cut, tmp_path, lambda: len(metrics(tmp_path / "cut")) >= 6)
+    text = (tmp_path / "log").read_text()
     assert status == 0 and "resuming from" in text, text
-    rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    rows, expected = metrics(tmp_path / "cut"), metrics(tmp_path / "whole")
     assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
-    require_same(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
+    require_same(stored(tmp_path / "cut", 20), stored(tmp_path / "whole", 20))
 
 
 @pytest.mark.parametrize("others, ours, gpus, backend", [("a", "b", 1, "nccl"), ("a", "a", 1, ""), ("", "", 0, "gloo")])

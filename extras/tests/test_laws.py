@@ -6,13 +6,12 @@ A law is a row of LAWS. The dry run counts what a rank sends, computes and holds
 
 import importlib
 from collections import Counter
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import step07_moe_ep as step07
 from common.comm import Pending, all_to_all
@@ -20,7 +19,6 @@ from common.model import Attention
 from extras.services.dry_run import run_rank
 from extras.services.tables import Ledger
 from extras.tests import equal
-from extras.variants.step01 import fused_gradients
 from extras.variants.step03 import zero_overlap
 from extras.variants.step07 import ep_overlap
 
@@ -239,38 +237,6 @@ def test_sums_start_in_backward():
     assert events[: events.index("finish")].count("reduce_scatter") == L + 2
 
 
-# --- kernels that a CPU does not have
-
-
-def mm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Replaces CUDA's matmul with a wider output."""
-    return a.to(out_dtype) @ b.to(out_dtype)
-
-
-def addmm_on_cpu(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor):
-    """Replaces CUDA's matmul that adds to a wider sum."""
-    return out.add_(mm_on_cpu(a, b, out_dtype))
-
-
-def test_matmuls_add_16_bits_to_32():
-    """CUDA has operators (here by their schemas) that add in fp32. A CPU has none, and rounds each product."""
-    torch.manual_seed(0)
-    batches = [torch.randn(2, 64, 8).bfloat16() for _ in range(3)]
-
-    def off() -> float:
-        weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-        weight.grad_dtype, fused = torch.float32, fused_gradients.adds_to_wide(weight)
-        for dy, x in batches:
-            fused_gradients.add_product(weight, dy, x, fused)
-        return equal.difference(weight.grad, sum(dy.double().T @ x.double() for dy, x in batches))
-
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("mm.dtype", mm_on_cpu, "CPU")
-        library.impl("addmm.dtype_out", addmm_on_cpu, "CPU")
-        assert off() < 1e-6
-    assert 1e-4 < off() < 1e-2
-
-
 # --- experts, in real ranks
 
 
@@ -282,14 +248,11 @@ def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
     """
     pairs, turns, begun = [], SimpleNamespace(turn=0, left=()), Counter()
 
-    def computing(forward):
-        def counted(*args):
-            begun[turns.turn] += 1
-            output = forward(*args)
-            output.register_hook(lambda _: begun.update([turns.turn]))
-            return output
-
-        return counted
+    def computing(*args, right):
+        begun[turns.turn] += 1
+        output = right(*args)
+        output.register_hook(lambda _: begun.update([turns.turn]))
+        return output
 
     def both(self, *functions, right=ep_overlap.Turns.both):
         nonlocal turns
@@ -312,8 +275,8 @@ def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
     with (
         mock.patch.object(ep_overlap.Turns, "both", both),
         mock.patch.object(ep_overlap, "all_to_all", started),
-        mock.patch.object(Attention, "forward", computing(Attention.forward)),
-        mock.patch.object(step07.Experts, "forward", computing(step07.Experts.forward)),
+        mock.patch.object(Attention, "forward", partialmethod(computing, right=Attention.forward)),
+        mock.patch.object(step07.Experts, "forward", partialmethod(computing, right=step07.Experts.forward)),
     ):
         equal.record("step07_moe_ep", options)
     return pairs[len(pairs) // 2 :]

@@ -14,6 +14,7 @@ from common import UserError
 from extras.services import profile
 from extras.services.seam import check
 from extras.tests.equal import config_of
+from extras.tests.pool import error_of
 from extras.tests.test_screen import serve_on_rank
 
 SMALL = dict(steps=4, profile=2, global_batch_size=4, micro_batch_size=1, n_layers=2, save_every=0, eval_every=0)
@@ -47,23 +48,19 @@ def test_a_pipelines_trace(pools, tmp_path):
         check(config_of("step01_single_gpu", dict(profile=2, steps=3)), 1)
 
 
-def snapshots_on_rank(out: str, fails_in: int) -> tuple[str, list]:
-    """Runs in one process: what a run says whose GPU has no room for an update, and each call of torch.cuda.memory."""
-    update = mock.Mock(side_effect=[None] * fails_in + [torch.OutOfMemoryError("Tried to allocate 2.50 GiB")])
+def snapshots_on_rank(out: str) -> tuple[str, list]:
+    """Runs in one process: the error of a run whose GPU is full in the fourth step, and calls of torch.cuda.memory."""
+    update = mock.Mock(side_effect=[None] * 3 + [torch.OutOfMemoryError("Tried to allocate 2.50 GiB")])
     full = mock.patch.object(step01.Optimizer, "publish", update)
-    on_gpu, said = mock.patch.object(profile, "attach", lambda _, parts: profile.Trace(2, parts, gpu=True)), ""
+    on_gpu = mock.patch.object(profile, "attach", lambda _, parts: profile.Trace(2, parts, gpu=True))
     with mock.patch.object(torch.cuda, "memory") as memory, full, on_gpu:
-        try:
-            serve_on_rank("step01_single_gpu", SMALL | dict(steps=5), out)
-        except UserError as error:
-            said = str(error)
+        said = error_of(UserError, serve_on_rank, "step01_single_gpu", SMALL | dict(steps=5), out)
     return said, [call[:2] for call in memory.mock_calls]
 
 
-@pytest.mark.parametrize("fails_in", [3, 9])
-def test_a_snapshot_of_memory(pools, tmp_path, fails_in):
-    """Written once: after the last traced step, the fourth; or when memory is full before, which the line says."""
-    ((said, calls),) = pools(1).run(snapshots_on_rank, str(tmp_path), fails_in)
-    file = str(tmp_path / "memory-0.pickle")
+def test_a_snapshot_of_memory_is_written_before_a_full_one_ends_the_run(pools, tmp_path):
+    """The line of the error names its file."""
+    ((said, calls),) = pools(1).run(snapshots_on_rank, str(tmp_path))
     assert [call[0] for call in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
-    assert calls[1][1] == (file,) and (file in said) == (fails_in == 3) and bool(said) == (fails_in < 9)
+    file = str(tmp_path / "memory-0.pickle")
+    assert calls[1][1] == (file,) and file in said

@@ -167,14 +167,6 @@ def test_law(name):
         LAWS[name](*case)
 
 
-def test_dualpipe_puts_off_what_the_paper_does():
-    """The list of rank 0 of 4, as the paper draws it: W waits only in the second half of step 6 and in step 7."""
-    lists, _ = made("dualpipe", 4, 8)
-    words = [f"{kind}{int(stage >= 4)}" for kind, _, stage in lists[0]]
-    expected = "F0 F0 F0 F1  B1 W1 F1  F0 B1 W1 F1 B0 W0  B1 W1 F1 B0 W0  B1 W1 B0  W0 B0 W0"
-    assert words == expected.split()
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pairs_are_complete_and_end(name):
     """--ep-overlap: with F and B in pairs, programs end, and each rank's actions are still its list."""
