@@ -1,7 +1,7 @@
 """Labs: a chapter as an evening's work. Some functions of its step are taken out, and a student writes them again.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
-    python -m extras.labs check FOLDER         points by task; `--task "f and g"` judges one task
+    python -m extras.labs check FOLDER         points by task
     python -m extras.labs grade FOLDERS > points.csv
 
 The chapter's own tests in tests/ are the judge: marks there name the task and the points of each test. A lab is a row

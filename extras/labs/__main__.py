@@ -11,8 +11,7 @@ from common import UserError
 from extras.labs import TASKS, holes, hollow, step_of
 from extras.labs.judge import chapter, judge, lay_out
 
-SECONDS = 900  # that a folder may take by default
-COLUMNS = ("folder", "student", "lab", "points", "of", "error", "tasks", "lost")  # of the table of grades
+COLUMNS = ("folder", "student", "lab", "points", "of", "error", "lost")  # of the table of grades
 INTRODUCTION = """# Lab {lab}: {step}
 
 Student: {student}
@@ -27,7 +26,6 @@ Two cores and 2 GB suffice. In this folder, with the project's environment activ
 In the project's folder:
 
     python -m extras.labs check {folder}     points by task, as they will be graded
-    python -m extras.labs check {folder} --task "{task}"
 
 The tests say what is demanded of each function: read one that fails. A test that hangs fails after a minute, and
 says in which call each rank waits. A task may also fail because of an earlier one.
@@ -50,7 +48,7 @@ def start(lab: int, folder: Path, student: str):
     for n, (name, names) in enumerate(TASKS[lab].items(), 1):
         functions = ", ".join(f"`{each.rpartition(':')[2]}`" for each in names.split())
         tasks.append(f'{n}. Task "{name}": ' + (f"write {functions}." if names else "the whole file; nothing to add."))
-    words = dict(lab=lab, step=step_of(lab), student=student, files=files, folder=folder.resolve(), task=task)
+    words = dict(lab=lab, step=step_of(lab), student=student, files=files, folder=folder.resolve())
     words["launch"] = f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)} --model debug"
     words |= dict(tests=chapter(lab), word=task.replace(" ", "_"), tasks="\n".join(tasks))
     text = (Path(__file__).parent / f"lab{lab}.md").read_text().partition("\n\n")[2]
@@ -67,17 +65,14 @@ def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
     return lab, found[2], {file: (folder / file).read_text() for file in holes(lab)}
 
 
-def check(folder: Path, only: str, seconds: float) -> int:
+def check(folder: Path, seconds: float) -> int:
     """Print points by task, and why some are missing; returns 0 if none is."""
     lab, _, texts = opened(folder)
-    if (only := only.replace("_", " ")) and only not in TASKS[lab]:
-        raise UserError(f"--task {only}: lab {lab} has {', '.join(TASKS[lab])}")
-    found = judge(lab, texts, seconds, only)
+    found = judge(lab, texts, seconds)
     for task in TASKS[lab]:
         own, said = [result for result in found if result.task == task], set()
-        if own:
-            earned = sum(result.points for result in own if not result.wrong)
-            print(f"{task}: {earned} of {sum(result.points for result in own)} points")
+        earned = sum(result.points for result in own if not result.wrong)
+        print(f"{task}: {earned} of {sum(result.points for result in own)} points")
         for result in own:
             if result.wrong and result.wrong not in said:
                 print(f"  {result.test}: " + "\n    ".join(result.wrong.splitlines()[:6]))
@@ -93,13 +88,9 @@ def row(folder: Path, seconds: float) -> dict[str, Any]:
         found = judge(lab, texts, seconds)
     except Exception as problem:  # a file may be a device, or no text: the other folders are graded all the same
         error = str(problem) or type(problem).__name__
-    sums = []
-    for task in TASKS.get(lab, ()):
-        own = [r for r in found if r.task == task]
-        sums.append(f"{task} {sum(r.points for r in own if not r.wrong)}/{sum(r.points for r in own)}")
     lost = " | ".join(f"{r.test}: {r.wrong}"[:200] for r in found if r.wrong)
     points, total = sum(r.points for r in found if not r.wrong), sum(r.points for r in found)
-    cells = folder, student, lab, points, total, error, "; ".join(sums), " ".join(lost.split())
+    cells = folder, student, lab, points, total, error, " ".join(lost.split())
     # No cell may begin with a character that makes a spreadsheet evaluate it.
     return {key: re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for key, cell in zip(COLUMNS, cells, strict=True)}
 
@@ -114,18 +105,17 @@ def main() -> int:
     verb.add_argument("--student", default="", metavar="ID", help="noted in LAB.md, and in the table of grades")
     verb = verbs.add_parser("check", help="points by task; exit status 0 if all were earned")
     verb.add_argument("folder", type=Path)
-    verb.add_argument("--task", default="", help="this task alone, by its name")
-    verb.add_argument("--seconds", type=float, default=SECONDS, help="limit (default %(default)s)")
     verb = verbs.add_parser("grade", help="for teachers: judge folders, and print a table in CSV; exit status 0")
     verb.add_argument("folders", nargs="+", type=Path)
-    verb.add_argument("--seconds", type=float, default=SECONDS, help="limit for a folder (default %(default)s)")
+    for verb in (verbs.choices["check"], verbs.choices["grade"]):
+        verb.add_argument("--seconds", type=float, default=900, help="limit for a folder (default %(default)s)")
     args = top.parse_args()
     try:
         if args.verb == "start":
             start(args.lab, args.folder, args.student)
             print(f"{args.folder}: open LAB.md")
         elif args.verb == "check":
-            return check(args.folder, args.task, args.seconds)
+            return check(args.folder, args.seconds)
         else:
             writer = csv.DictWriter(sys.stdout, COLUMNS)
             writer.writeheader()

@@ -74,7 +74,6 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=EVALUATES),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums
-    Row(3, "step02_ddp", dict(sync="server"), SGD),
     Row(3, "step02_ddp", dict(sync="tree"), SGD),
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     # ranks of dp that meet after each step
@@ -92,7 +91,6 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
-    Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", schedule="zb-h1"), SGD, bound=0.03),
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads
     # variants of context parallelism
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED, does=STAYS_NEAR),
@@ -106,7 +104,6 @@ ROWS = [
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), MASK, does=EVALUATES),
     # variants of pipelines
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
-    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", pp_split="cost", zero=2), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),

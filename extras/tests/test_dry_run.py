@@ -11,13 +11,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import step07_moe_ep as step07
-from common import UserError
 from extras.services.dry_run import Counted, Meter, instead_of, run_rank
 from extras.services.run import ServedRun
-from extras.services.seam import check, compose, refuse
+from extras.services.seam import check, compose
 from extras.tests.equal import SMALL, config_of, watch
-from extras.tests.pairs import STEPS, comparable, complete, covering, lighter, ranks_of, singles
-from extras.tests.pool import error_of
 from extras.theory.gpus import GPUS
 from extras.variants.step07 import grouped_matmul
 from extras.variants.step07.routing import RoutedMoE
@@ -111,19 +108,6 @@ def test_kernels_are_those_of_a_gpu():
     forward, backward = passes * (2 * layers + 1), passes * (layers + 1)
     assert found == [forward, forward * 2 * x, backward, backward * 3 * x]
     assert count["_fused_adamw_"]["bytes"] == pytest.approx(7 * seen.held["masters"], rel=0.01)
-
-
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
-def test_every_value_is_counted(part):
-    """Each value of each flag, unless it is refused, is in some dry run. A run has many flags (pairs.py)."""
-    step = STEPS[-1]
-    runs = {single: complete(step, dict([single])) for single in singles(step)}
-    configs = {single: config_of(step, run | dict(dry_run=4)) for single, run in runs.items() if comparable(run)}
-    values = [dict([single]) for single, config in configs.items() if not error_of(UserError, refuse, config)]
-    for options in map(lighter, covering(step, values)[part::3]):
-        mine = 2 * options["micro_batch_size"]  # two micro-batches are enough
-        options["global_batch_size"] = mine * (ranks_of(options) // (options["pp"] * options["cp"] * options["tp"]))
-        assert dry(step, options, ranks_of(options)).meter.count, options
 
 
 def test_a_dry_run_says_what_it_counted(capsys):

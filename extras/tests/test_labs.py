@@ -40,16 +40,14 @@ def test_a_starter_gives_nothing_away(tmp_path, lab):
     steps = [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]  # they are given
     earlier = {line.strip() for path in steps for line in path.read_text().splitlines()}
     for file, names in holes(lab).items():
-        text = ours(lab)[file]
-        before, after, kept = definitions(text), definitions(hollow(lab)[file]), text.splitlines()
-        for name in sorted(names, key=lambda name: -before[name].lineno):
+        texts = ours(lab)[file], hollow(lab)[file]
+        before, after = map(definitions, texts)
+        for name in names:
             assert ast.unparse(before[name].args) == ast.unparse(after[name].args)
             assert ast.get_docstring(before[name]) == ast.get_docstring(after[name])
-            code = before[name].body[ast.get_docstring(before[name]) is not None :]
-            lines = [kept.pop(code[0].lineno - 1).strip() for _ in range(code[0].lineno, code[-1].end_lineno + 1)]
-            left = {line.strip() for line in kept} | {line.strip() for line in hollow(lab)[file].splitlines()}
-            told = [line for line in lines if len(line) > 40 and line[-1] != ":"]  # the head of a loop reveals nothing
-            assert not set(told) & (shown - left - earlier), name
+        whole, left = ({line.strip() for line in text.splitlines()} for text in texts)
+        told = {line for line in whole - left if len(line) > 40 and line[-1] != ":"}  # a loop's head reveals nothing
+        assert told and not told & (shown - earlier), file
 
 
 def test_mistakes_are_a_line(tmp_path):
@@ -59,7 +57,6 @@ def test_mistakes_are_a_line(tmp_path):
     for words in ("start", 4, folder), ("start", 9, tmp_path / "x"), ("check", tmp_path):
         said = command(*words, status=2)
         assert said.startswith("error: ") and said.count("\n") == 1
-    assert "collectives, f and g" in command("check", folder, "--task", "loops", status=2)
 
 
 def test_grading_folders(tmp_path):
@@ -79,7 +76,7 @@ def test_grading_folders(tmp_path):
     earned, total = ([int(rows[name][key]) for name in names] for key in ("points", "of"))
     assert earned[0] == total[0] > earned[1] > 0 and earned[2:] == [0, 0, 0], rows["right"]["lost"]
     assert total[:3] == total[:1] * 3 and "the sum is wrong" in rows["wrong"]["lost"]
-    assert "ring 0/" in rows["starter"]["tasks"] and "task ring: RingSync.sum_up" in rows["starter"]["lost"]
+    assert "task ring: RingSync.sum_up" in rows["starter"]["lost"]
     assert f"{step} cannot be imported: SyntaxError" in rows["error"]["error"]
     assert "no folder of a lab" in rows["none"]["error"]
 

@@ -8,10 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from common import UserError
@@ -105,38 +103,35 @@ def signal_a_job(ranks: int, words: list[str], folder: Path, begun: Callable[[],
     return status
 
 
+@pytest.fixture(scope="module")
+def unbroken(tiny, tmp_path_factory) -> tuple[list[str], Path]:
+    """A launch line without its last word, the folder, and the folder of such a run."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    words = f"-m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0 --peak-tflops 1"
+    words = f"{words} --resume auto --out".split()
+    assert run(2, [*words, str(folder / "run")], folder / "log")[0] == 0
+    return words, folder / "run"
+
+
 @pytest.mark.parametrize("end", [kill_a_rank, signal_a_job])
-def test_a_job_that_is_interrupted_resumes(tiny, tmp_path, end):
+def test_a_job_that_is_interrupted_resumes(unbroken, tmp_path, end):
     """It resumes from its last checkpoint and ends with the bits of an unbroken run."""
-    words = f"-m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
-    words += " --peak-tflops 1 --resume auto --out"
-    whole, cut = (f"{words} {tmp_path / name}".split() for name in ("whole", "cut"))
-    assert run(2, whole, tmp_path / "log")[0] == 0
-    status = end(2, cut, tmp_path, lambda: len(metrics(tmp_path / "cut")) >= 6)
+    (words, whole), cut = unbroken, tmp_path / "cut"
+    status = end(2, [*words, str(cut)], tmp_path, lambda: len(metrics(cut)) >= 6)
     text = (tmp_path / "log").read_text()
     assert status == 0 and "resuming from" in text, text
-    rows, expected = metrics(tmp_path / "cut"), metrics(tmp_path / "whole")
-    assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
-    require_same(stored(tmp_path / "cut", 20), stored(tmp_path / "whole", 20))
+    rows = [(n + 1, row["loss"]) for n, row in enumerate(metrics(whole))]
+    assert [(row["step"], row["loss"]) for row in metrics(cut)] == rows
+    require_same(stored(cut, 20), stored(whole, 20))
 
 
-@pytest.mark.parametrize("others, ours, gpus, backend", [("a", "b", 1, "nccl"), ("a", "a", 1, ""), ("", "", 0, "gloo")])
-def test_one_visible_gpu_a_rank_is_a_gpu_of_its_own(monkeypatch, others, ours, gpus, backend):
-    """Ranks that see one GPU each compare its id, and use NCCL. Two ranks with the same GPU are refused."""
-    store, chosen = dist.HashStore(), []
-    store.set("the GPU of rank 1", others)
-    there = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="", MASTER_PORT="0")
-    for key, value in (there | dict(OMP_NUM_THREADS="2")).items():
-        monkeypatch.setenv(key, value)
-    for key, value in dict(device_count=gpus, is_available=gpus > 0, set_device=None).items():
-        monkeypatch.setattr(torch.cuda, key, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=ours))
+def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch):
+    """Ranks compare the ids of their GPUs, because each may see only its own."""
+    store = dist.HashStore()
+    store.set("the GPU of rank 1", "a")
     monkeypatch.setattr(devices, "fresh_store", lambda _: store)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: chosen.append(backend))
-    config = SimpleNamespace(device="auto", timeout=60.0, sync="bucket")
-    if backend:
-        devices.meet(config)
-        assert chosen == [backend]
-    else:
-        with pytest.raises(UserError, match="two of the 2 ranks have the same GPU"):
-            devices.meet(config)
+    for key, value in dict(RANK="0", WORLD_SIZE="2").items():
+        monkeypatch.setenv(key, value)
+    assert devices.find_ranks("b", 1.0) is store
+    with pytest.raises(UserError, match="two of the 2 ranks have the same GPU"):
+        devices.find_ranks("a", 1.0)

@@ -1,6 +1,5 @@
 """Schedules of techniques: complete, in order and free of deadlock; the papers' laws of time and memory hold."""
 
-import random
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -81,11 +80,10 @@ def in_flight(row: list[Action], until: str = "B") -> int:
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_size_is_complete_and_ends(name):
-    """All sizes are checked, with messages in the order of time units and of random costs."""
-    draw = random.Random(0)
+    """All sizes are checked, with messages in the order of time units and of other costs."""
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
-        check_lists(lists, places, m, {kind: draw.uniform(0.1, 3) for kind in "FBW"})
+        check_lists(lists, places, m, dict(F=5, B=2, W=3))
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):

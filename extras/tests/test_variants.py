@@ -1,7 +1,5 @@
 """What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import product
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import functional_call
 
+import step07_moe_ep as step07
 from common import comm
 from common.comm import Mesh
 from common.model import attend
@@ -37,9 +36,9 @@ def test_spikes_are_left_out_and_become_normal():
     assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
 
 
-@contextmanager
-def logits_of() -> Iterator[list[int]]:
-    """Inside, the list gets the number of tokens of each product with the head's weight."""
+@pytest.mark.parametrize("chunk", [0, 40, 64])
+def test_logits_of_one_chunk_exist(chunk):
+    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
     sizes, shape = [], (equal.SMALL["vocab_size"], equal.SMALL["dim"])
 
     def linear(x, weight, *bias, right=F.linear):
@@ -47,13 +46,6 @@ def logits_of() -> Iterator[list[int]]:
         return right(x, weight, *bias)
 
     with mock.patch.object(F, "linear", linear):
-        yield sizes
-
-
-@pytest.mark.parametrize("chunk", [0, 40, 64])
-def test_logits_of_one_chunk_exist(chunk):
-    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
-    with logits_of() as sizes:
         equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
     assert max(sizes) == (chunk or 64)
 
@@ -77,6 +69,21 @@ def graphs_of(step: str, flags: dict) -> int:
 def test_all_layers_share_one_graph(pools, step, layers):
     """Dynamo gives up after eight graphs, so ten layers must not need one each. Nor may those that step 2 trains."""
     assert pools(1).run(graphs_of, step, dict(n_layers=layers)) == [1]
+
+
+# --- recomputation
+
+
+@pytest.mark.parametrize("mode", ["full", "elementwise"])
+def test_a_router_chooses_once(mode):
+    """Recomputation visits the same experts, although this router, like a GPU, computes other scores at each call."""
+    right, chosen, draws = F.one_hot, [], torch.Generator()  # recomputation would restore torch's own generator
+    step07.shaky = lambda: torch.rand(4, generator=draws)
+    shaky = Fault("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()", "")
+    with injected(shaky), mock.patch.object(F, "one_hot", lambda x, n: chosen.append(x.tolist()) or right(x, n)):
+        equal.record("step07_moe_ep", dict(experts=4, recompute=mode, steps=1, expert_matmul="grouped"))
+    for i in range(0, len(chosen), 6):  # three layers forward, and again in backward
+        assert chosen[i : i + 6] == chosen[i : i + 6][::-1]
 
 
 # --- overlap
