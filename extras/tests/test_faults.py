@@ -12,16 +12,16 @@ from extras.tests.pool import RankError
 from extras.tests.rows import Row, sized
 from extras.tests.test_checkpoint import ALONE
 from extras.tests.test_checkpoint import continues as continues  # a fixture
-from extras.tests.test_layouts import BEHAVIOURS, label
+from extras.tests.test_layouts import BEHAVIOURS
 
 NAMES = [f"{fault.module.rpartition('.')[2]}: {fault.new[:40]}" for _, fault in FAULTS]
 
 
 @pytest.fixture
 def ask(pools, reference, continues, tmp_path):
-    """`ask(judge, fault)` raises AssertionError if the judge notices the fault; "" is the right program."""
+    """`ask(judge, fault)` raises AssertionError if the judge notices the fault."""
 
-    def wrong(judge: Row | tuple, fault: str | Fault = ""):
+    def wrong(judge: Row | tuple, fault: Fault):
         mistaken = lambda *which: SimpleNamespace(run=partial(pools(*which).run, with_fault, fault))  # noqa: E731
         if isinstance(judge, Row):
             BEHAVIOURS[judge.does[0]](mistaken, reference, sized(judge), tmp_path)
@@ -34,16 +34,6 @@ def ask(pools, reference, continues, tmp_path):
                 test(*[mistaken] * ("pools" in inspect.signature(test).parameters), *given)
 
     return wrong
-
-
-JUDGES = {str(judge): judge for judge, _ in FAULTS if isinstance(judge, Row) or judge[0] == "resumed"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("judge", JUDGES.values(), ids=lambda judge: label(judge) if isinstance(judge, Row) else None)
-def test_the_right_program_passes(ask, judge):
-    """Without a fault, each judge passes. (Laws have tests of their own.)"""
-    ask(judge)
 
 
 @pytest.mark.parametrize("judge, fault", FAULTS, ids=NAMES)

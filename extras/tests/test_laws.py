@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 import step07_moe_ep as step07
-from common.comm import Pending, all_to_all
 from common.model import Attention
 from extras.services.dry_run import run_rank
 from extras.services.tables import Ledger
@@ -243,38 +242,32 @@ def test_sums_start_in_backward():
 def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
     """Runs on every rank: for each pair in the last step, the all-to-alls of its forward (F) and its backward (B).
 
-    One is hidden if the other function begins attention or experts between its start and its wait, or ends. (In
-    backward they begin when the gradient of their output arrives.) After the other's end none is noted.
+    One is hidden if the other function begins attention or experts before it gives the turn back, or ends. (In backward
+    they begin when the gradient of their output arrives.) After the other's end none is noted.
     """
-    pairs, turns, begun = [], SimpleNamespace(turn=0, left=()), Counter()
+    pairs, now, begun = [], SimpleNamespace(turn=0), Counter()
 
     def computing(*args, right):
-        begun[turns.turn] += 1
+        begun[now.turn] += 1
         output = right(*args)
-        output.register_hook(lambda _: begun.update([turns.turn]))
+        output.register_hook(lambda _: begun.update([now.turn]))
         return output
 
-    def both(self, *functions, right=ep_overlap.Turns.both):
-        nonlocal turns
-        turns = self
+    def both(turns, *functions, right=ep_overlap.Turns.both):
+        nonlocal now
+        now = turns
         pairs.append([])
-        return right(self, *functions)
+        return right(turns, *functions)
 
-    def started(output, tensor, *rest):
-        pending, me, other = all_to_all(output, tensor, *rest), turns.turn, 1 - turns.turn
+    def switch(turns, right=ep_overlap.Turns.switch):
+        me, other, computes = turns.turn, 1 - turns.turn, 1 - turns.turn in turns.left
         before = begun[other]
-
-        def wait():
+        right(turns)
+        if computes:
             pairs[-1].append(("FB"[me], begun[other] > before or other not in turns.left))
-            Pending.wait(pending)
-
-        if tensor.is_floating_point() and other in turns.left:  # rows, not their counts
-            pending.wait = wait
-        return pending
 
     with (
-        mock.patch.object(ep_overlap.Turns, "both", both),
-        mock.patch.object(ep_overlap, "all_to_all", started),
+        mock.patch.multiple(ep_overlap.Turns, both=both, switch=switch),
         mock.patch.object(Attention, "forward", partialmethod(computing, right=Attention.forward)),
         mock.patch.object(step07.Experts, "forward", partialmethod(computing, right=step07.Experts.forward)),
     ):
@@ -284,7 +277,7 @@ def hidden_messages(options: dict) -> list[list[tuple[str, bool]]]:
 
 @pytest.mark.parametrize("schedule, n_layers", [("ahead", 8), ("dualpipe", 4)])
 def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
-    """Between start and wait of each all-to-all, the other micro-batch computes, unless it has ended.
+    """While the rows of each all-to-all travel, the other micro-batch computes, unless it has ended.
 
     Except for the forward's first one: backward runs no matmul before its own first one. Two layers have four each.
     """
