@@ -243,26 +243,24 @@ UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
 
 def never_flushed_on_rank() -> tuple:
-    """Runs on every rank: the initial weights, and what `both` finds without and with flushes."""
-    found, plain = [], pipedream.both
+    """Runs on every rank: the initial weights, and the `Shown` of updates without and with flushes."""
+    found, plain, flags = [], pipedream.both, dict(pipedream=8, pp=dist.get_world_size(), lr=0.3, recompute="full")
 
     def both(config, parts):
-        found.append({name: param.detach().numpy().copy() for name, param in parts.model.named_parameters()})
+        found.append({name: param.detach().clone() for name, param in parts.model.named_parameters()})
         found.extend(plain(config, parts))
         return found[1:]
 
-    ranks = dist.get_world_size()
     with mock.patch.object(pipedream, "both", both):
-        equal.watch("step06_pipeline", UNFLUSHED | dict(pipedream=8, pp=ranks, lr=0.3, recompute="full"))
-    shown = [(s.losses, s.versions, {name: weight.numpy() for name, weight in s.weights.items()}) for s in found[1:]]
-    return found[0], *shown
+        equal.watch("step06_pipeline", UNFLUSHED | flags)
+    return tuple(found)
 
 
 def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
     """One process: the losses and weights of 8 updates. If `late`, stage s of p uses weights p-1-s updates old."""
     parts = equal.watch("step01_single_gpu", UNFLUSHED | dict(steps=0)).parts
     ages = {name: late * (len(begin) - 1 - s) for s, weights in enumerate(begin) for name in weights}
-    history = [{name: torch.from_numpy(weight) for weights in begin for name, weight in weights.items()}]
+    history = [{name: weight for weights in begin for name, weight in weights.items()}]
     losses = []
     for t in range(8):
         met = {name: history[max(0, t - age)][name].clone().requires_grad_() for name, age in ages.items()}
