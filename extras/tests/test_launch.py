@@ -1,4 +1,4 @@
-"""Runs started from the command line: each step's launch line, mistakes at the start, a lost rank, shared GPUs."""
+"""Runs started from the command line: each step's launch line, mistakes at the start, interrupted jobs, shared GPUs."""
 
 import os
 import re
@@ -91,15 +91,16 @@ def signal_a_job(ranks: int, words: list[str], folder: Path, begun: Callable[[],
     there = dict(PATH=f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
     there |= dict(SLURM_NNODES="1", SLURM_GPUS_ON_NODE=str(ranks), SLURM_JOB_ID="7")
     batch = ["bash", ROOT / "extras/launch/slurm.sh", *words[2:]]
-    for first in (True, False):
-        with (folder / "log").open("w") as log:
-            job = subprocess.Popen(batch, stdout=log, stderr=log, cwd=folder, env=os.environ | there)
-        while first and job.poll() is None and not begun():
+    with (folder / "log").open("w") as log:
+        how = dict(stdout=log, stderr=log, cwd=folder, env=os.environ | there)
+        job = subprocess.Popen(batch, **how)
+        while job.poll() is None and not begun():
             time.sleep(0.02)
-        if first:
-            job.send_signal(signal.SIGUSR1)
-        status = job.wait()
-        assert (folder / "queued").read_text() == "requeue 7\n"
+        job.send_signal(signal.SIGUSR1)
+        job.wait()
+        status = subprocess.run(batch, **how).returncode
+    assert (folder / "queued").read_text() == "requeue 7\n"
+    assert "interrupted after step" in (folder / "log").read_text()
     return status
 
 
