@@ -100,8 +100,6 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
          "what later ranks have found for our keys is lost")),
     *noticed_by(Row(2, "step03_zero", dict(zero=3, zero_keep=True), SGD), "/step03.zero_keep",
         ("publish", "ShardedUnit.free(unit)", "pass", "weights of the first step for ever")),
-    *noticed_by(("test_laws", "test_sums_start_in_backward"), "/step03.zero_overlap",
-        ("Early", "partial(self.mark_ready, unit)", "lambda _: None", "right numbers, but nothing hides a sum")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "loss scale"), "/step01.fp16",
         ("LossScaling", "not math.isfinite(grad_norm)", "False", "no update is skipped")),
     *noticed_by(("test_rules", "test_a_rule_is_what_others_wrote", "biases"), "/step07.routing",

@@ -197,8 +197,7 @@ LAWS: dict[str, Law] = {
     "ulysses": Law("step05_cp_ring", 4, dict(cp=4, cp_mode="ulysses", seq_len=48), {
         "cp all_to_all": M * L * swapped(4)}),
     **{f"crossed {sizes}": usp_law(*sizes) for sizes in ((4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4))},
-    "window": window_law(2, 0, 5, 16),
-    **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
+    **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 0, 5, 16), (2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
     "fused": fused_law(),

@@ -55,11 +55,10 @@ def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | 
             expected.update((places[stage].rank, kind, i, stage) for kind in kinds)
             stage = places[stage].after
     assert Counter((rank, *action) for rank, row in enumerate(lists) for action in row) == expected
+    simulate(lists, places, costs)  # raises ValueError for a backward before its forward
     for row in lists:
         at = {action: n for n, action in enumerate(row)}
-        for action in row:
-            if action.kind != "F":
-                assert at[action._replace(kind=kinds[kinds.index(action.kind) - 1])] < at[action]
+        assert all(at[action._replace(kind="B")] < at[action] for action in row if action.kind == "W")
     carried_out([[[tuple(line)] for line in program] for program in add_messages(lists, places, costs)], places)
 
 
