@@ -1,12 +1,9 @@
-"""Runs started from the command line: each step's launch line, mistakes at the start, interrupted jobs, shared GPUs."""
+"""Runs started from the command line: each step's launch line, mistakes at the start, a lost rank, shared GPUs."""
 
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,62 +65,22 @@ def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, extras, step, ra
         assert status == 2 and "Traceback" not in text, text
 
 
-# Stand-ins for SLURM's commands, for a job of one node.
-SRUN = f'echo $$ > pid; cd {ROOT}; exec "$@"'
-SLURM = dict(srun=SRUN, scancel='kill -USR1 "$(cat pid)"', scontrol='echo "$@" > queued')
-
-
-def kill_a_rank(ranks: int, words: list[str], folder: Path, begun: Callable[[], bool]) -> int:
-    """Kill one rank of a job, which torchrun restarts; returns the job's exit status."""
-    with (folder / "log").open("w") as log:
-        job = start(ranks, ["--max-restarts=1", *words], stdout=log, stderr=log)
-    while job.poll() is None and not begun():
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
+    """torchrun restarts the job, which resumes from its last checkpoint and ends with the bits of an unbroken run."""
+    words = f"--max-restarts=1 -m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
+    words += " --peak-tflops 1 --resume auto --out"
+    whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
+    assert run(2, whole, tmp_path / "log")[0] == 0
+    with (tmp_path / "log").open("w") as log:
+        job = start(2, killed, stdout=log, stderr=log)
+    while job.poll() is None and len(metrics(tmp_path / "killed")) < 6:
         time.sleep(0.02)
     os.kill(int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[-1]), signal.SIGKILL)
-    return job.wait()
-
-
-def signal_a_job(ranks: int, words: list[str], folder: Path, begun: Callable[[], bool]) -> int:
-    """Send the signal of a job whose time ends to slurm.sh, and start it again once it has asked for that."""
-    for name, line in SLURM.items():
-        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
-        (folder / name).chmod(0o755)
-    there = dict(PATH=f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
-    there |= dict(SLURM_NNODES="1", SLURM_GPUS_ON_NODE=str(ranks), SLURM_JOB_ID="7")
-    batch = ["bash", ROOT / "extras/launch/slurm.sh", *words[2:]]
-    with (folder / "log").open("w") as log:
-        how = dict(stdout=log, stderr=log, cwd=folder, env=os.environ | there)
-        job = subprocess.Popen(batch, **how)
-        while job.poll() is None and not begun():
-            time.sleep(0.02)
-        job.send_signal(signal.SIGUSR1)
-        job.wait()
-        status = subprocess.run(batch, **how).returncode
-    assert (folder / "queued").read_text() == "requeue 7\n"
-    assert "interrupted after step" in (folder / "log").read_text()
-    return status
-
-
-@pytest.fixture(scope="module")
-def unbroken(tiny, tmp_path_factory) -> tuple[list[str], Path]:
-    """A launch line without its last word, the folder, and the folder of such a run."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    words = f"-m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0 --peak-tflops 1"
-    words = f"{words} --resume auto --out".split()
-    assert run(2, [*words, str(folder / "run")], folder / "log")[0] == 0
-    return words, folder / "run"
-
-
-@pytest.mark.parametrize("end", [kill_a_rank, signal_a_job])
-def test_a_job_that_is_interrupted_resumes(unbroken, tmp_path, end):
-    """It resumes from its last checkpoint and ends with the bits of an unbroken run."""
-    (words, whole), cut = unbroken, tmp_path / "cut"
-    status = end(2, [*words, str(cut)], tmp_path, lambda: len(metrics(cut)) >= 6)
-    text = (tmp_path / "log").read_text()
+    status, text = job.wait(), (tmp_path / "log").read_text()
     assert status == 0 and "resuming from" in text, text
-    rows = [(n + 1, row["loss"]) for n, row in enumerate(metrics(whole))]
-    assert [(row["step"], row["loss"]) for row in metrics(cut)] == rows
-    require_same(stored(cut, 20), stored(whole, 20))
+    rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
+    require_same(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
 
 
 def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch):
