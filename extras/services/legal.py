@@ -15,7 +15,7 @@ from extras.theory.shapes import shape_of
 NEEDS = [
     ("sync", "zero", 0),
     ("bucket_mb", "zero", 0),
-    ("bucket_mb", "sync", "bucket", "torch"),
+    ("bucket_mb", "sync", "bucket"),
     ("sp", "tp"),
     ("cp_mode", "cp"),
     ("schedule", "pp"),

@@ -56,7 +56,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
          "small addends vanish")),
     *noticed_by(("test_variants", "test_what_is_lost_is_owed", "topk", True), "/step02.compress",
         ("Compression", " + self.owed.get(key, 0.0)", "", "no error feedback: what a step has lost is never sent")),
-    *noticed_by(Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03), "/step02.narrow",
+    *noticed_by(Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03), "/step02.compress",
         ("dequantise", "view(torch.float32)", "view(torch.float32).roll(1, 0)", "values get the scales of other rows")),
     *noticed_by(Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ring"), SGD), "/step05.ring",
         ("ordered_visible", "if source <= rank", "if source == rank", "a rank sees its own keys only")),

@@ -67,7 +67,6 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=2, compress="topk"), does=("goes_on",)),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED, does=EVALUATES),
     Row(3, "step03_zero", dict(zero=2), MUON),
-    Row(2, "step03_zero", dict(zero=0, grad_dtype="same", dtype="bf16"), SLOW, bound=0.3),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
@@ -75,7 +74,6 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums
     Row(3, "step02_ddp", dict(sync="tree"), SGD),
-    Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     # ranks of dp that meet after each step
     Row(3, "step02_ddp", MEETS, TIED | UNCLIPPED, does=("meets",)),
     Row(2, "step02_ddp", dict(sync="diloco", inner_steps=1), does=("goes_on",)),

@@ -26,8 +26,7 @@ from extras.tests.equal import BOUND, FP64, config_of, difference
 from extras.tests.rows import BIAS, EXPERTS
 from extras.variants.step01 import dropout, fp16
 from extras.variants.step01.fp16 import LossScaling
-from extras.variants.step02 import narrow
-from extras.variants.step02.narrow import BLOCK
+from extras.variants.step02.compress import BLOCK, dequantise, quantise
 from extras.variants.step07.routing import RoutedMoE
 from step01_single_gpu import OPTIMIZERS
 
@@ -273,7 +272,7 @@ def biases():
 
 def rounding():
     """Values are rounded to the nearest of 255 steps up to their block's largest. inf and nan do not become finite."""
-    send = lambda x: narrow.dequantise(narrow.quantise(x), x.shape[-1], x.dtype)  # noqa: E731
+    send = lambda x: dequantise(quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]
     x[1, BLOCK:] = 0

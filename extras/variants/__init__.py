@@ -3,7 +3,7 @@
  1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
     about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
  2  It applies to the step of its folder and to later ones, unless SINCE names the Config of another first step.
- 3  Importing a file adds its entries to menus, as values of a flag: SYNCS["torch"] = TorchSync adds --sync torch.
+ 3  Importing a file adds its entries to menus, as values of a flag: SYNCS["tree"] = TreeSync adds --sync tree.
  4  `settle(config, world)` may set flags. No other function may.
  5  NEEDS and REFUSES declare which flags cannot be combined; `check(config, world)` raises UserError for sizes that do
     not fit. Both are applied before anything is built.
@@ -31,9 +31,8 @@ from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
 
-# Wrapper order, innermost first. For example, fp16 divides gradients that grad_dtype has converted, and documents see
-# the batch that prefetch has read.
-ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "fp16"]
+# Wrapper order, innermost first. For example, documents see the batch that prefetch has read.
+ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "chunked_loss", "fp16"]
 ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "compress_activations", "flash", "documents", "dropout"]
 ORDER += ["attention_scores"]
 

@@ -1,7 +1,7 @@
 """Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
 
 Only the code between the batch and the update differs from the steps. Each `build` makes it: a module, and a function
-`backward(xs, ys, n_targets)` that adds up gradients and returns the loss. (torch_ddp.py has DistributedDataParallel.)
+`backward(xs, ys, n_targets)` that adds up gradients and returns the loss.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from common.comm import Mesh, all_reduce
 from common.data import Data
@@ -84,6 +85,24 @@ def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_ta
         loss.backward()
         total = total + loss.detach()
     return total
+
+
+def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
+    """DistributedDataParallel in buckets of --bucket-mb. A communication hook sums gradients; its default is a mean."""
+    materialize(model, config.seed, *choose_device(config))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True)
+
+    def add(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def backward(xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+        with ddp.no_sync():  # only the last micro-batch communicates
+            total = in_micro_batches(ddp, xs[:-1], ys[:-1], n_targets)
+        return total + in_micro_batches(ddp, xs[-1:], ys[-1:], n_targets)
+
+    ddp.register_comm_hook(None, add)
+    return model, backward
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
@@ -194,6 +213,7 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module
     return model, backward
 
 
+ddp = partial(train, build_ddp, "dp")
 fsdp = partial(train, build_fsdp, "dp")
 dtensor = partial(train, build_dtensor, "tp")
 pipelining = partial(train, build_pipelining, "pp")

@@ -90,11 +90,8 @@ class Flags:
     fused_gradients: bool = False  # matmuls add to the gradients of matrices, and of an input that several share
 
 
-AUTOGRAD = "DistributedDataParallel waits for autograd's own additions; use another --sync"
-REFUSES = [
-    Refusal(dict(fused_gradients=SET, sync=("torch",)), AUTOGRAD),
-    Refusal(dict(fused_gradients=SET, tp_overlap=SET), "both replace the matmuls of a block; choose one of them"),
-]
+EITHER = "both replace the matmuls of a block; choose one of them"
+REFUSES = [Refusal(dict(fused_gradients=SET, tp_overlap=SET), EITHER)]
 
 
 def attach(config: Any, parts: Parts):

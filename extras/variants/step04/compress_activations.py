@@ -30,7 +30,7 @@ from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
-from extras.variants.step02.narrow import BLOCK, dequantise, quantise
+from extras.variants.step02.compress import BLOCK, dequantise, quantise
 from step04_tp_sp import Conjugate, unchanged
 
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
