@@ -2,10 +2,8 @@
 
 import argparse
 import ast
-import difflib
 import re
 import sys
-from base64 import b64encode
 from collections.abc import Iterable
 from html import escape
 from itertools import pairwise
@@ -73,14 +71,12 @@ class Pages:
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
     def sections(self, module: str) -> list[dict]:
-        """A file's top-level statements, each beside the definition of the same name in the latest earlier step."""
-        steps = [(step, it) for step, tree in self.trees.items() if "step" <= step < module for it in tree.body]
-        earlier = {it.name: (step, it) for step, it in steps if hasattr(it, "name")}
+        """A file's top-level statements after its docstring."""
         sections = []
         for before, node in pairwise(self.trees[module].body):
-            name, imports = getattr(node, "name", None), isinstance(node, ast.Import | ast.ImportFrom)
-            both = dict(old=earlier.get(name), new=(module, node))
-            sections.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
+            imports = isinstance(node, ast.Import | ast.ImportFrom)
+            parts = self.parts(module, before, node)
+            sections.append(dict(name=getattr(node, "name", None), imports=imports, parts=parts))
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
@@ -99,13 +95,6 @@ class Pages:
             parts.append(dict(prose=self.prose(words, module, own), code=code))
         return parts
 
-    def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
-        """Compare two definitions: [(difflib's tag, old lines, new lines), ...]."""
-        old, new = (self.lines[module][node.lineno - 1 : node.end_lineno] for module, node in both)
-        plain = [[re.sub("<.*?>", "", line) for line in lines] for lines in (old, new)]
-        codes = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()
-        return [(tag, blocks(*old[a:b]), blocks(*new[c:d])) for tag, a, b, c, d in codes]
-
     def readme(self) -> str:
         """README's title, first paragraph and first three sections, with links to pages instead of files."""
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
@@ -117,25 +106,20 @@ def main():
     """Read the flags and write the pages."""
     parser = argparse.ArgumentParser("python -m extras.services.pages", description=__doc__)
     parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
-    parser.add_argument("--run", type=Path, help="a run's directory, to be shown, too")
-    flags = parser.parse_args()
-    if flags.run and not (flags.run / "metrics.jsonl").exists():
-        sys.exit(f"error: --run {flags.run}: there is no metrics.jsonl; name the directory of a run")
+    out = parser.parse_args().out
     paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     shown, pages = all_pictures(), Pages(files)
-    of_run = sorted(flags.run.glob("*.png")) if flags.run else []
-    charts = [(path.stem, b64encode(path.read_bytes()).decode()) for path in of_run]
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
-    every = ["index", *files, *(["run"] if flags.run else [])]
-    flags.out.mkdir(parents=True, exist_ok=True)
-    copy(HERE / "schedules.gif", flags.out)
+    every = ["index", *files]
+    out.mkdir(parents=True, exist_ok=True)
+    copy(HERE / "schedules.gif", out)
     for here in every:
-        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here), charts=charts)
-        (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
-    print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
+        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here))
+        (out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
+    print(f"{out / 'index.html'}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes in all")
 
 
 if __name__ == "__main__":

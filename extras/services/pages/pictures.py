@@ -84,7 +84,7 @@ def ring(mode: str) -> dict:
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make the picture of each step, by its module."""
+    """Make the picture of each step but step 4, whose docstring has a table, by its module."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
@@ -100,7 +100,6 @@ def all_pictures() -> dict[str, dict]:
         step01_single_gpu=of("step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"),
         step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
         step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
-        step04_tp_sp=of("layer", four[:2], "A layer on two ranks", 2, sp="yes"),
         step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
         step06_pipeline=picture(schedules, "A schedule, action by action", **timing),
         step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),

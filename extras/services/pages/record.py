@@ -26,11 +26,9 @@ from torch import Tensor, nn
 import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
-import step04_tp_sp as step04
 import step07_moe_ep as step07
 from common.comm import Mesh
-from common.layout import materialize
-from common.model import PRESETS, Decoder, ModelConfig
+from common.model import PRESETS, ModelConfig
 from common.trainer import Run
 from extras.services.clocks import Clock
 from extras.services.memory import KINDS, MemoryTimeline, MemoryWatch
@@ -175,42 +173,6 @@ def zero(stage: int) -> dict:
     return dict(text=text, states=film.states, curve=film.curve)
 
 
-def layer_tensors(mesh: Mesh | None, sp: bool) -> dict[str, Tensor]:
-    """Chapter 4: what passes through a layer's forward, by name; on one device if `mesh` is None."""
-    with torch.device("meta"):
-        model = Decoder(SMALL)
-    if mesh is not None:
-        step04.shard_tensors(model, mesh, sp)
-    materialize(model, 0, torch.device("cpu"), torch.float64)
-    seen: dict[str, Tensor] = {}
-    for path, module in model.model.layers["0"].named_modules():
-        if path in ("self_attn", "mlp"):  # these hooks run after f's and g's, and get their results
-            module.register_forward_pre_hook(lambda _, inputs, path=path: seen.update({f"{path}: f": inputs[0]}))
-        name = f"{path}: g" if path in ("self_attn", "mlp") else path or "layer"
-        module.register_forward_hook(lambda _, _inputs, out, name=name: seen.update({name: out}))
-    tokens = torch.arange(SMALL.seq_len)[None]
-    with torch.no_grad():
-        model(tokens, tokens + 1)
-    return seen
-
-
-def shapes(mesh: Mesh, sp: bool) -> dict:
-    """Chapter 4: the shapes of a layer's tensors on two ranks; which are whole, shards, or terms of a sum."""
-    states, rows = [], {}
-    sharded, whole = layer_tensors(mesh, sp), layer_tensors(None, sp)
-    for name, one in whole.items():
-        mine, colour, kind = sharded[name], mesh["tp"].rank, "a term of a sum"
-        if mine.shape != one.shape:
-            kind = "a shard"
-        elif torch.allclose(mine, one):
-            colour, kind = -1, "whole"
-        rows[name] = [[[f"{list(mine.shape)} {kind}", colour, "way" if kind == "a term of a sum" else ""]]]
-        states.append((f"{name}: {kind} on the two ranks.", dict(rows)))
-    text = "The output of each module of a layer: [batch, tokens, width]. f: the block's input after f; g: its output "
-    text += "after g. Whether it is whole, a shard or a term of a sum is found by comparing it with one device's."
-    return dict(text=text, states=states)
-
-
 ROUTES = {
     "sorted": "Sorted: a row for each choice of a token, in the order of the experts.",
     "there": "There: the all-to-all has brought the rows to the experts' ranks, where they are sorted by expert.",
@@ -258,13 +220,12 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
     try:
-        mesh, pairs = Mesh(dp=RANKS), Mesh(dp=RANKS // 2, tp=2)
+        mesh = Mesh(dp=RANKS)
         one = product(("fp32", "bf16"), ("none", "full")) if rank == 0 else ()
         return dict(
             step={"/".join(choice): accumulation(*choice) for choice in one},
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in (1, 2, 3)},
-            layer={sp: shapes(pairs, sp == "yes") for sp in ("yes", "no")},
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
