@@ -1,4 +1,4 @@
-"""Times each phase of a step, and each action of a pipeline, by wrapping the calls that begin them.
+"""Follows the phases of a step, and times each action of a pipeline, by wrapping the calls that begin them.
 
 data       until the first forward                      backward   from the end of a forward to the next, or to ...
 forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
@@ -8,10 +8,8 @@ Each call is also a range in a trace (profile.py): `forward`, `optimizer` or, fo
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,18 +23,17 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 class Clock:
-    """Tracks this rank's phase, and the seconds of each phase since `begin`; calls listeners at every change."""
+    """Tells listeners each phase of this rank as it begins, and times a pipeline's actions since `begin`."""
 
     def __init__(self, parts: Parts, host: bool = False):
         """`host`: use the host's time, also with a GPU."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.listeners: list[Callable[[str], None]] = []
-        self.marks: list[tuple[str, tuple, Any]] = []  # (phase, an action's (kind, micro-batch, stage) or (), start)
-        self.mark("data")
+        self.actions: list[tuple] = []  # (kind, micro-batch, stage, start, end)
         around = partial(parts.around, by=__name__)
-        around(parts.optimizer, "step", partial(self.timed, "optimizer", "data"))
+        around(parts.optimizer, "step", partial(self.follow, "optimizer", "data"))
         if parts.pipeline is None:
-            around(parts.model, "forward", partial(self.timed, "forward", "backward"))
+            around(parts.model, "forward", partial(self.follow, "forward", "backward"))
         for kind, method in ACTS.items():
             if hasattr(parts.pipeline, method):
                 around(parts.pipeline, method, partial(self.act, kind))
@@ -49,50 +46,41 @@ class Clock:
         event.record()
         return event
 
-    def between(self, start: Any, end: Any) -> float:
-        """Seconds between two results of `now`. Waits for a GPU to reach `end`."""
+    def seconds(self, end: Any) -> float:
+        """Seconds from `begin` to a result of `now`. Waits for a GPU to reach it."""
         if not self.cuda:
-            return end - start
+            return end - self.start
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return self.start.elapsed_time(end) / 1e3
 
-    def mark(self, phase: str, *action: Any):
-        """Begin a phase; `action`: a pipeline's (kind, micro-batch, stage), or nothing."""
-        self.marks.append((phase, action, self.now()))
+    def tell(self, phase: str):
+        """A phase begins: tell the listeners."""
         for listener in self.listeners:
             listener(phase)
 
-    def timed(self, phase: str, following: str, call: Callable, *given: Any) -> Any:
+    def follow(self, phase: str, following: str, call: Callable, *given: Any) -> Any:
         """Wrap a call that is a phase; the phase `following` begins when it returns."""
-        self.mark(phase)
+        self.tell(phase)
         with record_function(phase):
             output = call(*given)
-        self.mark(following)
+        self.tell(following)
         return output
 
     def act(self, kind: str, call: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
         """Wrap an action of a pipeline, for micro-batch i and a stage."""
-        self.mark(PHASES[kind], kind, i, stage)
+        self.tell(PHASES[kind])
+        start = self.now()
         with record_function(f"{kind}{i}.{stage}"):
             output = call(i, stage, x)
-        self.mark("waiting")
+        self.actions.append((kind, i, stage, start, self.now()))
+        self.tell("waiting")
         return output
 
     def begin(self):
         """Begin a step: forget the one before."""
-        self.marks.clear()
-        self.mark("data")
-
-    def take(self) -> dict[str, float]:
-        """The seconds of each phase of the step."""
-        self.mark("data")
-        seconds: dict[str, float] = defaultdict(float)
-        for (phase, _, start), (*_, end) in pairwise(self.marks):
-            seconds[f"{phase}_seconds"] += self.between(start, end)
-        return dict(seconds)
+        self.actions.clear()
+        self.start = self.now()
 
     def timeline(self) -> list[list]:
         """[kind, micro-batch, stage, start, end] of each action in this step, in seconds from the step's start."""
-        *_, first = self.marks[0]
-        acts = [(action, start, end) for (_, action, start), (*_, end) in pairwise(self.marks) if action]
-        return [[*action, self.between(first, start), self.between(first, end)] for action, start, end in acts]
+        return [[*action, self.seconds(start), self.seconds(end)] for *action, start, end in self.actions]

@@ -65,7 +65,8 @@ class Trace:
         comm.waiting = waiting
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
         when = schedule(wait=1, warmup=1, active=steps, repeat=1)
-        self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
+        # Without `acc_events`, torch 2.11 warns about events of earlier cycles, of which there are none.
+        self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write, acc_events=True)
         if gpu:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         self.profiler.start()

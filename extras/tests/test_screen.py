@@ -55,10 +55,8 @@ def test_a_served_run(pools, tmp_path, name):
     assert all(line in re.sub(" +", " ", text) for line in LINES[name])
     for one in found:
         last = one.rows[-1]
-        assert {"mfu", "hfu", "peak_memory_bytes", "forward_seconds", "optimizer_seconds"} <= last.keys()
+        assert {"mfu", "hfu", "peak_memory_bytes"} <= last.keys()
         assert last["traffic"].keys() == last["calls"].keys() == last["sent"].keys() != set()
-        if name == "7":
-            assert 1 <= last["expert_load_p50"] <= last["expert_load_p90"] <= 4 and last["unused_experts"] == 0
     assert all(one.text == "" for one in found[1:])
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == found[0].rows
     pictures = {"loss.png"} | ({"timeline.png"} if step == "step06_pipeline" else set())

@@ -179,24 +179,6 @@ def test_a_window_equals_a_mask(window):
         assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
-# --- where optimizer state is kept
-
-
-def in_files(options: dict) -> list[bool]:
-    """Runs on every rank: for each master and moment, whether its memory is a file."""
-    zero = equal.watch("step03_zero", options).parts.optimizer
-    moments = [t for state in zero.torch_optimizer.state.values() for t in state.values() if t.dim()]
-    states = [state for state in (*zero.masters.values(), *moments) if state.numel()]
-    return [state.untyped_storage().filename is not None for state in states]
-
-
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_state_is_where_the_flag_says(pools, where):
-    """With `disk`, all masters and both moments of AdamW are in files; with `cpu`, none is."""
-    for found in pools(2).run(in_files, dict(zero=1, offload_optimizer=where)):
-        assert len(found) > 3 and {*found} == {where == "disk"}
-
-
 # --- ranks that meet every few steps (with H = 1, and resumed: rows.py)
 
 MEETING = dict(steps=6, global_batch_size=4, lr=0.02, save_every=0)

@@ -1,25 +1,22 @@
 """Prints the table of techniques from their files: `python -m extras.variants > extras/variants/README.md`."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from extras.variants.record import HAS, SET, But, Refusal, spelled
 
 HERE = Path(__file__).parent
 HEAD = """# Techniques
 
 Each file changes a step from outside if its flag is set, and is in the folder of the first step that has the flag. Its
 docstring says where its lines would be in the course. `__init__.py` has the rules, and [record.py](record.py) shows how
-a file declares which flags it needs and which it cannot be combined with. Libraries, which only other files import, are
-not listed. `python -m extras.variants > extras/variants/README.md` writes this table from the files.
+a file declares which flags it needs and which it cannot be combined with, which a run then refuses in one line.
+Libraries, which only other files import, are not listed. `python -m extras.variants > extras/variants/README.md` writes
+this table from the files.
 
-| technique | flags | needs | not with | source | step |
-| --- | --- | --- | --- | --- | --- |"""
+| technique | flags | source | step |
+| --- | --- | --- | --- |"""
 FLAG_OF = {  # a menu of the course: the flag that takes its entries
     menu: name
     for path in HERE.parents[1].glob("step0*.py")
@@ -36,23 +33,6 @@ def flags(module: ModuleType, text: str) -> list[str]:
     return ["--" + flag.replace("_", "-") for flag in found] or re.findall(r"--[\w-]+", text)[:1]
 
 
-def spoken(name: str, condition: Any) -> str:
-    """A condition of a refusal, in words: "`--zero 1, 2, 3`", "`--cp-mode` but ring, ulysses", "`--no-sp`"."""
-    if condition in ((True,), (False,)):
-        return f"`{spelled(name, *condition)}`"
-    flag, values = f"--{name.replace('_', '-')}", "" if condition in (SET, HAS) else ", ".join(map(str, condition))
-    return f"`{flag}` but {values}" if isinstance(condition, But) else f"`{flag} {values}`".replace(" `", "`")
-
-
-def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
-    """Yields two cells of the table: what a file's own flags need, and what they cannot be combined with."""
-    needs = [spoken(other, tuple(values) or SET) for _, other, *values in getattr(module, "NEEDS", ())]
-    refused: list[Refusal] = getattr(module, "REFUSES", [])
-    others = [{name: some for name, some in one.flags.items() if name not in own} for one in refused if not one.needs]
-    yield ", ".join(dict.fromkeys(needs + [one.needs for one in refused if one.needs]))
-    yield "; ".join(" and ".join(spoken(*one) for one in some.items()) for some in others if some)
-
-
 def row(path: Path) -> str:
     """Returns a file's row of the table, which begins with its docstring's first sentence without brackets."""
     module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
@@ -61,10 +41,9 @@ def row(path: Path) -> str:
         return ""
     about = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", doc))[0]
     words = flags(module, path.read_text())
-    own = {word.split()[0][2:].replace("-", "_") for word in words}
     cells = [f"[{about}]({path.relative_to(HERE).as_posix()})", ", ".join(f"`{word}`" for word in words)]
     works = "; ".join(dict.fromkeys(re.findall(WORK, doc)))
-    return " | ".join(["", *cells, *limits(module, own), works, path.parent.name[4:].lstrip("0"), ""]).strip()
+    return " | ".join(["", *cells, works, path.parent.name[4:].lstrip("0"), ""]).strip()
 
 
 def table() -> str:

@@ -9,9 +9,8 @@
                values, if the other one is set
     REFUSES    Refusal(flags, why): flags that cannot be combined, or a value that a flag cannot have
 
-A run applies these declarations (extras/services/seam.py), tests combine flags by them (extras/tests/pairs.py), and the
-table of techniques shows them (`python -m extras.variants`). A file's function `check` tests other conditions, such as
-that one size divides another.
+A run applies these declarations (extras/services/seam.py), and tests combine flags by them (extras/tests/pairs.py). A
+file's function `check` tests other conditions, such as that one size divides another.
 """
 
 from collections.abc import Callable

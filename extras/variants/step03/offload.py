@@ -1,24 +1,19 @@
-"""Keeps ZeRO's tensors in host memory or in files (`--offload-optimizer`, `--offload-params`).
+"""Keeps ZeRO's tensors in host memory (`--offload-optimizer`, `--offload-params`).
 
     --offload-optimizer cpu     masters and moments are in host memory, and are updated there ("ZeRO-Offload", Ren et
                                 al. 2021)
-    --offload-optimizer disk    they are in unnamed memory-mapped files in the run directory, which are deleted when
-                                the process ends
     --offload-params cpu        besides, in stage 3, the shards of the weights are in host memory ("ZeRO-Infinity",
-                                Rajbhandari et al. 2021). The GPU holds one or two units of weights, the gradients'
-                                shards, and activations
+                                Rajbhandari et al. 2021; they use disks, too). The GPU holds one or two units of
+                                weights, the gradients' shards, and activations
 
 The units are updated one by one, because update rules skip parameters without gradients. In step 3 this would be
 `Zero1.step`. On a GPU, copies use streams of their own: gradients of later units are copied while the host updates one,
 and shards are copied and gathered while the GPU computes. (Pinned memory is rounded up to a power of two.)
 """
 
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,16 +30,6 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor)
 
 
-def to_file(folder: Path, tensor: Tensor) -> Tensor:
-    """Copy a tensor to an unnamed file in `folder`. Takes the space now, and raises OSError if the disk is full."""
-    n = max(1, tensor.numel())
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(file.fileno(), 0, n * tensor.itemsize)
-        mapped = torch.from_file(file.name, shared=True, size=n, dtype=tensor.dtype)
-    return mapped[: tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
 def move(zero: Zero1, unit: Unit, master: Tensor):
     """Move a unit's master to other memory. The update rule's tensors remain the same objects, views of the master."""
     unit.master = master
@@ -56,9 +41,8 @@ def move(zero: Zero1, unit: Unit, master: Tensor):
 class Update:
     """Updates ZeRO's units one by one, where their masters are."""
 
-    def __init__(self, optimizer: Zero1, home: Callable[[Tensor], Tensor]):
-        """`home`: copies a tensor to where the state is kept."""
-        self.optimizer, self.home, self.first = optimizer, home, True
+    def __init__(self, optimizer: Zero1):
+        self.optimizer, self.first = optimizer, True
         self.units = [unit for unit in optimizer.units if unit.trained]
         self.stream = torch.cuda.Stream() if self.units[0].flat.is_cuda else None
 
@@ -90,7 +74,7 @@ class Update:
             rule.step()
             rule.zero_grad()
             for master in masters.values() if self.first else ():  # it has just got its moments
-                rule.state[master] |= {key: self.home(t) for key, t in rule.state[master].items() if t.dim()}
+                rule.state[master] |= {key: to_host(t) for key, t in rule.state[master].items() if t.dim()}
             unit.grad_shard = None
         self.first = False
         zero.publish()
@@ -117,27 +101,24 @@ def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
 class Flags:
     """Offload of ZeRO's tensors."""
 
-    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments are kept and updated
+    offload_optimizer: Literal["none", "cpu"] = "none"  # where masters and moments are kept and updated
     offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where shards of weights are kept
 
 
 NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
-NEEDS += [("offload_params", "zero", 3), ("offload_params", "offload_optimizer", "cpu", "disk")]
+NEEDS += [("offload_params", "zero", 3), ("offload_params", "offload_optimizer", "cpu")]
 
 
 def attach(config: Any, parts: Parts):
     """Move masters and shards now, and the moments when the first update has created them."""
     if config.offload_optimizer == "none":
         return
-    zero, folder, home = parts.optimizer, Path(config.out or "runs"), to_host
-    if config.offload_optimizer == "disk":
-        folder.mkdir(parents=True, exist_ok=True)
-        home = partial(to_file, folder)
+    zero = parts.optimizer
     beside = torch.cuda.Stream() if zero.units[0].flat.is_cuda else None
     for unit in zero.units:
-        move(zero, unit, home(unit.master))
+        move(zero, unit, to_host(unit.master))
         if config.offload_params != "none":
             unit.shard = to_host(unit.shard)
             if beside is not None:
                 parts.instead(unit, "gather", partial(gather_beside, unit, beside), by=__name__)
-    parts.instead(zero, "step", Update(zero, home).step, by=__name__)
+    parts.instead(zero, "step", Update(zero).step, by=__name__)
