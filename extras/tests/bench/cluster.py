@@ -4,8 +4,7 @@
 
 The nodes are network namespaces of this machine (services/cluster.py) with one rank each, so all traffic crosses the
 cable. `counted` is the payload that node 0 sends and receives in a step, without the packets' headers; `law` is what
-`comm.observer` reports on both ranks. gloo adds 144 bytes to each message. A sum that is sent twice, unseen by the
-observer, changes no number of a run, but it is counted here.
+`comm.observer` reports on both ranks. extras/tests/bench/README.md has a table, and says what it shows.
 """
 
 import os

@@ -28,9 +28,7 @@ In common/schedules.py the function `one_f_one_b_order` would have one more argu
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
-from common import UserError
 from common.schedules import SCHEDULES, Action, Schedule
 
 
@@ -55,14 +53,8 @@ SCHEDULES["ahead"] = lambda config: Schedule(partial(rounds, 0, ahead=True), v=c
 class Flags:
     """Rounds of micro-batches."""
 
-    round_size: int = 0  # smallest number of micro-batches in a row that a rank takes through one stage; 0: --pp
+    round_size: int = 0  # smallest number of micro-batches in a row that a rank takes through one stage; at least --pp
 
 
 TRIED = dict(round_size=3)
 NEEDS = [("round_size", "schedule", "rounds")]
-
-
-def check(config: Any, world: int):
-    """Refuse rounds so short that a stage would wait for micro-batches on later ranks. Raises UserError."""
-    if 0 < config.round_size < config.pp:
-        raise UserError(f"--round-size {config.round_size} is less than --pp {config.pp}: choose it larger")
