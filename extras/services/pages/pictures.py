@@ -84,7 +84,7 @@ def ring(mode: str) -> dict:
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make the picture of each step but step 4, whose docstring has a table, by its module."""
+    """Make the picture of each step, by its module. Step 4 has none: the table in its docstring says as much."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
