@@ -2,13 +2,18 @@
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from common import comm
 from common.comm import Mesh
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services import plots
@@ -63,6 +68,40 @@ def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) 
     return "\n".join([f"stages of {config.schedule}, which is idle for {idle:.1%} of the time:", *lines])
 
 
+class ExpertLoad:
+    """Counts how often each expert of each layer was chosen since the last `take`."""
+
+    def __init__(self, config: Any, parts: Parts):
+        self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts)
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
+        for number, layer in parts.model.model.layers.items():
+            if hasattr(layer.mlp, "experts"):
+                parts.around(layer.mlp, "aux_loss", partial(self.count, int(number)), by=__name__)
+
+    def count(self, layer: int, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
+        """Wrap a layer's `aux_loss`; p: [tokens, experts]; counts: [experts], how often each expert was chosen."""
+        self.counts[layer] += counts
+        return plain(p, counts)
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics of all ranks, and reset the counts. A collective that the observer does not count.
+
+        `expert_load`: by which factor a layer's busiest expert exceeds the mean, as percentiles 50 and 90 of the
+        layers. `unused_experts`: how many no token chose.
+        """
+        observer, comm.observer = comm.observer, None
+        for dim in ("data", "tp", "pp"):
+            comm.all_reduce(self.counts, self.mesh[dim]).wait()
+        comm.observer = observer
+        counts = self.counts.cpu()  # one wait for the device
+        counts = counts[counts.any(1)]  # a copy of the layers with experts
+        self.counts.zero_()
+        if not len(counts):
+            return {}
+        p50, p90 = (counts.amax(1) / counts.mean(1)).quantile(counts.new_tensor([0.5, 0.9])).tolist()
+        return dict(expert_load_p50=p50, expert_load_p90=p90, unused_experts=(counts == 0).sum().item())
+
+
 class Screen:
     """Shows a run: tables, metrics and pictures. Rank 0 prints and draws; all ranks contribute their numbers."""
 
@@ -73,6 +112,7 @@ class Screen:
         shape = shape_of(parts.model.config, self.config)
         self.flops = flops_per_token(shape, self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
+        self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         self.clock, self.timeline = Clock(parts), MemoryTimeline()
         self.held, self.watching = MemoryWatch(parts, self.timeline, self.clock), ExitStack()
         self.say(f"{self.config.model}: {total_weights(shape):,.0f} parameters, {some.dtype}, {self.device}")
@@ -108,11 +148,12 @@ class Screen:
             self.run.bar.disable = True
 
     def more(self, tokens: int) -> dict[str, Any]:
-        """Compute the services' metrics of a step."""
+        """Compute the services' metrics of a step. A collective, if there are experts."""
         seconds = time.perf_counter() - self.run.began
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
+        load = self.load.take() if self.load is not None else {}
         memory = peak_memory(self.device)
-        return dict(mfu=model, hfu=executed, peak_memory_bytes=memory) | self.ledger.take()
+        return dict(mfu=model, hfu=executed, peak_memory_bytes=memory) | self.ledger.take() | load
 
     def line(self, row: dict[str, Any]):
         """Print a line every tenth of the run, if there is no terminal for a progress bar."""

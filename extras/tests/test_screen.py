@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import UserError, data
+from common import UserError, comm, data
 from extras.services import devices, failures
 from extras.services.run import ServedRun
+from extras.services.screen import ExpertLoad
 from extras.services.tables import human
 from extras.tests.equal import config_of, read_named
 from extras.tests.pool import ROOT, start
@@ -56,11 +57,21 @@ def test_a_served_run(pools, tmp_path, name):
     for one in found:
         last = one.rows[-1]
         assert {"mfu", "hfu", "peak_memory_bytes"} <= last.keys()
+        if name == "7":
+            assert 1 <= last["expert_load_p50"] <= last["expert_load_p90"] <= 4 and last["unused_experts"] == 0
         assert last["traffic"].keys() == last["calls"].keys() == last["sent"].keys() != set()
     assert all(one.text == "" for one in found[1:])
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == found[0].rows
     pictures = {"loss.png"} | ({"timeline.png"} if step == "step06_pipeline" else set())
     assert {path.name for path in out.glob("*.png")} == pictures
+
+
+def test_the_load_of_experts():
+    """One expert of four has all tokens, two have half each, all have the same; and a layer without experts."""
+    counts = torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1], [0] * 4], dtype=torch.float64)
+    load = SimpleNamespace(mesh={dim: comm.Group(dim, 0, 1, None) for dim in ("data", "tp", "pp")}, counts=counts)
+    right = dict(expert_load_p50=2, expert_load_p90=2 + 0.8 * 2, unused_experts=5)
+    assert ExpertLoad.take(load) == pytest.approx(right) and not counts.any()
 
 
 def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
