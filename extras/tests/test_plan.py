@@ -1,16 +1,14 @@
 """The planner: layouts are legal, bytes are those of the dry run, the search is complete, errors are bounded."""
 
-import csv
 import importlib
 import json
 import random
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -25,11 +23,9 @@ from extras.services.legal import layout_of_flags
 from extras.services.seam import check, compose
 from extras.tests.bench import plan as bench
 from extras.theory import plan, report, seconds
-from extras.theory.activations import MicroBatch, kept_along, layer_bytes
 from extras.theory.gpus import GPUS
-from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, variants
-from extras.theory.memory import held, rank_bytes, rank_numbers
-from extras.theory.pipelines import depth, lists_of, places_of, splits
+from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, lists_of, meshes, pipeline_of, variants
+from extras.theory.memory import held, kept_along, layer_bytes, micro_batch, rank_bytes, rank_numbers
 from extras.theory.search import evaluate, fits, floor_seconds, search
 from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
@@ -44,8 +40,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     """The Config of a layout: step 7's, or without experts step 6's."""
     PRESETS["drawn"] = ModelConfig(**shape)
     step = step07 if "experts" in flags else step06
-    names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep", "zero_overlap"}
-    flags |= {name: value for name, value in vars(x).items() if name in names}
+    flags |= {name: value for name, value in vars(x).items() if name in step.Config.__dataclass_fields__}
     flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
 
@@ -56,35 +51,8 @@ def counted(x: Layout, shape: dict, rank: int = 0, **flags) -> Counted:
     return run_rank((step07 if "experts" in flags else step06).train, config, rank)
 
 
-class Reached(Exception):
-    """Raised where the first step would begin: nothing was refused."""
-
-
-def test_what_the_rules_refuse_the_steps_refuse():
-    """For 60 random layouts of up to 64 ranks, the planner's rules refuse exactly what the steps refuse."""
-    shape = dict(dim=32, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=64, seq_len=48)
-    draw, verdicts = random.Random(0), []
-    pick = lambda *options: draw.choice(options)  # noqa: E731
-    while len(verdicts) < 60:
-        pp, tp, cp, dp = pick(1, 1, 2, 3, 4, 9), pick(1, 2, 4, 8, 3, 16), pick(1, 1, 2, 3, 4), pick(1, 2, 3, 4)
-        ep, zero, mbs, schedule = pick(1, 1, 2, 3), pick(0, 1), pick(1, 2, 3), pick(*ORDERS)
-        x = Layout(pp, cp, tp, ep, zero, mbs, pick(dp * mbs, dp * mbs * 4, 12, 16), schedule, dp=dp)
-        x = replace(x, chunks=pick(1, 2, 3), sp=draw.random() < 0.8, cp_mode=pick("zigzag", "ring", "allgather"))
-        if x.world <= 64:
-            experts = dict(experts=4, experts_per_token=2) if x.ep > 1 or x.micro_batch_size == 2 else {}
-            config = config_of(x, shape, **experts)
-            m = shape_of(PRESETS["drawn"], config)
-            assert layout_of_flags(config, 1) == replace(x, ep=x.ep if experts else 1)
-            verdicts.append(bool(illegal(m, x)))
-            first = mock.patch.object(Counted, "steps", mock.Mock(side_effect=Reached))
-            with first, pytest.raises((UserError, Reached)) as found:
-                run_rank((step07 if experts else step06).train, config, 0)
-            assert verdicts[-1] == (found.type is not Reached), (illegal(m, x), x)
-    assert 15 <= sum(verdicts) <= 45
-
-
 def test_no_legal_layout_is_left_out():
-    """For 24 ranks, `meshes` lists all legal sizes, and `variants` all schedules, stages and ways of ZeRO."""
+    """For 24 ranks, `meshes` lists all legal sizes, and `variants` all schedules, with every stage of ZeRO."""
     m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
     for pp, cp, tp, ep in (each for each in product(sizes, repeat=4) if 24 % (each[0] * each[1] * each[2]) == 0):
@@ -93,10 +61,8 @@ def test_no_legal_layout_is_left_out():
             assert ((pp, cp, tp, ep, size) in listed) == (not illegal(m, replace(x, micro_batch_size=size))), x
     chunked = ("interleaved", "rounds", "ahead")
     ways = [(name, 1) for name in ORDERS if name not in chunked] + [(name, v) for name in chunked for v in (2, 4)]
-    zeros = [(zero, zero == 1 and more, zero == 3 and more) for zero in range(4) for more in (False, True)]
     found = variants(replace(LLAMA, n_layers=8), Layout(2, dp=2, global_batch_size=32))
-    seen = {(x.schedule, x.chunks, x.zero, x.zero_overlap, x.zero_keep) for x in found}
-    assert seen == {(*way, *zero) for way in ways for zero in zeros}
+    assert {(x.schedule, x.chunks, x.zero) for x in found} == {(*way, zero) for way in ways for zero in range(4)}
 
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
@@ -121,15 +87,13 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, int]:
     while True:
         pp, dp, cp, tp = pick(1, 1, 2, 4), pick(1, 2, 4), pick(1, 1, 2), pick(1, 2, 4)
         schedule = pick(*ORDERS) if pp > 1 else "1f1b"
-        dim, layers = pick(1024, 2048, 4096), depth(schedule, pp, 2) * (2 if pp < 4 else 1)
+        dim, layers = pick(1024, 2048, 4096), pipeline_of(schedule, pp, 2).depth * (2 if pp < 4 else 1)
         shape = dict(dim=dim, n_layers=max(2, layers), n_heads=32, n_kv_heads=pick(8, 32))
         shape |= dict(ffn_dim=dim * pick(11, 14) // 4, vocab_size=pick(32000, 128256))
         shape |= dict(seq_len=pick(1024, 2048, 4096), tied=draw.random() < 0.3)
         mbs, n = pick(1, 2, 4), 2 if pp == 1 else pp if schedule == "interleaved" else pick(2, 4)
         x = Layout(pp, cp, tp, 1, pick(0, 1, 2, 3), mbs, dp * mbs * n, schedule, dp=dp)
         x = replace(x, recompute=pick("none", "none", "elementwise", "full"), sp=draw.random() < 0.7)
-        more = dict(zero_keep=x.zero == 3, zero_overlap=x.zero == 1)
-        x = replace(x, **{name: can and draw.random() < 0.5 for name, can in more.items()})
         if with_experts:
             experts = dict(experts=pick(4, 8), experts_per_token=pick(1, 2), moe_every=pick(1, 1, 2))
             experts |= dict(expert_dim=shape["ffn_dim"] // pick(1, 2, 4), dense_layers=pick(0, 0, 1))
@@ -138,10 +102,8 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, int]:
             return x, shape, experts, draw.randrange(x.world)
 
 
-GATHERED = dict(dim=512, n_layers=4, n_heads=16, n_kv_heads=16, ffn_dim=512, vocab_size=1024, seq_len=8192)
 DRAWN = {f"{seed}{' experts' * more}": drawn_run(seed, more) for seed in range(100) for more in (False, True)}
-DRAWN |= {"gathered keys": (Layout(cp=4, cp_mode="allgather"), GATHERED, {}, 0)}
-USUAL = ("0", "0 experts", "1", "1 experts", "gathered keys")
+USUAL = ("0", "0 experts", "1", "1 experts")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in USUAL)) for n in DRAWN])
@@ -152,7 +114,8 @@ def test_the_bound_of_the_peak(name):
     ours, peak = rank_bytes(m, x, rank * x.pp // x.world, on_cpu=True), sum(seen.meter.peak().values())
     assert 0.8 <= ours.total / peak <= 1.2, (ours.total / peak, DRAWN[name])
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
-    assert ours.weights + ours.optimizer == pytest.approx(state, rel=0.005)
+    matrix = 2 * m.vocab_size * m.dim // x.tp * (m.tied and x.zero == 3)  # bytes; it may be gathered at the peak
+    assert ours.weights + ours.optimizer in [pytest.approx(state - more, rel=0.005) for more in (0, matrix)]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -162,7 +125,7 @@ def test_a_layer_keeps_what_the_dry_run_counts(recompute):
         x = Layout(tp=tp, sp=sp, recompute=recompute, global_batch_size=1)
         few, more = (counted(x, SMALL | dict(n_layers=n)).held["activations"] for n in (1, 2))
         m = shape_of(PRESETS["drawn"], x)
-        assert more - few == layer_bytes(MicroBatch(m, x, on_cpu=True), False, recompute), (tp, sp)
+        assert more - few == layer_bytes(micro_batch(m, x, on_cpu=True), False, recompute), (tp, sp)
 
 
 def test_weights_and_flops():
@@ -182,16 +145,17 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
     The first 4 p + m % p micro-batches hold as much as all do, except in afab, which holds more with each.
     """
     v = {"interleaved": 3}.get(schedule, 1)
-    kept = dict.fromkeys(range(4 * max(2, v)), (1.0, 1.0 if splits(schedule, 4, v) else 0.0))
+    kept = dict.fromkeys(range(4 * max(2, v)), (1.0, float(pipeline_of(schedule, 4, v).split)))
     for rank in range(4):
         few, all_ = (max(kept_along(lists_of(schedule, 4, v, n)[rank], kept)) for n in (16, 40))
         assert (few == all_) == (schedule != "afab")
     for p, n, b, w, message in (4, 64, 1.0, 1.0, 0.0), (4, 60, 1.6, 0.7, 0.05), (6, 90, 2.0, 1.0, 0.2), (4, 4, 1, 1, 0):
-        costs = dict(F=1.0, B=b if splits(schedule, p, v) else b + w, W=w)
-        whole = schedules.simulate(lists_of(schedule, p, v, n), places_of(schedule, p, v), costs, message)[-1][0]
+        pipeline = pipeline_of(schedule, p, v)
+        costs = dict(F=1.0, B=b if pipeline.split else b + w, W=w)
+        whole = schedules.simulate(lists_of(schedule, p, v, n), pipeline.places, costs, message)[-1][0]
         assert seconds.pipeline_ratio(schedule, p, v, n, b, w, message) == pytest.approx(whole, rel=0.01)
         x = Layout(p, global_batch_size=n, schedule=schedule, chunks=v)
-        assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * depth(schedule, p, v) / p + 1e-9
+        assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * pipeline.depth / p + 1e-9
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -202,9 +166,9 @@ def test_messages_over_tp_are_sent_again(sp):
     kinds = ("none", "full", "elementwise")
     layouts = [Layout(1, 1, 4, 1, 1, 1, 8, recompute=kind, sp=sp, dp=2) for kind in kinds]
     sent = [sum(counted(x, SMALL | dict(n_layers=2)).taken["traffic"]["tp"].values()) for x in layouts]
-    took = [step_seconds(m, x, H100).exposed["tp"] for x in layouts]
+    took = [step_seconds(m, x, H100).tp for x in layouts]
     assert [n - sent[0] for n in sent] == pytest.approx([0, times * ring(net, whole), times * ring(net, whole)])
-    again = times * collective_seconds(H100, net, ring(net, whole))
+    again = times * collective_seconds(H100, net, whole)
     assert [t - took[0] for t in took] == pytest.approx([0, again, again])
 
 
@@ -213,14 +177,12 @@ def test_messages_take_the_network_that_they_are_in():
     whole = LLAMA.seq_len * LLAMA.dim * 2
     for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
-        took = step_seconds(LLAMA, Layout(tp=8, global_batch_size=1), gpu).exposed["tp"]
+        took = step_seconds(LLAMA, Layout(tp=8, global_batch_size=1), gpu).tp
         assert took == pytest.approx((8 * LLAMA.n_layers + 2) * (7 / 8 * whole / speed + 100.0 + hops))
     for within, between in (H100.within, H100.between), (1e9, 1e12):
         gpu = H100._replace(start=0.0, hop=0.0, hop_between=0.0, within=within, between=between)
         took = seconds.all_to_all_seconds(gpu, Network(8, 4), 8e9)
         assert took == pytest.approx(max(3e9 / within, 4e9 / between))
-    tree = seconds.hops_seconds(H100, Network(40, 8), tree=True)  # up five nodes, and along a chain in each
-    assert tree == pytest.approx(7 * H100.hop + 3 * H100.hop_between)
     large = Network(512, 8)
     assert seconds.card(H100, large) == pytest.approx((1 + 5 * EFA.contention) * seconds.card(EFA, large))
 
@@ -236,7 +198,7 @@ def test_search_finds_what_trying_everything_finds(more):
             assert floor_seconds(m, x, H100) <= found.seconds.step * (1 + 1e-9)
             if fits(found.held, H100):
                 best[mesh] = min(best.get(mesh, float("inf")), found.seconds.step)
-    found = [entry.seconds.step for entry in search(m, 8, 16, H100, count=5)[0]]
+    found = [entry.seconds.step for entry in search(m, 8, 16, H100, count=5)]
     assert found == pytest.approx(sorted(best.values())[:5], rel=1e-9)
 
 
@@ -256,30 +218,20 @@ def test_errors_beside_published_runs():
         assert (correlation >= 0.9 and regret <= 0.05) or name.startswith("39.1e9"), (name, correlation, regret)
 
 
-def test_files_with_gaps_and_in_another_order(tmp_path):
-    """Shuffled rows and columns change no prediction; blanks and NaN are figures that a source does not give."""
-    draw, whole = random.Random(3), {case.id: case for case in bench.read_rows(bench.Config().rows)}
-    files = {
-        "--rows": bench.Config().rows,
-        "--vtrain": bench.Config().vtrain,
-        "--json": str(tmp_path / "predicted.json"),
-    }
-    for flag, gap in ("--rows", "NaN"), ("--vtrain", ""):
-        rows = bench.rows_of(files[flag])[::6]
-        rows[1] |= {name: gap for name in rows[1] if name in (*bench.FIGURES, "iteration time (ms)")}
-        files[flag] = str(tmp_path / flag)
-        with Path(files[flag]).open("w", newline="") as file:
-            writer = csv.DictWriter(file, draw.sample(list(rows[1]), len(rows[1])))
-            writer.writeheader()
-            writer.writerows(draw.sample(rows, len(rows)))
-    bench.main("plan", [word for one in files.items() for word in one])
-    entries = json.loads(Path(files["--json"]).read_text())
-    ours = {entry["id"]: entry["predicted"] for entry in entries if entry["id"] in whole}
-    assert len(ours) == 4 and ours == {name: bench.predict(whole[name]) for name in ours}
-    assert sum(not entry["published"] for entry in entries) == 2
-    Path(files["--rows"]).write_text(Path(files["--rows"]).read_text().replace("A100-80", "abacus"))
-    with pytest.raises(UserError, match="abacus"):
-        bench.read_rows(files["--rows"])
+def test_files_with_gaps(tmp_path):
+    """Blanks and NaN are figures that a source does not give; an unknown GPU, and a missing file, are one line."""
+    files = {name: str(tmp_path / name) for name in ("rows", "vtrain", "json")}
+    for name, figure, gap in ("rows", "137", "NaN"), ("vtrain", "3638.3", ""):
+        lines = Path(getattr(bench.Config(), name)).read_text().splitlines()[:4]
+        Path(files[name]).write_text("\n".join(lines).replace(figure, gap))
+    bench.main("plan", [word for name, file in files.items() for word in (f"--{name}", file)])
+    entries, whole = json.loads(Path(files["json"]).read_text()), bench.read_rows(bench.Config().rows)
+    assert [entry["published"] for entry in entries[::3]] == [{}, {}] and len(entries) == 6
+    assert [entry["predicted"] for entry in entries[:3]] == [bench.predict(case) for case in whole[:3]]
+    Path(files["rows"]).write_text(Path(files["rows"]).read_text().replace("A100-80", "abacus"))
+    for file, wrong in (files["rows"], "abacus"), (str(tmp_path / "nowhere"), "no such file"):
+        with pytest.raises(UserError, match=wrong):
+            bench.read_rows(file)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +284,7 @@ MISTAKES = {
     "--gpus 8 --layout '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --layout '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
     "--gpus 16 --model mixtral-8x7b --layout '--pp 2 --ep 2 --ep-overlap'": "unrecognized arguments: --ep-overlap",
+    "--gpus 8 --layout '--cp 2 --cp-mode ring'": "use --dry-run",
     "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--json nowhere/all.json": "no folder nowhere",

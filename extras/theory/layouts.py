@@ -1,20 +1,22 @@
-"""Defines layouts, the sizes of all dimensions and further flags that decide memory and time, and lists legal ones."""
+"""Defines layouts, the sizes of all dimensions and further flags that decide memory and time, and lists legal ones.
 
-from collections.abc import Iterator, Sequence
+For the planner it also derives from a schedule which stages a pipeline rank has, and its list of actions.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import inf
 from typing import Any, NamedTuple
 
 from common import UserError
-from common.schedules import SCHEDULES, Place, Schedule
+from common.schedules import SCHEDULES, Action, Place, Schedule
 from common.trainer import among
 from extras.theory.gpus import NODE
 from extras.theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "elementwise", "full")  # no "selective": attention is fused, as Megatron's was not
-CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
 BOTH_ENDS = ("zigzag", "allgather", "usp")  # a rank has a chunk of each half of the sequence
 
 
@@ -33,21 +35,14 @@ class Layout:
     chunks: int = 2  # stages on each rank, for schedules that leave it open
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
-    cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries get at the keys of other ranks
-    zero_keep: bool = False  # with --zero 3: gather weights once a step
-    zero_overlap: bool = False  # with --zero 1: start to sum gradients in the last backward
-    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
+    cp_mode: str = "zigzag"  # how queries get at the keys of other ranks; the planner knows no other mode
+    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO; the planner knows one group
     dp: int = 1  # ranks with different sequences: the number of all ranks divided by pp x cp x tp
 
     @property
     def world(self) -> int:
         """The number of all ranks; ep is a part of dp x cp x tp."""
         return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def gathered(self) -> int:
-        """How many ranks' keys and values a rank keeps until backward."""
-        return self.cp if self.cp_mode == "allgather" else 1
 
     @property
     def micro_batches(self) -> int:
@@ -68,7 +63,7 @@ class Layout:
             if name in always or (value != field.default and (name != "chunks" or open_chunks)):
                 flag = name.replace("_", "-")
                 words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
-        words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
+        words += ["--cp-kernel flash"] * (self.cp > 1)  # as the predictions assume
         return " ".join(words)
 
 
@@ -89,17 +84,15 @@ class Network(NamedTuple):
         return -(-self.ranks // self.in_node)
 
 
-# Dimension -> (number of ranks, distance of neighbours). tp is innermost, then cp, dp, pp. ZeRO shards over dp x cp;
-# experts, which tp does not shard, are spread over dp x cp x tp.
+# Dimension -> (number of ranks, distance of neighbours). tp is innermost, then cp, dp, pp. ZeRO shards over dp x cp.
+# Experts, which tp does not shard, are spread over dp x cp x tp, and ZeRO shards them over what ep leaves of these.
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
-    "dp": lambda x: (x.dp * x.cp, x.tp),
     "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
     "ep": lambda x: (x.ep, 1),
-    "shard": lambda x: (x.dp * x.cp // x.zero_replicas, x.tp),  # over which ZeRO shards; and for experts:
+    "shard": lambda x: (x.dp * x.cp, x.tp),
     "expert shard": lambda x: (x.dp * x.cp * x.tp // x.ep, x.ep),
-    "replicas": lambda x: (x.zero_replicas, x.tp * (x.dp * x.cp // x.zero_replicas)),
 }
 
 
@@ -107,20 +100,6 @@ def network(x: Layout, dim: str, node: int = NODE) -> Network:
     """How the ranks of a dimension are spread over nodes of `node` ranks."""
     ranks, stride = STRIDES[dim](x)
     return Network(ranks, max(1, min(ranks, node // stride)))
-
-
-def communicators(m: Shape, x: Layout) -> int:
-    """How many NCCL communicators a rank belongs to: those that `Mesh.enter` creates, and one for services.
-
-    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) --cp-mode usp and
-    --ep-mode nodes have two groups each, which are not counted, as a layout does not know their sizes.
-    """
-    urgent = {STRIDES[dim](x) for dim in ("pp", "cp", "tp")}
-    sums = {(x.dp, x.cp * x.tp), *(STRIDES[dim](x) for dim in ("dp", "shard", "replicas"))}
-    if m.experts:
-        urgent, sums = urgent | {STRIDES["ep"](x), (x.cp * x.tp, 1)}, sums | {STRIDES["expert shard"](x)}
-    mirror = x.pp > 1 and x.schedule == "dualpipe"
-    return sum(ranks > 1 for ranks, _ in [*urgent, *sums]) + mirror + (x.world > 1)
 
 
 def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
@@ -220,16 +199,51 @@ def balanced(m: Shape, n: int) -> tuple[int, ...]:
     return best[m.n_layers][2]
 
 
-def deal(places: list[Place], lengths: Sequence[int]) -> list[Place]:
-    """The same places with these numbers of layers; both directions of dualpipe get the same."""
-    bounds = [*accumulate(lengths, initial=0)]
-    stages = [range(*bounds[s : s + 2]) for s in range(len(lengths))]
+def balance(m: Shape, places: list[Place]) -> list[Place]:
+    """The same places with layers balanced by cost, as --pp-split cost does in a run (services/stages.py).
+
+    Both directions of dualpipe get the same.
+    """
+    bounds = [0, *accumulate(balanced(m, len(places) // sum(place.before is None for place in places)))]
+    stages = [range(*bound) for bound in pairwise(bounds)]
     return [place._replace(layers=stages[s % len(stages)]) for s, place in enumerate(places)]
 
 
-def balance(m: Shape, places: list[Place]) -> list[Place]:
-    """The same places with layers balanced by cost, as --pp-split cost does in a run (services/stages.py)."""
-    return deal(places, balanced(m, len(places) // sum(place.before is None for place in places)))
+class Pipeline(NamedTuple):
+    """What a schedule makes of a number of ranks, for any model."""
+
+    places: list[Place]  # of the stages of a model with just enough layers
+    ways: int  # directions that micro-batches take; with two, pairs of ranks hold the same weights
+    split: bool  # whether the gradients of weights are separate actions, W
+
+    @property
+    def depth(self) -> int:
+        """The number of stages that a micro-batch passes."""
+        return len(self.places) // self.ways
+
+
+@lru_cache(maxsize=4096)
+def pipeline_of(schedule: str, pp: int, chunks: int) -> Pipeline:
+    """The pipeline of `pp` ranks under a schedule."""
+    entry = schedule_of(schedule, chunks)
+    places = entry.places(pp * max(2, chunks), pp, entry.v if pp > 1 else 1)
+    split = any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
+    return Pipeline(places, sum(place.before is None for place in places), split)
+
+
+@lru_cache(maxsize=4096)
+def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
+    """For each pipeline rank, its stages by number."""
+    entry = schedule_of(schedule, chunks)
+    places = balance(m, entry.places(m.n_layers, pp, entry.v if pp > 1 else 1))
+    return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
+    """The lists of actions of all ranks, for n micro-batches."""
+    entry = schedule_of(schedule, chunks)
+    return [entry.actions(pp, n, entry.v if pp > 1 else 1, rank) for rank in range(pp)]
 
 
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
@@ -247,24 +261,15 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
                         yield from (replace(x, micro_batch_size=size) for size in divisors(batch // dp))
 
 
-def schedules(m: Shape, mesh: Layout) -> list[Layout]:
-    """A mesh with every legal schedule, and every --chunks if the schedule has it; without a pipeline, only one."""
-    if mesh.pp == 1:
-        return [replace(mesh, schedule="1f1b", chunks=1)]
-    each = product(SCHEDULES, divisors(m.n_layers // mesh.pp))
-    legal = [x for name, v in each if not illegal(m, x := replace(mesh, schedule=name, chunks=v))]
-    return [x for x in legal if has_chunks(x.schedule) == (x.chunks > 1)]
+def zero_ways(m: Shape, mesh: Layout) -> list[int]:
+    """The stages of ZeRO that differ on a mesh; the last one needs the least memory."""
+    shards = [network(mesh, dim).ranks for dim in ("shard", "expert shard")[: 1 + (m.experts > 0)]]
+    return [0] if max(shards) == 1 else [0, 1, 2, 3]
 
 
-def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
-    """The choices of ZeRO that differ on a mesh; the last one needs the least memory."""
-    if network(mesh, "shard").ranks == 1 and (not m.experts or network(mesh, "expert shard").ranks == 1):
-        return [dict(zero=0)]
-    stage_1 = [dict(zero=1), dict(zero=1, zero_overlap=True)]
-    return [dict(zero=0), *stage_1, dict(zero=2), dict(zero=3, zero_keep=True), dict(zero=3)]
-
-
-def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """A mesh with every legal schedule and every choice of ZeRO."""
-    for x, zero in product(schedules(m, mesh), zero_ways(m, mesh)):
-        yield replace(x, **zero)
+def variants(m: Shape, mesh: Layout) -> list[Layout]:
+    """A mesh with every legal schedule (without a pipeline, only one), every --chunks and every stage of ZeRO."""
+    ways = [("1f1b", 1)] if mesh.pp == 1 else product(SCHEDULES, divisors(m.n_layers // mesh.pp))
+    each = [replace(mesh, schedule=name, chunks=v) for name, v in ways]
+    legal = [x for x in each if not illegal(m, x) and has_chunks(x.schedule) == (x.chunks > 1)]
+    return [replace(x, zero=zero) for x, zero in product(legal, zero_ways(m, mesh))]

@@ -26,14 +26,17 @@ The dry run counts every tensor. The bound is within 20% of its count, either wa
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-from common.schedules import Place
-from extras.theory.activations import NARROW, WIDE, MicroBatch, end_bytes, kept_along, layer_bytes, stage_bytes
+from common.schedules import Action, Place
 from extras.theory.gpus import COMMUNICATOR, CONTEXT
-from extras.theory.layouts import Layout, communicators, network
-from extras.theory.pipelines import ends_of, lists_of, rank_places, splits, ways_of
+from extras.theory.layouts import Layout, lists_of, network, pipeline_of, rank_places
 from extras.theory.shapes import Shape, end_weights, layer_weights
+
+NARROW, WIDE = 2, 4  # bytes of a number, and of one that is accumulated
+MOST = 2**30  # most bytes of a chunk's logits in 32 bits (extras/variants/step01/chunked_loss.py)
+CHUNK = 2048  # tokens whose logits exist at the same time: a plan's --loss-chunk
 
 
 class Held(NamedTuple):
@@ -51,14 +54,108 @@ class Held(NamedTuple):
         return sum(self)
 
 
+class MicroBatch(NamedTuple):
+    """The sizes of a micro-batch on one rank of a layout."""
+
+    m: Shape
+    x: Layout
+    on_cpu: bool  # it runs a CPU's kernels, as in the dry run
+    tokens: int  # of the micro-batch on this rank
+    own: float  # tokens that the rank holds between blocks
+    share: float  # its share of the work inside blocks, counted in tokens; its routers see as many
+    visits: float  # rows that its experts compute if all experts are equally busy
+    kv: float  # channels of its keys (and as many of its values); it has at least one head
+    rows: int  # of the embedding and of the head
+    at_once: int  # tokens whose logits exist at the same time
+    norm: int  # bytes that a norm keeps of a token: its input, one wide number, and on a CPU also what its kernels keep
+
+
+def micro_batch(m: Shape, x: Layout, on_cpu: bool = False) -> MicroBatch:
+    """Compute the sizes of a micro-batch."""
+    tokens, rows = x.micro_batch_size * m.seq_len // x.cp, -(-m.vocab_size // x.tp)
+    own, share, kv = tokens / (x.tp if x.sp else 1), tokens / x.tp, m.kv_dim / min(x.tp, m.n_kv_heads)
+    at_once = min(tokens, CHUNK, max(1, MOST // (rows * WIDE)))
+    visits, norm = share * m.experts_per_token, m.dim * (2 * WIDE if on_cpu else NARROW) + WIDE
+    return MicroBatch(m, x, on_cpu, tokens, own, share, visits, kv, rows, at_once, norm)
+
+
+def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
+    """A layer's matrix products on one rank: (rows, inner, outer, number of products in one launch).
+
+    Matrices with the same input are one product: q, k and v; gate and up.
+    """
+    m, tp, up = p.m, p.x.tp, 1 if p.m.gpt else 2
+    width = m.shared_experts * m.expert_width if experts else m.ffn_dim  # of the MLP that every token visits
+    products = [(p.tokens, m.dim, m.dim / tp + 2 * p.kv, 1), (p.tokens, m.dim / tp, m.dim, 1)]
+    if width:
+        products += [(p.tokens, m.dim, up * width / tp, 1), (p.tokens, width / tp, m.dim, 1)]
+    if experts:
+        here, width = m.experts / p.x.ep, m.expert_width
+        products += [(p.visits / here, m.dim, up * width, here), (p.visits / here, width, m.dim, here)]
+    return products
+
+
+def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
+    """Bytes that one layer keeps until its backward. tp shards all that is inside the blocks; SP also all between them.
+
+    Of two norms, see `MicroBatch`. Of attention: input, q, k, v, output and a number a head. Of an MLP: input, gate,
+    up, silu(gate), their product. Of experts: the same and the outputs, for each choice of a token, and the routers'
+    results. Full recomputation keeps only the layer's input; elementwise recomputation also the outputs of matrices
+    and attention. (step01/attention_scores.py may keep the scores, too.)
+    """
+    m, e, cheap = p.m, NARROW, recompute == "elementwise"
+    if recompute == "full":
+        return p.own * m.dim * e
+    whole, products = p.tokens * m.dim * e, 2 if cheap else 4  # whole: a block's input, or its last matrix's output
+    kept = whole + p.tokens * 2 * p.kv * e + p.share * (2 * m.dim * e + WIDE * m.n_heads)
+    kept += p.own * (m.dim * e if cheap else 2 * p.norm)
+    if not experts:
+        return kept + whole + p.share * e * products * m.ffn_dim
+    kept += p.visits * e * (products * m.expert_width + 2 * m.dim) + p.share * WIDE * (m.dim + 2 * m.experts)
+    return kept + (m.shared_experts > 0) * whole + p.share * e * products * m.shared_experts * m.expert_width
+
+
+def end_bytes(p: MicroBatch) -> float:
+    """Bytes that norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
+
+    A loss in chunks instead keeps the gradients of the hidden states and of the head, which it computes in forward.
+    """
+    kept = p.own * p.norm + p.tokens * p.m.dim * NARROW
+    return kept + p.rows * (p.m.dim * NARROW if p.at_once < p.tokens else p.tokens * WIDE)
+
+
+def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]:
+    """Bytes that a stage keeps of a micro-batch from F to B and, if `split`, from B to W.
+
+    From B to W it keeps the inputs and gradients of its products.
+    """
+    kinds = [p.m.has_experts(n) for n in place.layers]
+    kept = sum(layer_bytes(p, kind, p.x.recompute) for kind in kinds) + (place.after is None) * end_bytes(p)
+    products = [product for kind in kinds for product in products_of(p, kind)] if split else []
+    return kept, NARROW * sum(n * rows * (inner + outer) for rows, inner, outer, n in products)
+
+
+def kept_along(row: list[Action], kept: dict[int, tuple[float, float]]) -> list[float]:
+    """Bytes that a rank keeps before each action of its list, and after the last. `kept`: stage -> `stage_bytes`."""
+    changes = []
+    for kind, _, stage in row:
+        until_b, until_w = kept[stage]
+        changes.append({"F": until_b, "B": until_w - until_b, "W": -until_w}[kind])
+    return [*accumulate(changes, initial=0.0)]
+
+
+def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
+    """Whether a rank has the embedding, and whether it has the head."""
+    return tuple(any(getattr(place, end) is None for place in places.values()) for end in ("before", "after"))
+
+
 @lru_cache(maxsize=100_000)
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int) -> tuple[tuple[float, float], ...]:
     """For each pipeline rank: (weights replicated over dp x cp, weights of its experts). Tied weights count once."""
     (embedding, head), numbers = end_weights(m, tp), []
     for places in rank_places(m, schedule, pp, chunks):
         first, last = ends_of(places)
-        norm = m.dim * (1 + m.gpt)
-        shared, own = float(embedding * (first or (last and m.tied)) + last * (norm if m.tied else head)), 0.0
+        shared, own = float(embedding * (first or (last and m.tied)) + last * (m.dim if m.tied else head)), 0.0
         for n in {n for place in places.values() for n in place.layers}:
             more = layer_weights(m, m.has_experts(n), tp, ep)
             shared, own = shared + more[0], own + more[1]
@@ -72,33 +169,11 @@ def numbers_of(m: Shape, x: Layout, rank: int) -> tuple[float, float]:
     return shared + own, shared / network(x, "shard").ranks + own / network(x, "expert shard").ranks
 
 
-def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
+def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
     """Bytes that a pipeline rank always holds: weights; gradients; masters and AdamW's moments."""
     whole, slices = numbers_of(m, x, rank)
-    weights = NARROW * (slices if x.zero == 3 else whole)
-    if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and kept until the update
-        weights += NARROW * whole
-    return weights, WIDE * (slices if x.zero >= 2 else whole), 3 * WIDE * (slices if x.zero >= 1 else whole)
-
-
-def loss_bytes(p: MicroBatch) -> float:
-    """Bytes at the loss, for the tokens of a chunk: logits, their logarithms and their gradient, in 4 bytes each.
-
-    With tp the gradient overwrites the logits, while their narrow copy still exists. One chunk's
-    logarithms are counted in `end_bytes`, as they are kept. With several, the head's gradient exists since forward.
-    """
-    copies = 2 * WIDE + NARROW if p.x.tp > 1 else 3 * WIDE
-    if p.at_once < p.tokens:
-        return copies * p.rows * p.at_once + WIDE * p.rows * p.m.dim
-    return (copies - WIDE) * p.rows * p.at_once
-
-
-def work_bytes(p: MicroBatch, experts: bool) -> float:
-    """Bytes in a layer's backward: what is recomputed, and gradients in its MLP (on a CPU in a norm, if more)."""
-    m = p.m
-    again = layer_bytes(p, experts, "none") - layer_bytes(p, experts, p.x.recompute)
-    made = p.visits * (m.dim + 3 * m.expert_width) if experts else p.tokens * m.dim + p.share * 3 * m.ffn_dim
-    return again + max(NARROW * made, p.on_cpu * 5 * WIDE * p.own * m.dim)
+    weights, gradients, optimizer = (slices if x.zero >= stage else whole for stage in (3, 2, 1))
+    return NARROW * weights, WIDE * gradients, 3 * WIDE * optimizer
 
 
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
@@ -109,44 +184,49 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}
     rest, experts = max((layer_weights(m, kind, x.tp, x.ep) for kind in kinds), key=sum)
-    matrix, work = p.rows * m.dim, max(work_bytes(p, kind) for kind in kinds)
-    largest = m.experts / x.ep * m.dim * m.expert_width if experts else m.dim * max(m.dim, m.ffn_dim) / x.tp
-    made, summed = NARROW + WIDE, WIDE if x.zero >= 2 else 0
+    made, summed, matrix = NARROW + WIDE, WIDE * (x.zero >= 2), p.rows * m.dim
+    if experts:
+        largest, gradients = m.experts / x.ep * m.dim * m.expert_width, p.visits * (m.dim + 3 * m.expert_width)
+    else:
+        largest, gradients = m.dim * max(m.dim, m.ffn_dim) / x.tp, p.tokens * m.dim + p.share * 3 * m.ffn_dim
+    again = max(layer_bytes(p, kind, "none") - layer_bytes(p, kind, x.recompute) for kind in kinds)
+    work = again + max(NARROW * gradients, p.on_cpu * 5 * WIDE * p.own * m.dim)
     unit, cast = summed * max(rest, experts), made * largest
-
-    along = summed * (max(rest, matrix) if first or last else rest)
-    if x.zero == 3 and not x.zero_keep:
-        along += NARROW * 2 * (rest + experts)
     layer = max(work, unit + cast) if split else unit + max(work, cast)
-    one_matrix = m.tied and first and last and ways_of(*x.way) == 1
-    copied = WIDE * (one_matrix or (split and x.zero >= 2))
+
+    in_chunks = p.at_once < p.tokens  # else the logarithms are kept, and counted there
+    loss = WIDE * p.rows * ((2 + in_chunks) * p.at_once + in_chunks * m.dim)
     head = (made + summed) * matrix - end_bytes(p)
-    return along, max(layer, last * loss_bytes(p), last * head), first * (made + copied) * matrix
+    along = summed * (max(rest, matrix) if first or last else rest) + NARROW * 2 * (rest + experts) * (x.zero == 3)
+    copied = WIDE * ((m.tied and first and last and pipeline_of(*x.way).ways == 1) or (split and x.zero >= 2))
+    return along, max(layer, last * loss, last * head), first * (made + copied) * matrix
 
 
 def rank_bytes(m: Shape, x: Layout, rank: int, on_cpu: bool = False) -> Held:
     """The most bytes that a pipeline rank holds in a step, by kind."""
-    p, places, split = MicroBatch(m, x, on_cpu), rank_places(m, *x.way)[rank], splits(*x.way)
+    p, places, pipeline = micro_batch(m, x, on_cpu), rank_places(m, *x.way)[rank], pipeline_of(*x.way)
     few = 4 * x.pp + x.micro_batches % x.pp  # more of them would not wait at once, but in afab
     row = lists_of(*x.way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
-    waiting = max(kept_along(row, {stage: stage_bytes(p, place, split) for stage, place in places.items()}))
-    along, beside, alone = moment_bytes(p, places, split)
+    kept = {stage: stage_bytes(p, place, pipeline.split) for stage, place in places.items()}
+    waiting, (along, beside, alone) = max(kept_along(row, kept)), moment_bytes(p, places, pipeline.split)
 
     whole, slices = numbers_of(m, x, rank)
     copied = slices if x.zero == 1 else 0.0
-    if ways_of(*x.way) > 1:  # a pair of ranks sums all that it holds
+    if pipeline.ways > 1:  # a pair of ranks sums all that it holds
         copied += slices if x.zero else whole
     most = max(along + max(waiting + beside, alone), WIDE * copied)
     return Held(*state_bytes(m, x, rank), waiting, most - waiting)
 
 
-def outside(m: Shape, x: Layout) -> float:
-    """Bytes that PyTorch's allocator does not see: CUDA's context, and the buffers of each communicator."""
-    return CONTEXT + communicators(m, x) * COMMUNICATOR
-
-
 def held(m: Shape, x: Layout) -> Held:
-    """Bytes that a layout's fullest rank holds on a GPU. Up to eight pipeline ranks are all tried, of more five."""
+    """Bytes that a layout's fullest rank holds on a GPU. Up to eight pipeline ranks are all tried, of more five.
+
+    PyTorch's allocator does not see CUDA's context, and the buffers of communicators: one for all ranks, and one for
+    each dimension or product of dimensions over which the trainer sends.
+    """
     ranks = range(x.pp) if x.pp <= 8 else (0, 1, x.pp // 2, x.pp - 2, x.pp - 1)
     most = max((rank_bytes(m, x, rank) for rank in ranks), key=sum)
-    return most._replace(moment=most.moment + outside(m, x))
+    sizes = [x.pp, x.cp, x.tp, x.dp * x.cp, x.dp * (x.cp > 1), pipeline_of(*x.way).ways]
+    sizes += [x.ep, x.cp * x.tp, x.dp * x.cp * x.tp // x.ep] * (m.experts > 0)
+    groups = (x.world > 1) + sum(size > 1 for size in sizes)
+    return most._replace(moment=most.moment + CONTEXT + groups * COMMUNICATOR)

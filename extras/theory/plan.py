@@ -83,6 +83,8 @@ def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
         seam.refuse(seam.compose(step07)(**{name: value for name, value in vars(x).items() if name != "dp"}))
         if reason := illegal(m, x):
             raise UserError(reason)
+        if (x.cp_mode, x.zero_replicas) != ("zigzag", 1):
+            raise UserError("the planner has no times for this --cp-mode, or for --zero-replicas: use --dry-run")
     except (ValueError, UserError) as error:
         raise UserError(f"--layout {flags.layout!r}: {error}") from None
     return x
@@ -93,12 +95,9 @@ def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
     gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]
-    best, timed = search(m, flags.gpus, batch, gpu, bar=lambda tries: tqdm(tries, disable=None, leave=False))
-    if best:
+    if best := search(m, flags.gpus, batch, gpu, bar=lambda tries: tqdm(tries, disable=None, leave=False)):
         print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
-        print(
-            f"{timed} layouts timed, as bounds exclude all other legal ones; here is the best of each of ten meshes:\n"
-        )
+        print("the best layout of each of the ten best meshes:\n")
         return best
     if (least := smallest(m, flags.gpus, batch)) is None:
         none = f"no layout of {flags.gpus} GPUs is legal for {what} and --global-batch-size {batch}"

@@ -12,24 +12,21 @@ from itertools import takewhile
 from math import ceil
 
 from common.model import PRESETS
-from extras.theory.activations import CHUNK
 from extras.theory.gpus import GIB, NODE, ROOM, Gpu
 from extras.theory.layouts import Layout, illegal, network
-from extras.theory.memory import held, state_bytes
+from extras.theory.memory import CHUNK, held, state_bytes
 from extras.theory.search import Found, evaluate, fits, leanest
-from extras.theory.seconds import ring
+from extras.theory.seconds import Seconds, ring
 from extras.theory.shapes import Shape, flops_per_token, total_weights
 from extras.theory.tables import table
 
 
-def script(m: Shape) -> str:
-    """The file of the step that trains this model: step 7 if it has experts, else step 6."""
-    return "step07_moe_ep.py" if m.experts else "step06_pipeline.py"
-
-
-def always(m: Shape) -> str:
-    """The flags of a launch that are the same for all layouts."""
-    return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
+def command(m: Shape, pipeline: bool) -> tuple[str, str]:
+    """The step that trains this model, and the flags of a launch that are the same for all its layouts."""
+    flags = "--pp-split cost " * pipeline + f"--loss-chunk {CHUNK} --prefetch"
+    if m.experts:
+        return "step07_moe_ep.py", f"{flags} --expert-matmul grouped"
+    return "step06_pipeline.py", flags
 
 
 def gib(n_bytes: float) -> str:
@@ -47,18 +44,18 @@ def rates(m: Shape, one: Found, gpu: Gpu) -> tuple[float, float, float]:
 
 def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
     """The best layouts: their flags, memory and time."""
-    order = ("compute", "again", "bubble", "tp", "cp", "pp", "ep", "dp", "update")
-    parts = [part for part in order if any(part in one.seconds.parts for one in best)]
+    parts = [part for part in Seconds._fields if any(getattr(one.seconds, part) for one in best)]
     memory = [["", *best[0].held._fields, "GiB of a GPU"]]
     times = [["", *parts, "step, s", "MFU", "HFU", "tokens/s of a GPU"]]
     for number, one in enumerate(best, 1):
         mfu, hfu, tokens = rates(m, one, gpu)
         memory.append([str(number), *(f"{n / GIB:.1f}" for n in (*one.held, one.held.total))])
-        seconds = [*(one.seconds.parts.get(part, 0.0) for part in parts), one.seconds.step]
+        seconds = [*(getattr(one.seconds, part) for part in parts), one.seconds.step]
         times.append([str(number), *(f"{part:.3f}" for part in seconds), f"{mfu:.1%}", f"{hfu:.1%}", f"{tokens:.0f}"])
     layouts = "\n".join(f"{number:2}  {one.layout.flags()}" for number, one in enumerate(best, 1))
+    step, flags = command(m, pipeline=True)
     return (
-        f"flags after torchrun ... -m extras {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
+        f"flags after torchrun ... -m extras {step} --model ... --seq-len {m.seq_len} {flags}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension, communication that is not hidden:\n{table(times)}"
     )
@@ -66,10 +63,10 @@ def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
     """Yield a line for each obvious change of the best layout: its name, and why it loses."""
-    x, alone, no_zero = best.layout, dict(tp=1, pp=1, cp=1), dict(zero=0, zero_keep=False, zero_overlap=False)
+    x, alone = best.layout, dict(tp=1, pp=1, cp=1)
     tries = [dict(tp=1), alone | dict(tp=NODE), alone | dict(tp=2 * NODE), dict(pp=1), dict(pp=2 * x.pp), dict(ep=1)]
-    tries += [alone | no_zero | dict(zero=3, micro_batch_size=1), no_zero, dict(recompute="none")]
-    tries += [dict(recompute="full"), dict(micro_batch_size=2 * x.micro_batch_size)]
+    tries += [alone | dict(zero=3, micro_batch_size=1), dict(zero=0), dict(recompute="none"), dict(recompute="full")]
+    tries += [dict(micro_batch_size=2 * x.micro_batch_size)]
     for changed in tries:
         other = replace(x, **changed)
         other = replace(other, dp=x.world // (other.pp * other.cp * other.tp))
@@ -85,8 +82,8 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
         if not fits(found.held, gpu):
             yield f"{name}: does not fit by {gib(found.held.total - ROOM * gpu.memory)}"
             continue
-        parts, step = found.seconds.parts, found.seconds.step
-        worst = max(parts, key=lambda part: parts[part] - best.seconds.parts.get(part, 0.0))
+        parts, before, step = found.seconds._asdict(), best.seconds._asdict(), found.seconds.step
+        worst = max(parts, key=lambda part: parts[part] - before[part])
         yield f"{name}: {step / best.seconds.step - 1:+.1%} time; {worst} is {parts[worst] / step:.1%} of its step"
 
 
@@ -136,7 +133,7 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
         f"most {x.global_batch_size}, and what it leaves of {x.world} GPUs must share a sequence, or the model",
         f"here: dp {x.dp} x --micro-batch-size {x.micro_batch_size} x m = {x.micro_batches} (steps 1 and 2)",
     )
-    parts = sorted(seconds.parts.items(), key=lambda part: -part[1])
+    parts = sorted(seconds._asdict().items(), key=lambda part: -part[1])
     yield (
         "What bounds the time?",
         f"computation: 6 FLOPs a token for each weight that it visits, and its attention, at {gpu.matmul:.0%} of "
@@ -180,9 +177,9 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
 def launch(name: str, m: Shape, x: Layout) -> str:
     """The command that launches a layout."""
     each = max(n for n in range(1, NODE + 1) if x.world % n == 0)
-    start = f"torchrun --nnodes={x.world // each} --nproc_per_node={each}"
-    more = always(m) if x.pp > 1 else always(m).replace("--pp-split cost ", "")
-    return f"{start} -m extras {script(m)} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {more}"
+    step, flags = command(m, x.pp > 1)
+    start = f"torchrun --nnodes={x.world // each} --nproc_per_node={each} -m extras {step}"
+    return f"{start} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {flags}"
 
 
 def report(name: str, known: dict[str, Shape], m: Shape, best: list[Found], gpu: Gpu) -> str:

@@ -14,7 +14,7 @@ from common.schedules import SCHEDULES
 from extras.theory.gpus import ROOM, Gpu
 from extras.theory.layouts import RECOMPUTE, Layout, illegal, meshes, variants, zero_ways
 from extras.theory.memory import Held, held, state_bytes
-from extras.theory.seconds import COURSE, Seconds, layer_layout, model_work, step_seconds
+from extras.theory.seconds import Seconds, model_work, step_seconds
 from extras.theory.shapes import Shape
 
 
@@ -33,7 +33,7 @@ def evaluate(m: Shape, x: Layout, gpu: Gpu) -> Found:
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
     """A lower bound of the step time of every layout of this mesh with this recomputation."""
-    return mesh.micro_batches * model_work(m, layer_layout(mesh), gpu, COURSE).sum() / mesh.pp
+    return mesh.micro_batches * model_work(m, mesh, gpu)[:5].sum() / mesh.pp
 
 
 def fits(memory: Held, gpu: Gpu) -> bool:
@@ -43,49 +43,44 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
     """One or two layouts of a mesh, of which one needs the least memory (a V-shaped schedule may not be legal)."""
-    mesh = replace(mesh, zero_keep=False, zero_overlap=False)
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
-    each = [replace(mesh, schedule=name, **zero_ways(m, mesh)[-1]) for name in names]
+    each = [replace(mesh, schedule=name, zero=zero_ways(m, mesh)[-1]) for name in names]
     return [x for x in each if not illegal(m, x)]
 
 
-def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found | None, int]:
-    """The best schedule and choice of ZeRO of a mesh, if its step is under `limit` seconds; how many were simulated."""
-    winner, timed, room = None, 0, ROOM * gpu.memory
+def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> Found | None:
+    """The fastest schedule and stage of ZeRO of a mesh that fits, if its step is under `limit` seconds."""
+    winner, room = None, ROOM * gpu.memory
     bounds = [(step_seconds(m, x, gpu, simulated=False).step, i, x) for i, x in enumerate(variants(m, mesh))]
     for bound, _, x in sorted(bounds):
         if bound >= limit:
             break
         if max(sum(state_bytes(m, x, rank)) for rank in (0, x.pp - 1)) < room and fits(memory := held(m, x), gpu):
-            seconds, timed = step_seconds(m, x, gpu), timed + 1
+            seconds = step_seconds(m, x, gpu)
             if seconds.step < limit:
                 winner, limit = Found(x, memory, seconds), seconds.step
-    return winner, timed
+    return winner
 
 
 def search(
     m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Callable[[Iterable], Iterable] = iter
-) -> tuple[list[Found], int]:
-    """The `count` best meshes, each with its best layout (none if nothing fits); and how many were simulated."""
+) -> list[Found]:
+    """The `count` best meshes, each with its best layout; none if nothing fits."""
     each = [replace(mesh, recompute=kind) for mesh in meshes(m, world, batch) for kind in RECOMPUTE]
     order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(each)))
-    best: dict[tuple, Found] = {}
-    timed = 0
+    best: dict[Layout, Found] = {}
     for floor, number in bar(order):
-        mesh = each[number]
-        name = mesh.pp, mesh.cp, mesh.tp, mesh.ep, mesh.micro_batch_size
+        name = replace(each[number], recompute="none")
         steps = sorted(one.seconds.step for one in best.values())
         limit = steps[count - 1] if len(steps) >= count else float("inf")
         if floor >= limit:
             break
         limit = min(limit, best[name].seconds.step) if name in best else limit
-        least = (held(m, x) for x in leanest(m, mesh))
-        if floor < limit and any(0.8 * (memory.total - memory.moment) <= ROOM * gpu.memory for memory in least):
-            winner, more = best_variant(m, mesh, gpu, limit)
-            timed += more
-            if winner:
-                best[name] = winner
-    return sorted(best.values(), key=lambda one: one.seconds.step)[:count], timed
+        least = (held(m, x) for x in leanest(m, each[number]))
+        can_fit = any(0.8 * (memory.total - memory.moment) <= ROOM * gpu.memory for memory in least)
+        if floor < limit and can_fit and (winner := best_variant(m, each[number], gpu, limit)):
+            best[name] = winner
+    return sorted(best.values(), key=lambda one: one.seconds.step)[:count]
 
 
 def smallest(m: Shape, world: int, batch: int) -> tuple[Layout, Held] | None:

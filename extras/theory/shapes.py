@@ -18,7 +18,7 @@ class Shape(ModelConfig):
     shared_experts: int = 0
     moe_every: int = 1
     dense_layers: int = 0  # the first ones, without experts
-    gpt: bool = False  # an MLP of two matrices, learned positions, LayerNorm, biases, dropout
+    gpt: bool = False  # an MLP of two matrices, and dropout; learned positions and biases are not counted
 
     @property
     def expert_width(self) -> int:
@@ -64,8 +64,6 @@ def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[fl
     """Number of weights of one layer on one rank: (those replicated over dp x cp, those of its experts)."""
     kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same head
     shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
-    if m.gpt:
-        shared += 4 * m.dim + (3 * m.dim + m.ffn_dim) / tp  # biases
     if not experts:
         return shared + mlp_weights(m, m.ffn_dim) / tp, 0.0
     one = mlp_weights(m, m.expert_width)
@@ -73,15 +71,15 @@ def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[fl
 
 
 def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:
-    """Weights of the embedding (with learned positions), and of an untied head with the final norm."""
+    """Weights of the embedding, and of an untied head with the final norm."""
     rows = -(-m.vocab_size // tp) * m.dim
-    return rows + m.gpt * m.seq_len * m.dim, rows + m.dim * (1 + m.gpt)
+    return rows, rows + m.dim
 
 
 def total_weights(m: Shape) -> float:
     """Weights of the whole model."""
     embedding, head = end_weights(m)
-    ends = embedding + (m.dim * (1 + m.gpt) if m.tied else head)
+    ends = embedding + (m.dim if m.tied else head)
     return ends + sum(n * sum(layer_weights(m, flag)) for flag, n in layer_counts(m).items())
 
 

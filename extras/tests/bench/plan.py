@@ -75,12 +75,14 @@ def rows_of(path: str) -> list[dict[str, str]]:
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
-    names, *lines = [*csv.reader(Path(path).read_text().splitlines())] or [[]]
-    cleaned = [["" if cell.strip().lower() == "nan" else cell.strip() for cell in cells] for cells in lines]
-    rows = [
-        dict(zip(names, cells, strict=False)) | dict(line=str(n)) for n, cells in enumerate(cleaned, 1) if any(cells)
-    ]
-    return [dict.fromkeys(names, "") | row for row in rows]
+    rows = []
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file, restval="")
+        for row in reader:
+            cells = {name: "" if cell.strip().lower() == "nan" else cell.strip() for name, cell in row.items() if name}
+            if any(cells.values()):
+                rows.append(cells | dict(line=str(reader.line_num - 1)))
+    return rows
 
 
 def real(row: dict[str, str], name: str, default: float | str = "") -> float:
@@ -203,11 +205,8 @@ def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
 def bench(config: Config):
     """Print a line for each run, the errors, the choices among vTrain's layouts, and what is not modelled."""
     cases, lines = read_rows(config.rows), read_vtrain(config.vtrain)
-    found = [(case, predict(case)) for case in cases + lines]
-    rows, errors = (
-        [["id", "as if by", "figure", "published", "predicted", "time", "memory, GiB", "error"]],
-        defaultdict(list),
-    )
+    found, errors = [(case, predict(case)) for case in cases + lines], defaultdict(list)
+    rows = [["id", "as if by", "figure", "published", "predicted", "time", "memory, GiB", "error"]]
     for case, predicted in found:
         row = [case.id, case.recipe.name, "", "", "", "", f"{predicted['mem_gib']:.1f}", ""]
         if name := time_figure(case):
