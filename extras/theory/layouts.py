@@ -35,8 +35,8 @@ class Layout:
     chunks: int = 2  # stages on each rank, for schedules that leave it open
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
-    cp_mode: str = "zigzag"  # how queries get at the keys of other ranks; the planner knows no other mode
-    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO; the planner knows one group
+    cp_mode: str = "zigzag"  # how queries get at the keys of other ranks; the planner times only zigzag
+    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO; the planner times only one
     dp: int = 1  # ranks with different sequences: the number of all ranks divided by pp x cp x tp
 
     @property

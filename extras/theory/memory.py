@@ -71,7 +71,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batch(m: Shape, x: Layout, on_cpu: bool = False) -> MicroBatch:
-    """Compute the sizes of a micro-batch."""
+    """The sizes of one micro-batch of a model under a layout."""
     tokens, rows = x.micro_batch_size * m.seq_len // x.cp, -(-m.vocab_size // x.tp)
     own, share, kv = tokens / (x.tp if x.sp else 1), tokens / x.tp, m.kv_dim / min(x.tp, m.n_kv_heads)
     at_once = min(tokens, CHUNK, max(1, MOST // (rows * WIDE)))

@@ -95,7 +95,7 @@ def ring(net: Network, n_bytes: float) -> float:
 
 
 def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float = 1) -> float:
-    """Seconds in which a group gathers (or reduces and scatters) a whole of `n_bytes` in `messages`; others do, too."""
+    """Seconds of gathering (or reducing and scattering) `n_bytes` in `messages`, while other groups do the same."""
     if net.ranks == 1:
         return 0.0
     bandwidth = min(gpu.within, net.in_node * card(gpu, net)) if net.leaves else gpu.within
@@ -165,8 +165,8 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     hidden = min(halves * half / 2, matmul) * recipe.overlap_tp
     net, keys = network(x, "cp", gpu.node), p.tokens * 2 * p.kv * x.cp  # numbers of all ranks' keys and values
     there = max(0.0, collective_seconds(gpu, net, keys * gpu.number) - core[0])
-    back = gpu.number + 4 * x.cp / max(1, x.cp - 1)  # bytes of a number, and of its gradient, which returns to its rank
-    back = max(0.0, collective_seconds(gpu, net, keys * back) - core[1])
+    each = gpu.number + 4 * x.cp / max(1, x.cp - 1)  # bytes of a number, and of its gradient, which makes one hop more
+    back = max(0.0, collective_seconds(gpu, net, keys * each) - core[1])
     if experts:
         ep = 2 * all_to_all_seconds(gpu, network(x, "ep", gpu.node), p.visits * m.dim * gpu.number)  # and back
     exposed = (2 * halves + sent * repeated) * half - hidden, (1 + sent) * there + back, (2 + sent) * ep
