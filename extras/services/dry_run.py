@@ -209,7 +209,7 @@ class Counted(OpenRun):
 
 
 @contextmanager
-def without_numbers(meter: Meter, rank: int, world: int, gpu: bool) -> Iterator[None]:
+def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Iterator[None]:
     """Inside this context, the process is `rank` of `world`, and tensors have no data. `gpu`: norms are a GPU's."""
     make_group = dist.new_group
 

@@ -1,5 +1,7 @@
 """What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import product
 from types import SimpleNamespace
@@ -36,9 +38,9 @@ def test_spikes_are_left_out_and_become_normal():
     assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
 
 
-@pytest.mark.parametrize("chunk", [0, 40, 64])
-def test_logits_of_one_chunk_exist(chunk):
-    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
+@contextmanager
+def logits_of() -> Iterator[list[int]]:
+    """Inside, the list gets the number of tokens of each product with the head's weight."""
     sizes, shape = [], (equal.SMALL["vocab_size"], equal.SMALL["dim"])
 
     def linear(x, weight, *bias, right=F.linear):
@@ -46,6 +48,13 @@ def test_logits_of_one_chunk_exist(chunk):
         return right(x, weight, *bias)
 
     with mock.patch.object(F, "linear", linear):
+        yield sizes
+
+
+@pytest.mark.parametrize("chunk", [0, 40, 64])
+def test_logits_of_one_chunk_exist(chunk):
+    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
+    with logits_of() as sizes:
         equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
     assert max(sizes) == (chunk or 64)
 
