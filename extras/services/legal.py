@@ -19,7 +19,7 @@ NEEDS = [
     ("sp", "tp"),
     ("cp_mode", "cp"),
     ("schedule", "pp"),
-    ("chunks", "schedule", "interleaved", "rounds", "ahead"),
+    ("chunks", "schedule", "interleaved", "rounds"),
     ("aux_loss_coeff", "balance", "loss"),
     ("ep_mode", "ep"),
 ]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from common import comm
@@ -229,12 +229,7 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
         torch._C.TensorBase.data.__set__(tensor, value)
         tensor.fake_device = value.device
 
-    def set_device(device: torch.device):
-        current = _get_current_dispatch_mode_stack()
-        for mode in modes[len(current) :]:  # another thread sees GPUs from here on
-            mode.__enter__()
-
-    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
+    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=lambda _: None)
     gpu |= dict(Stream=Stream, stream=partial(mock.patch.object, watch, "stream"), Event=partial(Event, watch))
     gpu |= dict(current_stream=lambda *_: watch.stream, get_device_capability=lambda *_: (9, 0))
     replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
@@ -249,7 +244,6 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
             replaced.append((owner, name, partialmethod(asked, getattr(owner, name))))
         for which in replaced:
             stack.enter_context(mock.patch.object(*which))
-        modes = _get_current_dispatch_mode_stack()
         yield
 
 

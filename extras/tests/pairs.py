@@ -40,7 +40,7 @@ APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
 # The gradients of experts that no token visits are only rounding errors, and Adafactor divides them by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
-TWO_STAGES = ("interleaved", "rounds", "ahead", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
+TWO_STAGES = ("interleaved", "rounds", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
 
 
 class Flag(NamedTuple):

@@ -12,7 +12,6 @@ import pytest
 from extras.tests.fake_gpu import see, stuck
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
-TURNS = MOE | dict(pp=2, schedule="ahead", chunks=1, ep_overlap=True, n_layers=4, global_batch_size=16)
 CASES = {  # step, flags, ranks, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, 0),
     "buckets": ("step02_ddp", {}, 8, 0),
@@ -27,7 +26,7 @@ CASES = {  # step, flags, ranks, and how often the host waits in forward and bac
     "capacity": ("step07_moe_ep", MOE | dict(capacity_factor=1.0), 8, 24),  # also to leave out what is over it
     "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # to ranks, then to experts
     "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, 36),
-    "in turns": ("step07_moe_ep", TURNS, 8, 16),  # once for 2 layers, 4 micro-batches, 2 steps
+    "chunks": ("step07_moe_ep", MOE | dict(ep_overlap=2), 8, 12),
 }
 
 

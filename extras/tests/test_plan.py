@@ -59,7 +59,7 @@ def test_no_legal_layout_is_left_out():
         x = Layout(pp, cp, tp, ep, global_batch_size=24, dp=24 // (pp * cp * tp))
         for size in divisors(24 // x.dp):
             assert ((pp, cp, tp, ep, size) in listed) == (not illegal(m, replace(x, micro_batch_size=size))), x
-    chunked = ("interleaved", "rounds", "ahead")
+    chunked = ("interleaved", "rounds")
     ways = [(name, 1) for name in ORDERS if name not in chunked] + [(name, v) for name in chunked for v in (2, 4)]
     found = variants(replace(LLAMA, n_layers=8), Layout(2, dp=2, global_batch_size=32))
     assert {(x.schedule, x.chunks, x.zero) for x in found} == {(*way, zero) for way in ways for zero in range(4)}

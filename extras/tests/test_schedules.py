@@ -11,7 +11,6 @@ import pytest
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services.seam import plugins
-from extras.variants.step07.paired_actions import paired, program_of
 from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
 
@@ -105,15 +104,6 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
         assert longest == m * (f + b + w) + (p - 1) * max(0, f + b - 2 * w, b - f)
 
 
-def ahead_law(p: int, m: int, *_):
-    """For any m >= p, a step takes as long as with rounds of p; more stages are in flight (rounds.py)."""
-    for v, costs in product((1, 2, 3), COSTS[::5]) if 1 < p <= m else ():
-        lists, places = made("ahead", p, m, chunks=v)
-        assert makespan(lists, places, costs) == makespan(*made("rounds", p, m, chunks=v), costs)
-        longest = max((v - 1) * -(-m // (m // p)) + 2 * (p - 1 - rank) + 2 for rank in range(p))
-        assert max(map(in_flight, lists)) == min(v * m, longest)
-
-
 def rounds_law(p: int, m: int, *_):
     """The laws of rounds.py: interleaved's bubble for all m >= p, memory and time for messages that grow with N.
 
@@ -153,7 +143,7 @@ def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
         assert makespan(lists, places, UNIT) in (expected if isinstance(expected, range) else [expected])
 
 
-LAWS = {"zb-h1": zb_h1_law, "zb-h2": zb_h2_law, "ahead": ahead_law, "rounds": rounds_law}
+LAWS = {"zb-h1": zb_h1_law, "zb-h2": zb_h2_law, "rounds": rounds_law}
 LAWS |= {name: partial(halves_law, name) for name in HALVES}
 
 
@@ -162,14 +152,3 @@ def test_law(name):
     """Check idle time and activations in flight for all sizes that the schedule accepts."""
     for case in sizes(name):
         LAWS[name](*case)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_pairs_are_complete_and_end(name):
-    """--ep-overlap: with F and B in pairs, programs end, and each rank's actions are still its list."""
-    for p, m, lists, places in sizes(name):
-        programs, begin = program_of(lists, places)
-        carried_out([[[tuple(line)] for line in program] for program in programs], places)
-        assert [[line.action for line in program if line.verb == "compute"] for program in programs] == lists
-        if name in ("1f1b", "dualpipe") and p > 1 and m >= 2 * p:
-            assert [len(some) for some in begin] == [sum(len(group) == 2 for group in paired(row)) for row in lists]

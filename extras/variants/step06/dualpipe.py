@@ -5,8 +5,8 @@
     the other half               stage 3  stage 2  stage 1  stage 0      has, too.
 
 If F, B and W take the same time, and m >= 2p is even, the bubble is (p/2-1) / (3 m + p/2-1). Ranks r and p-1-r sum
-their gradients after each step, like ranks of data parallelism. Forward and backward run one after the other, unless
---ep-overlap computes them together, as DeepSeek does.
+their gradients after each step, like ranks of data parallelism. DeepSeek computes a forward and the backward behind it
+at the same time; here they run one after the other.
 
 `--schedule dualpipev` (DeepSeek's DualPipe repository) folds this to a V of half as many ranks, as in zbv: the second
 way takes the same micro-batches back up. Each layer is held once, so no gradients are summed over pairs.

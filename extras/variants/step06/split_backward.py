@@ -9,7 +9,7 @@ of such a matrix stores a function that computes dW. W runs these functions, and
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -77,9 +77,10 @@ class SplitBackward:
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):
-        """W: add the gradients that B has left of a micro-batch."""
-        for param, gradient in self.waiting.pop((i, stage)):
-            self.add(param, gradient())
+        """W: add the gradients that B has left of a micro-batch; --ep-overlap has several of a parameter."""
+        left = self.waiting.pop((i, stage))
+        for param in dict.fromkeys(param for param, _ in left):
+            self.add(param, reduce(torch.add, [gradient() for one, gradient in left if one is param]))
 
     def add(self, param: nn.Parameter, gradient: Tensor):
         """Add a gradient to `.grad`; hooks run as usual."""

@@ -1,147 +1,131 @@
-"""Hides the all-to-alls of experts behind another micro-batch (`--ep-overlap`; DualPipe in DeepSeek-V3, 3.2).
+"""Hides the all-to-alls of experts behind the experts themselves (`--ep-overlap N`; Hwang et al. 2023, "Tutel", 3.2).
 
-Where a rank's list has a forward F and then the backward B of another micro-batch, the two form a *pair* and take
-turns: the one that has started an all-to-all lets the other one compute, and waits for its rows in its next turn.
+Each block of rows that go to one expert is cut into N chunks. While the rows of one chunk travel, a rank computes those
+of another. With N = 2:
 
-    F of micro-batch 3    attention, router |~ dispatch ~|             experts |~ combine ~|             attention ...
-    B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
+    all-to-all    dispatch 0 | dispatch 1 | combine 0 | combine 1
+    compute                  |  experts 0 | experts 1 |
 
-Law: the share of hidden messages is the share of forwards in pairs on the rank with the fewest pairs, because all other
-ranks wait for it; the bytes are the same. In 1F1B the last rank has no pairs, because each forward is followed by the
-backward of the same micro-batch. Its step would take nearly twice as long, so 1F1B is refused.
+Law: of N dispatches and N combines, all but the first dispatch and the last combine are under way while experts
+compute, in forward and in backward. The bytes are the same, in N times as many messages. The counts are exchanged once,
+because both sides cut a block at the same rows. An expert computes N smaller matrix products, and adds up N gradients
+of its weights, so a large N costs time.
 
-F and B are the code of step 7, each in a thread. Only one thread runs at a time, and the turns are the same on all
-ranks, so collectives start in one order. A single thread would need F and B cut into phases by hand: a layer calls its
-experts inside `forward`, and autograd does not pause between two nodes. The counts of rows are exchanged without a
-turn, because the host must know them before rows can be sent.
+Backward needs no code that orders it. Autograd runs those nodes first that forward created last, so it goes through the
+same figure from right to left, if start and wait are two nodes: the backward of `Wait` starts the exchange of the
+gradients, and the backward of `Start` waits for it.
 
-In step 7, `dispatch` and `combine` would hand over the turn between start and wait; in step 6, `execute` would compute
-two actions at once.
+DeepSeek-V3 (3.2) also hides the messages behind the attention of another micro-batch, whose forward or backward runs at
+the same time. Then nothing is exposed, but each layer must be cut into phases by hand.
+
+In step 7, `visit_in_chunks` would replace `visit_experts`.
 """
 
-import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from threading import Semaphore
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.comm import Group, all_to_all
 from extras.variants import Parts
-from extras.variants.record import SET, Refusal, but
-from extras.variants.step07.paired_actions import InPairs, program_of
-from step04_tp_sp import Conjugate
-from step06_pipeline import ListPipeline, plan
 from step07_moe_ep import MoE, transpose_blocks
 
 
-class Turns:
-    """Runs two functions that take turns. The first always has the same thread, because cuDNN caches by thread."""
+class Exchange:
+    """An all-to-all of rows [sum(in_rows), dim] and, in backward, the reverse one of their gradients."""
 
-    def __init__(self, device: torch.device):
-        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else the thread has GPU 0
-        self.thread, self.turn, self.left = ThreadPoolExecutor(1, initializer=begin), 0, set()
+    def __init__(self, group: Group, in_rows: list[int], out_rows: list[int]):
+        self.group, self.in_rows, self.out_rows = group, in_rows, out_rows
 
-    def both(self, first: Callable, second: Callable) -> list:
-        """Run both to their ends, beginning with `first`. Returns both results; raises the exception of either."""
-        self.turn, self.left, self.go = 0, {0, 1}, (Semaphore(1), Semaphore(0))
-        there = self.thread.submit(self.run, 0, first)
-        try:
-            here = self.run(1, second)
-        finally:
-            wait([there])
-        return [there.result(), here]
+    def start(self, rows: Tensor, back: bool = False):
+        """Begin to send rows or, if `back`, gradients of received rows."""
+        in_rows, out_rows = (self.out_rows, self.in_rows) if back else (self.in_rows, self.out_rows)
+        self.received = rows.new_empty(sum(out_rows), rows.shape[1])
+        self.pending = all_to_all(self.received, rows.contiguous(), self.group, in_rows, out_rows)
 
-    def run(self, i: int, function: Callable) -> Any:
-        """Run function i from its first turn on; when it has ended, the other one keeps the turn."""
-        self.go[i].acquire()
-        try:
-            return function()
-        finally:
-            self.left.discard(i)
-            self.give(1 - i)
-
-    def give(self, i: int):
-        """Let function i compute."""
-        self.turn = i
-        self.go[i].release()
-
-    def switch(self):
-        """Hand the turn to the other function, unless it has ended, and wait to get it back. Any thread may call it."""
-        me = self.turn
-        if 1 - me in self.left:
-            self.give(1 - me)
-            self.go[me].acquire()
+    def wait(self) -> Tensor:
+        """The received rows, or gradients."""
+        self.pending.wait()
+        received, self.received = self.received, None  # so that memory is not kept until backward
+        return received
 
 
-def travel(rows: Tensor, group: Group, turns: Turns, leaving_Ge: Tensor, arriving_Ge: Tensor, home: bool) -> Tensor:
-    """Step 7's `dispatch`, or `combine` if `home`; while rows are being sent, the other function computes."""
-    sent = transpose_blocks(rows, arriving_Ge.T) if home else rows.contiguous()
-    sizes = [blocks.sum(1).tolist() for blocks in (leaving_Ge, arriving_Ge)]
-    in_rows, out_rows = reversed(sizes) if home else sizes
-    received = rows.new_empty(sum(out_rows), rows.shape[1])
-    pending = all_to_all(received, sent, group, in_rows, out_rows)
-    turns.switch()
-    pending.wait()
-    return received if home else transpose_blocks(received, arriving_Ge)
+class Start(torch.autograd.Function):
+    """Forward begins an exchange; backward waits for that of the gradients."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
+        """Returns the tensor that will have the received rows, for `Wait`."""
+        ctx.exchange = exchange
+        exchange.start(rows)
+        return exchange.received
+
+    @staticmethod
+    def backward(ctx, _grad: Tensor):
+        """The gradient of the rows, which `Wait.backward` has begun to receive."""
+        return ctx.exchange.wait(), None
 
 
-def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, counts_E: Tensor) -> Tensor:
-    """Replaces `visit_experts` of step 7: does the same, with `travel` as its exchange."""
+class Wait(torch.autograd.Function):
+    """Forward waits for the rows; backward begins to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx, received: Tensor, exchange: Exchange) -> Tensor:
+        """The received rows."""
+        ctx.exchange = exchange
+        return exchange.wait().view_as(received)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """Returns a tensor of the shape that autograd expects; `Start.backward` has the gradients."""
+        ctx.exchange.start(grad, back=True)
+        return grad, None
+
+
+def chunks_of(counts_Ge: Tensor, n: int) -> np.ndarray:
+    """Cut each block of rows into n chunks of almost equal size: int64 [G, e] -> the sizes, int64 [n, G, e]."""
+    counts = np.reshape(counts_Ge.flatten().tolist(), counts_Ge.shape)
+    return np.diff(np.arange(n + 1)[:, None, None] * counts // n, axis=0)
+
+
+def visit_in_chunks(n: int, experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+    """Replaces `visit_experts` of step 7: the same, in n chunks."""
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    leaving_Ge, arriving_Ge = torch.stack((leaving_Ge, arriving_Ge)).cpu()
-    there, home = (
-        partial(travel, turns=turns, leaving_Ge=leaving_Ge, arriving_Ge=arriving_Ge, home=way) for way in (False, True)
-    )
-    out = experts(Conjugate.apply(rows, group, there, home), arriving_Ge.sum(0))
-    return Conjugate.apply(out, group, home, there)
+    leaving, arriving = (chunks_of(counts_Ge, n) for counts_Ge in torch.stack((leaving_Ge, arriving_Ge)).cpu())
+    by_chunk_ND = transpose_blocks(sorted_ND, leaving.reshape(n, -1).T)
+
+    exchanges = [Exchange(group, leaving[i].sum(1).tolist(), arriving[i].sum(1).tolist()) for i in range(n)]
+    chunks = by_chunk_ND.split([sum(exchange.in_rows) for exchange in exchanges])
+    received = [Start.apply(chunks[i], exchanges[i]) for i in range(n)]
+    home = []
+    for i in range(n):
+        rows_RD = transpose_blocks(Wait.apply(received[i], exchanges[i]), arriving[i])
+        out_RD = experts(rows_RD, arriving[i].sum(0))
+        back = Exchange(group, exchanges[i].out_rows, exchanges[i].in_rows)
+        home.append((Start.apply(transpose_blocks(out_RD, arriving[i].T), back), back))
+    return transpose_blocks(torch.cat([Wait.apply(*one) for one in home]), leaving.reshape(n, -1))
 
 
 @dataclass
 class Flags:
     """Messages of experts."""
 
-    ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
+    ep_overlap: int = 1  # chunks of an expert's rows: while one is computed, others travel; 1: no overlap
 
 
-PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # schedules with pairs on all ranks
-BOTH = "two micro-batches are computed at once, and only one can be tracked; choose one of them"
-FREED = "ZeRO 3 frees weights that the other micro-batch needs"
-NO_PAIRS = "a rank has no forward and backward to pair, and all wait for it; use --schedule ahead or dualpipe"
-GRADIENTS = "its forward needs the only thread of autograd, which is busy with the backward; choose one"
-ONE_STAGE = dict(schedule="ahead", chunks=1)  # forward and backward compute with the same layers
-NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
-REFUSES = [
-    Refusal(dict(ep_overlap=SET, schedule=but(*PAIRED)), NO_PAIRS, None),
-    Refusal(dict(ep_overlap=SET, schedule=("interleaved", "rounds"), chunks=(1,)), NO_PAIRS, None),
-    Refusal(
-        dict(ep_overlap=SET, zero=(3,), zero_keep=(False,)), f"{FREED}; add --zero-keep", ONE_STAGE | dict(n_layers=2)
-    ),
-    Refusal(dict(ep_overlap=SET, documents=SET), BOTH, ONE_STAGE),
-    Refusal(dict(ep_overlap=SET, dropout=SET), BOTH),
-    Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
-    Refusal(dict(ep_overlap=SET, loss_chunk=SET), GRADIENTS, None),
-    Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run counts one of two threads; leave it out, bytes are equal"),
-]
+TRIED = dict(ep_overlap=2)
+NEEDS = [("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
 
 
 def attach(config: Any, parts: Parts):
-    """Let the pipeline compute its list in pairs, and experts take turns."""
-    if not config.ep_overlap:
-        return
-    pipeline, turns = parts.pipeline, Turns(parts.pipeline.reference_param.device)
-    mine = config.global_batch_size // parts.mesh["dp"].size
-    lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
-    own = (found[pipeline.group.rank] for found in program_of(lists, pipeline.places))
-    view = InPairs(pipeline, turns.both, *own)
-    parts.instead(pipeline, "execute", partial(ListPipeline.execute, view), by=__name__)
-    for module in parts.model.modules():
+    """Let the experts of all layers be visited in chunks."""
+    for module in parts.model.modules() if config.ep_overlap > 1 and config.ep > 1 else ():
         if isinstance(module, MoE):
             plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group
-            parts.instead(module.experts, "forward", partial(visit_in_turns, turns, *plain), by=__name__)
+            parts.instead(module.experts, "forward", partial(visit_in_chunks, config.ep_overlap, *plain), by=__name__)
