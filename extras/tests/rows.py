@@ -69,7 +69,6 @@ ROWS = [
     Row(3, "step03_zero", dict(zero=2), MUON),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
-    Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=EVALUATES),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums

@@ -24,7 +24,7 @@ GROUPS = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a group, which take half of their tokens
     (1, "step01_single_gpu", dict(dtype="bf16", recompute="full", optimizer="adafactor")),
-    (3, "step02_ddp", dict(sync="ring", optimizer="muon", skip_spikes=3.0, global_batch_size=6)),
+    (3, "step02_ddp", dict(sync="ring", optimizer="muon", global_batch_size=6)),
     (4, "step03_zero", dict(zero=3, zero_replicas=2, zero_keep=True, recompute="full")),
     (4, "step05_cp_ring", dict(cp=2, tp=2, tp_overlap=True, zero=2)),
     (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", tied=True, zero=1, offload_optimizer="cpu")),

@@ -18,7 +18,7 @@ from extras.tests.rows import Row
 
 LAST = STEPS[-1]  # it has all flags, so the other steps are left to the sweep
 # Patches of faults.py with which no flag rounds: tensors that are called 16-bit have 64 bits.
-EXACT = "wide not_rounded all_sent graphs_without_code second_is_a_spike"
+EXACT = "wide not_rounded all_sent graphs_without_code"
 
 
 def text_of_refusal(step: str, options: Options) -> str:

@@ -42,7 +42,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     step = step07 if "experts" in flags else step06
     flags |= {name: value for name, value in vars(x).items() if name in step.Config.__dataclass_fields__}
     flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
-    return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
+    return compose(step)(model="drawn", dry_run=x.world, pp_split="cost", loss_chunk=2048, **flags)
 
 
 def counted(x: Layout, shape: dict, rank: int = 0, **flags) -> Counted:
@@ -108,10 +108,10 @@ USUAL = ("0", "0 experts", "1", "1 experts")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in USUAL)) for n in DRAWN])
 def test_the_bound_of_the_peak(name):
-    """The planner's bytes are within 20% of the peak that the dry run counts with a CPU's kernels; once 27% above."""
+    """The planner's bytes are within 20% of the peak that the dry run counts; once 27% above."""
     x, shape, experts, rank = DRAWN[name]
     seen, m = counted(x, shape, rank, **experts), shape_of(ModelConfig(**shape), SimpleNamespace(**experts))
-    ours, peak = rank_bytes(m, x, rank * x.pp // x.world, on_cpu=True), sum(seen.meter.peak().values())
+    ours, peak = rank_bytes(m, x, rank * x.pp // x.world), sum(seen.meter.peak().values())
     assert 0.8 <= ours.total / peak <= (1.3 if name == "68 experts" else 1.2), (ours.total / peak, DRAWN[name])
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
     matrix = 2 * m.vocab_size * m.dim // x.tp * (m.tied and x.zero == 3)  # bytes; it may be gathered at the peak
@@ -125,7 +125,7 @@ def test_a_layer_keeps_what_the_dry_run_counts(recompute):
         x = Layout(tp=tp, sp=sp, recompute=recompute, global_batch_size=1)
         few, more = (counted(x, SMALL | dict(n_layers=n)).held["activations"] for n in (1, 2))
         m = shape_of(PRESETS["drawn"], x)
-        assert more - few == layer_bytes(micro_batch(m, x, on_cpu=True), False, recompute), (tp, sp)
+        assert more - few == layer_bytes(micro_batch(m, x), False, recompute), (tp, sp)
 
 
 def test_weights_and_flops():

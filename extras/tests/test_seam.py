@@ -18,7 +18,7 @@ class Part:
         return f"own {text}"
 
 
-AROUND = [f"extras.variants.{name}" for name in ("step01.fp16", "step01.skip_spikes", "step07.routing")]
+AROUND = [f"extras.variants.{name}" for name in ("step01.fp16", "step01.prefetch", "step07.routing")]
 AROUND += ["extras.services.clocks"]
 
 
@@ -31,7 +31,7 @@ def test_calls_nest_alike_whoever_comes_first(order):
             made.instead(part, "add", lambda text: f"offloaded {text}", by=by)
         else:
             made.around(part, "add", lambda inner, text, by=by: f"{by.split('.')[-1]}({inner(text)})", by=by)
-    assert part.add("x") == "clocks(skip_spikes(routing(fp16(offloaded x))))"
+    assert part.add("x") == "clocks(prefetch(routing(fp16(offloaded x))))"
     assert Part().add("x") == "own x"
 
 

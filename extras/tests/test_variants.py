@@ -1,4 +1,4 @@
-"""What techniques do beyond training to equal numbers: skip or delay updates, hide messages, move and free memory."""
+"""What techniques do beyond training to equal numbers: delay updates, hide messages, move and free memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from common.comm import Mesh
 from common.model import attend
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
-from extras.variants.step01 import dropout, skip_spikes
+from extras.variants.step01 import dropout
 from extras.variants.step01.documents import MicroBatch
 from extras.variants.step01.window import windowed_attention
 from extras.variants.step02.compress import Compression
@@ -27,15 +27,6 @@ from extras.variants.step04.block_overlap import EnterLinears
 from extras.variants.step06 import pipedream
 from step01_single_gpu import Optimizer, learning_rate, scale
 from tests.tape import Tape
-
-
-def test_spikes_are_left_out_and_become_normal():
-    """A spike is K times the median of at least eight steps; it enters the median, too."""
-    spikes = skip_spikes.Spikes(3.0)
-    assert not any(spikes.is_spike(1.0, 100.0) for _ in range(7))
-    assert not spikes.is_spike(50.0, 1.0)  # seven are not enough
-    assert spikes.is_spike(3.1, 100.0) and spikes.is_spike(1.0, 301.0) and not spikes.is_spike(2.9, 299.0)
-    assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
 
 
 @contextmanager

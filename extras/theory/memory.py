@@ -13,7 +13,7 @@ Z = w from ZeRO 2 on, else 0: a gradient is copied into its unit's buffer, until
     head        (e + w + Z) N: its gradient from autograd, accumulated, and in ZeRO's buffer; minus what head and loss
                 have kept, which is freed by then
     layer       3 e T f + e T h, gradients of SwiGLU's products and of the output, and the layer itself, if it is
-                recomputed. (On a CPU, whose norm is ten operators, 5 w T h, if that is more)
+                recomputed
     weights     (e + w) M: a gradient from autograd, and accumulated. Z U is added here or, without separate actions W,
                 to the larger one of layer and weights
     when nothing waits any more
@@ -59,7 +59,6 @@ class MicroBatch(NamedTuple):
 
     m: Shape
     x: Layout
-    on_cpu: bool  # it runs a CPU's kernels, as in the dry run
     tokens: int  # of the micro-batch on this rank
     own: float  # tokens that the rank holds between blocks
     share: float  # its share of the work inside blocks, counted in tokens; its routers see as many
@@ -67,16 +66,16 @@ class MicroBatch(NamedTuple):
     kv: float  # channels of its keys (and as many of its values); it has at least one head
     rows: int  # of the embedding and of the head
     at_once: int  # tokens whose logits exist at the same time
-    norm: int  # bytes that a norm keeps of a token: its input, one wide number, and on a CPU also what its kernels keep
+    norm: int  # bytes that a norm keeps of a token: its input and one wide number
 
 
-def micro_batch(m: Shape, x: Layout, on_cpu: bool = False) -> MicroBatch:
+def micro_batch(m: Shape, x: Layout) -> MicroBatch:
     """The sizes of one micro-batch of a model under a layout."""
     tokens, rows = x.micro_batch_size * m.seq_len // x.cp, -(-m.vocab_size // x.tp)
     own, share, kv = tokens / (x.tp if x.sp else 1), tokens / x.tp, m.kv_dim / min(x.tp, m.n_kv_heads)
     at_once = min(tokens, CHUNK, max(1, MOST // (rows * WIDE)))
-    visits, norm = share * m.experts_per_token, m.dim * (2 * WIDE if on_cpu else NARROW) + WIDE
-    return MicroBatch(m, x, on_cpu, tokens, own, share, visits, kv, rows, at_once, norm)
+    visits, norm = share * m.experts_per_token, m.dim * NARROW + WIDE
+    return MicroBatch(m, x, tokens, own, share, visits, kv, rows, at_once, norm)
 
 
 def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
@@ -190,7 +189,7 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     else:
         largest, gradients = m.dim * max(m.dim, m.ffn_dim) / x.tp, p.tokens * m.dim + p.share * 3 * m.ffn_dim
     again = max(layer_bytes(p, kind, "none") - layer_bytes(p, kind, x.recompute) for kind in kinds)
-    work = again + max(NARROW * gradients, p.on_cpu * 5 * WIDE * p.own * m.dim)
+    work = again + NARROW * gradients
     unit, cast = summed * max(rest, experts), made * largest
     layer = max(work, unit + cast) if split else unit + max(work, cast)
 
@@ -202,9 +201,9 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     return along, max(layer, last * loss, last * head), first * (made + copied) * matrix
 
 
-def rank_bytes(m: Shape, x: Layout, rank: int, on_cpu: bool = False) -> Held:
+def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
     """The most bytes that a pipeline rank holds in a step, by kind."""
-    p, places, pipeline = micro_batch(m, x, on_cpu), rank_places(m, *x.way)[rank], pipeline_of(*x.way)
+    p, places, pipeline = micro_batch(m, x), rank_places(m, *x.way)[rank], pipeline_of(*x.way)
     few = 4 * x.pp + x.micro_batches % x.pp  # more of them would not wait at once, but in afab
     row = lists_of(*x.way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     kept = {stage: stage_bytes(p, place, pipeline.split) for stage, place in places.items()}

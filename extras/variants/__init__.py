@@ -33,7 +33,7 @@ from common.trainer import Run
 
 # Wrapper order, innermost first. For example, documents see the batch that prefetch has read.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "chunked_loss", "fp16"]
-ORDER += ["diloco", "routing", "skip_spikes", "prefetch", "compress_activations", "flash", "documents", "dropout"]
+ORDER += ["diloco", "routing", "prefetch", "compress_activations", "flash", "documents", "dropout"]
 ORDER += ["attention_scores"]
 
 

@@ -74,8 +74,6 @@ def measure(config: "Config"):
     lines = [["a step of", "counted", "law", "off", "of the law, by dimension"]]
     for step, flags in ROWS:
         name = " ".join([step[:6], *(spelled(*flag) for flag in flags.items())])
-        if config.only not in name:
-            continue
         with Counted(step, SMALL | flags | dict(steps=1 + STEPS)) as run:
             run.train(run.config, run)
         steps = [row["sent"] for row in run.history[1:]]
@@ -93,7 +91,6 @@ def measure(config: "Config"):
 class Config:
     """Flags of this measurement."""
 
-    only: str = ""  # rows whose names contain this
     gbit: float = 10.0  # speed of the cable in Gbit/s, each way
 
 

@@ -82,7 +82,6 @@ ALONE = dict(sync=("diloco",))
 REFUSES = [
     Refusal(ALONE | dict(ep=SET), "tokens visit experts on other ranks of dp in each step; use --ep 1"),
     Refusal(ALONE | dict(dtype=("fp16",)), "each rank would scale its loss by its own factor; use --dtype bf16", None),
-    Refusal(ALONE | dict(skip_spikes=SET), "each rank has a norm of its own, and would skip other steps"),
 ]
 
 
