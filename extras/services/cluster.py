@@ -9,8 +9,7 @@
 
 Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 ...`; the words
 after `--` end this command, and may begin with options of torchrun such as --max-restarts=3. Lines printed by nodes
-other than node 0 begin with the node's name. While the job runs, you can type `cable 1 off` to pull node 1's cable, so
-that everything sent to and from it is lost, and `cable 1 on` to plug it in again.
+other than node 0 begin with the node's name.
 
 It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one process, and the kernel
 ends them with it. Unlike in a real cluster, a cable has no length, nodes share the cores of one machine, and GPUs are
@@ -23,7 +22,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 
 from common import UserError
@@ -76,16 +74,6 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     return subprocess.Popen(line, stdout=prefixed, stderr=prefixed)
 
 
-def obey():
-    """Read commands from the keyboard and carry them out, on a thread of its own."""
-    for said in sys.stdin:
-        try:
-            number, state = said.removeprefix("cable").split()
-            run(f"ip link set port{int(number)} {dict(off='down', on='up')[state]}")
-        except (LookupError, ValueError, UserError) as error:
-            print(f"cluster: {said.strip()}: {error}; type cable, a node's number, and on or off", flush=True)
-
-
 def inside(args: argparse.Namespace):
     """Make the switch and the nodes, as process number 1 of the new namespaces; ends with node 0's exit status."""
     signal.signal(signal.SIGINT, lambda *_: None)  # meant for each node's torchrun, which asks its ranks to leave
@@ -94,12 +82,11 @@ def inside(args: argparse.Namespace):
     line += [f"--nproc_per_node={args.ranks_per_node}", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500"]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     nodes = [start(n, line + args.line, args.gbit) for n in range(args.nodes)]
-    threading.Thread(target=obey, daemon=True).start()
     status = nodes[0].wait()
     for node in nodes[1:]:
         with suppress(subprocess.TimeoutExpired):
             node.wait(60)  # seconds; then it is killed
-    os._exit(abs(status))  # the thread that reads the keyboard would block Python's shutdown
+    sys.exit(abs(status))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -28,7 +28,7 @@ class Job:
         for flag in (equal.SMALL | self.flags | dict(pp=2, out=self.out)).items():
             words += spelled(*flag).split()
         with open(self.log, "w") as log:
-            self.process = start(0, words, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, bufsize=1)
+            self.process = start(0, words, stdout=log, stderr=log)
 
     def numbers(self) -> list[tuple[float, float]]:
         """Losses and gradient norms so far."""
@@ -55,15 +55,8 @@ def job(tmp_path):
 
 
 def test_two_nodes_train_as_one_process(job, pools):
-    """A cable that is pulled for a while stops the training, and changes no number."""
+    """Losses and gradient norms are equal."""
     run = job(4)
-    run.begin()
-    run.process.stdin.write("cable 1 off\n")
-    time.sleep(0.5)
-    seen = len(run.numbers())
-    time.sleep(0.5)
-    assert len(run.numbers()) == seen < 4
-    run.process.stdin.write("cable 1 on\n")
     (one,) = pools(1).run(equal.record, "step07_moe_ep", run.flags)
     assert run.process.wait(400) == 0, run.log.read_text()
     assert equal.difference(run.numbers(), [*zip(one.losses, one.norms, strict=True)]) < equal.BOUND["fp64"]
@@ -102,12 +95,10 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
     assert error.count("\n") == 1 and says in error
 
 
-@pytest.mark.parametrize("only, gbit", [(" --sync bucket", 0.1), pytest.param("", 10.0, marks=pytest.mark.exhaustive)])
-def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path, only, gbit):
+def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path):
     """gloo adds less than 4 % to the messages of such a small model, so nothing is sent twice."""
-    words = ["-m", "extras.tests.bench", "cluster-bytes", f"--only={only}", f"--gbit={gbit}"]
-    _, said = launch(0, words, tmp_path / "log")
+    _, said = launch(0, ["-m", "extras.tests.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
-    assert 0.015 / gbit < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine
+    assert 0.15 < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine
     found = re.findall(r"^step.* ([+-][\d.]+)% ", said, re.M)
-    assert found and all(-0.1 < float(off) < (1 if only else 4) for off in found), said
+    assert len(found) == 7 and all(-0.1 < float(off) < 4 for off in found), said

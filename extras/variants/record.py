@@ -25,11 +25,6 @@ class But(tuple):
     """The condition that a flag has none of these values."""
 
 
-def but(*values: Any) -> But:
-    """The condition that a flag has none of these values."""
-    return But(values)
-
-
 def spelled(name: str, value: Any) -> str:
     """A flag with its value, as on the command line: "--sync ring", "--no-sp"."""
     flag = name.replace("_", "-")
@@ -39,7 +34,7 @@ def spelled(name: str, value: Any) -> str:
 class Refusal(NamedTuple):
     """Flags that cannot be combined, and why; or one flag with values that it cannot have."""
 
-    flags: dict[str, Any]  # each has SET, HAS, a tuple of values, `but` or a function: refused where all of these hold
+    flags: dict[str, Any]  # each has SET, HAS, a tuple of values, `But` or a function: refused where all of these hold
     why: str  # what would go wrong; after a semicolon, what to do
     shows: dict[str, Any] | None = {}  # noqa: RUF012  # other flags with which a test shows the error; None: no test
     needs: str = ""  # instead of `why`: the flags without which the first flag has no effect
@@ -71,7 +66,7 @@ class Refusal(NamedTuple):
 def need(plain: dict[str, Any], flag: str, other: str, *values: Any) -> Refusal:
     """Turns a line of NEEDS into a refusal."""
     if values:
-        return Refusal({flag: SET, other: but(*values)}, "", needs=" or ".join(spelled(other, v) for v in values))
+        return Refusal({flag: SET, other: But(values)}, "", needs=" or ".join(spelled(other, v) for v in values))
     least = plain[other]
     name = spelled(other, True)
     wanted = name if isinstance(least, bool) else f"{name} set" if least == "" else f"{name} above {least}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from extras.variants import Parts
-from extras.variants.record import SET, Refusal, but
+from extras.variants.record import SET, But, Refusal
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
 
@@ -44,7 +44,7 @@ class Flags:
 
 NO_SCORES = "no scores exist to recompute; add --attention scores, or use --recompute full"
 REFUSES = [
-    Refusal(dict(recompute=("selective",), attention=but("scores")), NO_SCORES, None),
+    Refusal(dict(recompute=("selective",), attention=But(("scores",))), NO_SCORES, None),
     Refusal(dict(attention=("scores",), cp=SET), "the ring computes scores already; leave it out"),
     Refusal(dict(attention=("scores",), documents=SET), "documents have attention of their own; leave one out", None),
     Refusal(dict(attention=("scores",), window=SET), "scores have no window; leave one out"),

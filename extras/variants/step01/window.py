@@ -25,7 +25,7 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
-from extras.variants.record import SET, Refusal, but
+from extras.variants.record import SET, But, Refusal
 from extras.variants.step05.allgather import FORMULAS, gathered_attention
 from extras.variants.step05.ulysses import swapped_attention
 from step04_tp_sp import Conjugate
@@ -103,7 +103,7 @@ TRIED = dict(window=5)
 COMPUTED = True
 REFUSES = [
     Refusal(
-        dict(window=SET, cp=SET, cp_mode=but("ring", "ulysses")),
+        dict(window=SET, cp=SET, cp_mode=But(("ring", "ulysses"))),
         "with windows all ranks have the same work, so tokens stay in order; use --cp-mode ring or ulysses",
     ),
     Refusal(dict(window=(1,)), "a token sees itself and at least one before it; use 2 or more, or 0", None),

@@ -28,7 +28,7 @@ from torch import Tensor
 from common.comm import Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
-from extras.variants.record import SET, Refusal, but
+from extras.variants.record import SET, But, Refusal
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
@@ -131,7 +131,7 @@ class Flags:
 TRIED = dict(topk_fraction=0.5)
 NEEDS = [("topk_fraction", "compress", "topk")]
 REFUSES = [
-    Refusal(dict(compress=SET, sync=but("bucket"), zero=(0,)), "it compresses buckets; use --sync bucket"),
+    Refusal(dict(compress=SET, sync=But(("bucket",)), zero=(0,)), "it compresses buckets; use --sync bucket"),
     Refusal(dict(topk_fraction=lambda x: not 0 < x <= 1), "it is a share: choose it above 0, and at most 1", None),
     Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow is never corrected; use --dtype bf16 or fp32", None),
 ]
