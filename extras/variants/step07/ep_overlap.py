@@ -1,4 +1,4 @@
-"""Hides the all-to-alls of experts behind the experts themselves (`--ep-overlap N`; Hwang et al. 2023, "Tutel", 3.2).
+"""Hides the all-to-alls of experts behind the experts themselves (`--ep-overlap N`; Hwang et al. 2023, "Tutel").
 
 Each block of rows that go to one expert is cut into N chunks. While the rows of one chunk travel, a rank computes those
 of another. With N = 2:
@@ -15,8 +15,8 @@ Backward needs no code that orders it. Autograd runs those nodes first that forw
 same figure from right to left, if start and wait are two nodes: the backward of `Wait` starts the exchange of the
 gradients, and the backward of `Start` waits for it.
 
-DeepSeek-V3 (3.2) also hides the messages behind the attention of another micro-batch, whose forward or backward runs at
-the same time. Then nothing is exposed, but each layer must be cut into phases by hand.
+DeepSeek-V3 (3.2) and Megatron hide the messages behind another micro-batch instead, which the rank computes at the same
+time. That hides almost all of them, but each layer's forward and backward must be cut into phases by hand.
 
 In step 7, `visit_in_chunks` would replace `visit_experts`.
 """
