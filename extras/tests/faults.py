@@ -73,7 +73,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("attach", '(*layout_of(param).partial_over, "mirror")', "layout_of(param).partial_over",
          "each copy learns from its own half of the micro-batches")),
     *noticed_by(("test_laws", "test_messages_of_experts_are_hidden"), "/step07.ep_overlap",
-        ("Start", "exchange.start(rows)", "exchange.start(rows), exchange.wait()",
+        ("Start", "exchange.start(rows)", "exchange.start(rows), exchange.pending.wait()",
          "right numbers, but nothing overlaps")),
     *noticed_by(Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes"), EXPERTS | SGD), "/step07.expert_rows",
         ("over_nodes", ".swapaxes(1, 2)", "", "rows arrive at ranks without their experts")),
