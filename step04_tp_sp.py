@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n] of `ids`, then padding; targets int64 [batch, seq] -> the sum, in nats."""
+        """logits [batch, seq, vocab/n]: of `ids`, then padding. targets int64 [batch, seq] -> summed loss, in nats."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it
@@ -224,7 +224,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
 
-    Call it after `sync.finish`. Under ZeRO a rank has shards; the group's ranks have the same elements, so they add up.
+    Call it after `sync.finish`. Under ZeRO, gradients are shards, with the same elements on all ranks of the group.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():

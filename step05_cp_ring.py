@@ -93,7 +93,7 @@ def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, queries, keys]. `causal`, with as many keys as queries: -inf for later keys."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, queries = keys in number, and later keys get -inf."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 

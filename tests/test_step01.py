@@ -165,7 +165,7 @@ def test_targets_are_the_next_tokens(batches):
 
 
 def test_each_epoch_has_every_window_once_in_another_order(batches):
-    """Three epochs with each of two seeds never have the last twentieth; a batch does not depend on earlier reads."""
+    """Three epochs with two seeds never contain the held-out twentieth; a batch does not depend on earlier reads."""
     orders = []
     for seed in range(2):
         read = [(found := batches(seed)).batch(i)[0] for i in range(41)]

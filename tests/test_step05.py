@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """torch's own attention in fp64: o, lse and, given `do`, dq, dk and dv. `seen`: mask [queries, keys], or causal."""
+    """torch's attention in fp64: o, lse and, given `do`, dq, dk, dv. `seen`: a mask [queries, keys]; None: causal."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -54,7 +54,7 @@ def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-
 
 @task("parts", 1)
 def test_scaled_scores():
-    """q k^T / sqrt(d) of three queries and seven keys; causal, of seven queries, -inf for keys after the query."""
+    """q k^T / sqrt(d) of three queries and seven keys; of seven causal queries, with -inf for all later keys."""
     q, k = heads_of("q", 3, 7), heads_of("k", 3, 7)
     expected = torch.einsum("bhqd,bhkd->bhqk", q, k) / 2.0
     close(step.scaled_scores(q[:, :, :3], k, False), expected[:, :, :3], "scores of all keys")

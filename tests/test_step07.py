@@ -354,7 +354,7 @@ def test_groups(sizes, ep, groups, columns):
 @task("groups", 2)
 @cases("flags, some", [({}, "01234"), (dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")])
 def test_which_layers_have_experts(flags, some):
-    """--moe-every counts after --dense-layers. All other layers keep their MLP, sharded over tp."""
+    """--moe-every starts to count after the --dense-layers. Layers without experts keep an MLP, sharded over tp."""
     _, layers = sharded(dict(dp=2, tp=2), ep=2, expert_dim=20, **flags)
     for i, one in layers.items():
         linear, shape = (one.mlp.experts.gate_proj, (4, 20, 32)) if i in some else (one.mlp.gate_proj, (24, 32))

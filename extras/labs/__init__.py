@@ -1,12 +1,12 @@
-"""Labs: a chapter as an evening's work. Some functions of its step are taken out, and a student writes them again.
+"""Labs: a chapter as one or two evenings' work. Some functions of its step are removed; a student writes them again.
 
-    python -m extras.labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
+    python -m extras.labs start 4 FOLDER       a folder with the step, whose removed functions raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
     python -m extras.labs grade FOLDERS > points.csv
 
-The chapter's own tests in tests/ are the judge: marks there name the task and the points of each test. A lab is a row
-of TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints, and then a
-question, which is answered in writing and graded by hand.
+The chapter's own tests in tests/ are the judge: the decorator `task` gives the task and the points of each test. A lab
+consists of a row of TASKS below and of labN.md. This page has, for each task, its title, its minutes, what to read and
+three hints. It ends with a question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
 there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so changed
@@ -110,7 +110,7 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def hollow(lab: int) -> dict[str, str]:
-    """The files with holes: the functions of the tasks only raise, but keep their signatures and docstrings."""
+    """The files with holes: functions of the tasks raise NotImplementedError; signatures and docstrings remain."""
     texts = ours(lab)
     for file, names in holes(lab).items():
         lines, found = texts[file].splitlines(), definitions(texts[file])

@@ -21,7 +21,7 @@ from extras.labs import ROOT, step_of
 
 
 class Result(NamedTuple):
-    """One test, with all its parameters, for one task."""
+    """The result of one test, over all values of its parameters, for one task."""
 
     test: str
     task: str

@@ -165,7 +165,7 @@ class Saver:
         self.hidden.mkdir(parents=True)
 
     def sweep(self):
-        """Rank 0: delete the folders with hidden names, checkpoints that are half written or to be removed."""
+        """Rank 0: delete all folders with hidden names. These are checkpoints that are incomplete or replaced."""
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -279,7 +279,7 @@ def report(seen: dict[int, Counted], config: Any) -> str:
 
 
 def instead_of(train: Callable) -> Callable:
-    """Wrap `train`: --dry-run counts --rank or, by default, one rank of each pipeline stage instead."""
+    """Wrap `train`: with --dry-run, count instead of training: --rank, or by default one rank of each stage."""
 
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:

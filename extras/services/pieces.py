@@ -144,9 +144,9 @@ def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
 
 
 def take(parts: Parts, saved: Any, moments: bool):
-    """Restore all that this rank holds from a checkpoint (services/checkpoint.py). Raises UserError.
+    """Restore, from a checkpoint (services/checkpoint.py), all tensors that this rank holds. Raises UserError.
 
-    Without `moments` the update rule starts anew. Debts are restored only under the layout that has left them.
+    Without `moments`, the update rule starts anew. `debts` are restored only under the layout that saved them.
     """
     optimizer, device = parts.optimizer, next(parts.model.parameters()).device
     for master in masters(parts):

@@ -250,7 +250,7 @@ def life():
 
 
 def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, life):
-    """Whichever file operation is the last, the previous or the new checkpoint is there and complete."""
+    """If the process dies at any file operation, either the previous or the new checkpoint is complete."""
     save(tmp_path / "count", 10), save(tmp_path / "count", 20)
     life.left = -1
     save(tmp_path / "count", 30)

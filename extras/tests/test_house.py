@@ -85,7 +85,7 @@ def test_imports_point_one_way(module):
 
 
 def test_imports_form_no_circle():
-    """The error of a circle lists its modules."""
+    """No modules import one another in a circle. If some did, the error would list them."""
     TopologicalSorter({module: imported(module) - {module} for module in FILES}).prepare()
 
 

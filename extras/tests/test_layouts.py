@@ -48,7 +48,7 @@ def look_on_rank(step: str, options: dict) -> tuple[float, str]:
 
 
 def evaluates(pools, reference, row: Row, folder: Path):
-    """The validation loss is one process's to 1e-10, and the generated text is the same, on every rank."""
+    """On every rank, the validation loss equals that of one process to 1e-10, and the generated text is the same."""
     one = pools(1).run(look_on_rank, row.step, row.base | dict(out=str(folder / "one")))[0]
     assert one[1].startswith("def f(") and len(one[1]) > len("def f(")
     options = row.base | row.layout | dict(out=str(folder / "several"))

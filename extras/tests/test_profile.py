@@ -1,4 +1,4 @@
-"""`--profile` writes a trace of each rank, with its messages inside the ranges that the chapters name."""
+"""`--profile` writes a trace of each rank. Its ranges (F0.1, f, attend, ...) contain the messages sent in them."""
 
 import gzip
 import json

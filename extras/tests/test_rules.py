@@ -201,7 +201,7 @@ def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **m
 
 
 def shape(**more: Any) -> dict[str, Any]:
-    """Sizes for a configuration of theirs."""
+    """Arguments that give a configuration of `transformers` the sizes of our small model; `more` adds to them."""
     return dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1, vocab_size=9) | more
 
 
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """DeepSeek-V3: groups by their two best, a bias for the choice alone, shared experts; softmax, not sigmoid."""
+    """DeepSeek-V3, but with softmax: groups ranked by their two best experts, a bias on the choice, shared experts."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -247,7 +247,7 @@ def switch():
 
 
 def biases():
-    """Wang et al.: after a step, b_e += u sign(mean load - load of e), of all its tokens' choices; p + b chooses."""
+    """Wang et al.: p + b chooses experts. After each step, b_e += u sign(mean load - load of e), loads of the step."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Defines layouts, the sizes of all dimensions and further flags that decide memory and time, and lists legal ones.
+"""Defines a layout (the size of each dimension, and other flags that decide memory and time), and lists legal ones.
 
-For the planner it also derives from a schedule which stages a pipeline rank has, and its list of actions.
+It also derives from a schedule which stages each pipeline rank has, and which list of actions it runs.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from common.trainer import among
 from extras.theory.gpus import NODE
 from extras.theory.shapes import Shape, divisors, visited_weights
 
-RECOMPUTE = ("none", "elementwise", "full")  # no "selective": attention is fused, as Megatron's was not
+RECOMPUTE = ("none", "elementwise", "full")  # no "selective": it drops scores, and fused attention keeps none
 BOTH_ENDS = ("zigzag", "allgather", "usp")  # a rank has a chunk of each half of the sequence
 
 
@@ -35,8 +35,8 @@ class Layout:
     chunks: int = 2  # stages on each rank, for schedules that leave it open
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
-    cp_mode: str = "zigzag"  # how queries get at the keys of other ranks; the planner times only zigzag
-    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO; the planner times only one
+    cp_mode: str = "zigzag"  # how queries reach the keys of other ranks; the planner times only zigzag
+    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO; the planner assumes 1
     dp: int = 1  # ranks with different sequences: the number of all ranks divided by pp x cp x tp
 
     @property
@@ -85,7 +85,7 @@ class Network(NamedTuple):
 
 
 # Dimension -> (number of ranks, distance of neighbours). tp is innermost, then cp, dp, pp. ZeRO shards over dp x cp.
-# Experts, which tp does not shard, are spread over dp x cp x tp, and ZeRO shards them over what ep leaves of these.
+# tp shards no experts. ep neighbours share them, and ZeRO shards each over the dp x cp x tp / ep ranks that have it.
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
@@ -176,13 +176,13 @@ def has_chunks(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """Numbers of layers of n stages that minimise the cost of the costliest stage, then the sum of squared costs.
+    """How many layers each of n stages has, to minimise the largest cost of a stage, then the sum of squared costs.
 
-    A layer costs a token's multiply-adds in forward, of matrices and attention; the last layer includes the head.
+    A layer's cost is the multiply-adds of its matrices and attention for one token; the last layer's includes the head.
     """
     costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
     costs[-1] += m.vocab_size * m.dim
-    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage has to cost more
+    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # in a best split, no stage costs more
     best = {0: (0, 0, ())}  # layers dealt -> (cost of the costliest stage, sum of squares, layers of each)
     for stage in range(n):
         best = {
@@ -202,7 +202,7 @@ def balanced(m: Shape, n: int) -> tuple[int, ...]:
 def balance(m: Shape, places: list[Place]) -> list[Place]:
     """The same places with layers balanced by cost, as --pp-split cost does in a run (services/stages.py).
 
-    Both directions of dualpipe get the same.
+    Both directions of dualpipe get the same split.
     """
     bounds = [0, *accumulate(balanced(m, len(places) // sum(place.before is None for place in places)))]
     stages = [range(*bound) for bound in pairwise(bounds)]
@@ -210,7 +210,7 @@ def balance(m: Shape, places: list[Place]) -> list[Place]:
 
 
 class Pipeline(NamedTuple):
-    """What a schedule makes of a number of ranks, for any model."""
+    """The stages and directions of a schedule on a given number of ranks, whatever the model."""
 
     places: list[Place]  # of the stages of a model with just enough layers
     ways: int  # directions that micro-batches take; with two, pairs of ranks hold the same weights

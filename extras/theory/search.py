@@ -1,6 +1,6 @@
 """Finds the best of all legal layouts without timing them all: branch and bound.
 
-A lower bound: a step is never shorter than its computation and its exposed messages, dealt evenly to all ranks.
+The lower bound: a step takes at least its computation and exposed messages, spread evenly over the pipeline ranks.
 Meshes, each with one kind of recomputation, are taken in the order of their bounds. As soon as the next bound is longer
 than the tenth best step, the search is over: no other layout can be better. Within a mesh, a layout's bound has the
 least bubble that its schedule could have; only layouts that fit, and could still win, are simulated.
@@ -42,14 +42,14 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """One or two layouts of a mesh, of which one needs the least memory (a V-shaped schedule may not be legal)."""
+    """The layouts of a mesh that may need the least memory: with 1f1b and, where legal, with the V of v-min."""
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, zero=zero_ways(m, mesh)[-1]) for name in names]
     return [x for x in each if not illegal(m, x)]
 
 
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> Found | None:
-    """The fastest schedule and stage of ZeRO of a mesh that fits, if its step is under `limit` seconds."""
+    """The fastest layout of a mesh, of all schedules and ZeRO stages, that fits and takes less than `limit` seconds."""
     winner, room = None, ROOM * gpu.memory
     bounds = [(step_seconds(m, x, gpu, simulated=False).step, i, x) for i, x in enumerate(variants(m, mesh))]
     for bound, _, x in sorted(bounds):

@@ -2,20 +2,20 @@
 
     matmul        FLOPs / (peak x part reached) + bytes of its three matrices / memory bandwidth + a launch
     elementwise   bytes / memory bandwidth + a launch
-    collective    bytes sent by a rank / bandwidth + a start + hops; `within` a node, or `between` nodes x the ranks
-                  of the group that a node has, which send side by side
+    collective    bytes sent by a rank / bandwidth + a start + hops. The bandwidth is `within` inside a node;
+                  across nodes, it is `between` x the group's ranks in one node, which send at the same time
     all-to-all    rows for ranks of the same node at `within`; at the same time, rows for other nodes at `between`
-    pipeline      its lists, simulated with the mean stage; all else takes the time of the busiest rank
+    pipeline      its lists of actions, simulated with equal stages; everything else is taken from the busiest rank
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
-The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
+The bytes explain why small matmuls are slow. For [N, K] x [K, M]: time = FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 
 How a network slows down as it grows (the laws of NCCL, ncclTopoTuneModel in its src/graph/tuning.cc):
 
     ring          a gather or a scatter over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between
-    contention    on some networks: bandwidth between k > 2 nodes / (1 + contention x log2(k / 2))
+    contention    on some networks, bandwidth between k > 2 nodes is divided by 1 + contention x log2(k / 2)
 
-With more ranks, a ring's messages become smaller, but its hops grow with n: from some n on, nothing hides them.
+With more ranks a ring's messages become smaller but its hops more numerous. From some n on, nothing hides the hops.
 """
 
 from functools import lru_cache
@@ -34,7 +34,7 @@ FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches 
 
 
 class Recipe(NamedTuple):
-    """The choices of one training software. `COURSE` is the course's trainer; others predict published runs."""
+    """The choices of one training framework. `COURSE` is the course's trainer; others predict published runs."""
 
     name: str
     flash: bool = False  # attention is one kernel: scores never reach memory, and half of them are not computed
@@ -50,7 +50,7 @@ COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, s
 
 
 class Seconds(NamedTuple):
-    """Where the time of a step goes. For a dimension, it is communication that nothing hides."""
+    """Where the time of a step goes. The fields of dimensions (tp, ...) are communication that nothing hides."""
 
     compute: float
     again: float  # recomputation
@@ -75,7 +75,7 @@ def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: flo
 
 
 def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
-    """Seconds in which so many kernels read and write `n_bytes` in all."""
+    """Seconds that `kernels` launches need to read and write `n_bytes` in all."""
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
@@ -105,8 +105,8 @@ def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float =
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     """Seconds of an all-to-all: each rank has `n_bytes`, in equal parts for all ranks of the group, itself included.
 
-    In a ring one rank of a node sends to the next node, over the cards of all. Here each rank has rows for all ranks of
-    other nodes and sends them over its own card, while rows for its own node travel over the links there.
+    A ring leaves a node at one rank, whose messages use the network cards of all ranks of that node. In an all-to-all,
+    each rank sends rows to other nodes over its own card, while rows for its own node use the links inside the node.
     """
     if net.ranks == 1:
         return 0.0
@@ -130,7 +130,7 @@ def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) 
     """Seconds of one layer's passes over memory between its matmuls: forward, backward."""
     m, x = p.m, p.x
     width = (p.visits + p.share * m.shared_experts) * m.expert_width if experts else p.share * m.ffn_dim
-    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # norms 2 x 2, residual sums (with GPT's dropout)
+    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # 2 norms x 2, 2 sums x 3, GPT: 2 byte masks
     qkv = p.tokens * (m.dim / x.tp + 2 * p.kv) * (2 if recipe.flash else 6)
     inside = gpu.number * (qkv + width * (2 if m.gpt else 3))
     rows = experts * p.visits * m.dim * gpu.number * 2 * 3  # rows are sorted, sent, and put back
@@ -141,11 +141,11 @@ def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) 
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> list[float]:
     """Seconds of one layer on one rank, forward and backward of one micro-batch: [part].
 
-    The parts are computation, recomputation, and exposed messages over tp, cp and ep; then, of these, a forward pass
-    and the gradients of weights.
+    The parts are computation, recomputation, and exposed messages over tp, cp and ep. Two more parts are contained in
+    these: a forward pass, and the gradients of weights.
 
-    A block has a gather and a scatter over tp, or an all-reduce, which is both. Experts have neither, but shared
-    experts have SP's, and without SP the experts' outputs are gathered. A ring's messages over cp overlap with
+    A block has a gather and a scatter over tp, or an all-reduce, which is both. Experts have neither; shared experts
+    have both, and without SP the experts' outputs are also gathered. A ring's messages over cp overlap with
     attention. Recomputation repeats forward's messages, also if it keeps the outputs of matmuls ("elementwise", as the
     dry run counts), but a recipe that `stops` needs neither an MLP's last matmul nor its sum.
     """
@@ -185,7 +185,7 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> list[float]:
 
 @lru_cache(maxsize=100_000)
 def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
-    """For a `layer_layout`: [layer without experts, layer with experts, head; part]."""
+    """Seconds under a `layer_layout`, by kind of layer: [layer without experts, layer with experts, head; part]."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
     layers = [layer_work(m, x, gpu, recipe, kind and m.experts > 0) for kind in (False, True)]
     return np.array([*layers, head_work(m, x, gpu)])
@@ -218,7 +218,7 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
     """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
 
-    Of a long step only the first micro-batches are simulated: after 2 p of them each further p add the same.
+    Only the first micro-batches of a long step are simulated, because after 2 p each further p add the same time.
     """
     pipeline, few = pipeline_of(schedule, p, chunks), min(n, 2 * p + n % p)
     costs = dict(F=1.0, B=b if pipeline.split else b + w, W=w)
@@ -232,8 +232,8 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """A lower bound of the bubble, in seconds, for any order of actions.
 
-    The rank that micro-batches reach last waits for its first forward; if no W fills the gap, another rank also waits
-    for the last backward. Besides, one micro-batch passes all stages in turn, forward and backward.
+    The rank that micro-batches reach last is idle before its first forward and, if no W fills the gap, while the last
+    backward passes the other ranks. A second bound: a micro-batch passes all stages in turn, forward and backward.
     """
     pipeline, whole = pipeline_of(*x.way), f + b + w
     ends = x.pp // pipeline.ways - 1
@@ -279,10 +279,10 @@ def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
 def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
     """Exposed seconds of summing gradients and gathering weights over dp x cp.
 
-    With `overlap_dp`, an all-reduce is hidden behind the last micro-batch, and the sums of ZeRO 2 and 3 behind all of
-    them, but for a twentieth: the last unit's gradient is sent when nothing is left to compute. Such software sends a
-    layer at a time; other software sends all at once. If a schedule has two directions, pairs of pipeline ranks share
-    their weights, and nothing hides the sum of their gradients.
+    With `overlap_dp`, an all-reduce is hidden behind the last micro-batch, and the sums of ZeRO 2 and 3 behind all
+    micro-batches. At least a twentieth is exposed: the last unit's gradient is sent when nothing is left to compute.
+    Gradients are then sent layer by layer; without `overlap_dp`, all at once. If a schedule has two directions, pairs
+    of pipeline ranks share their weights, and nothing hides the sum of their gradients.
     """
     n, hidden, exposed = x.micro_batches, 0.0, 0.0
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1

@@ -92,6 +92,6 @@ REFUSES = [Refusal(dict(dropout=lambda p: p >= 1), "it would leave nothing; use 
 
 
 def attach(config: Any, parts: Parts):
-    """Drop numbers in training."""
+    """Apply dropout to the outputs of the embedding and of all blocks, in training only."""
     if config.dropout:
         Dropout(config, parts)

@@ -110,7 +110,7 @@ NEEDS += [("offload_params", "zero", 3), ("offload_params", "offload_optimizer",
 
 
 def attach(config: Any, parts: Parts):
-    """Move masters and shards now, and the moments when the first update has created them."""
+    """Move masters and shards to the host now, and moments as soon as the first update has created them."""
     if config.offload_optimizer == "none":
         return
     zero = parts.optimizer

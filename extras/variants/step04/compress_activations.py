@@ -37,7 +37,7 @@ KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """Packs values [..., dim] into messages and unpacks them, and has the three collectives on such messages."""
+    """Packs values [..., dim] into messages, unpacks them, and runs the three collectives on such messages."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
         """`dtype` and `dim` are those of the values."""

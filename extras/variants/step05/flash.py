@@ -48,7 +48,7 @@ FLASH = flash_attention, flash_gradients
 
 
 class KernelRing(torch.autograd.Function):
-    """Step 5's `RingAttention`, with any kernel: a pair of functions (allgather.py)."""
+    """Step 5's `RingAttention` with any kernel: a pair of functions, for forward and backward (see allgather.py)."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:

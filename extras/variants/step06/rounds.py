@@ -1,17 +1,19 @@
 """Interleaved schedules with rounds of any size (`--schedule rounds`; Llama 3: Dubey et al. 2024, 3.3.2).
 
-With `--schedule interleaved`, p micro-batches pass a rank's first stage, then its second one, so p must divide m. Here
-at least N (`--round-size`) do so, in max(1, m // N) rounds of almost equal size. Two ranks, v = 2 stages each, m = 8:
+With `--schedule interleaved`, a round of p micro-batches passes a rank's first stage, then its second one, so p must
+divide m. Here there are max(1, m // N) rounds of almost equal size, at least N (`--round-size`). An example with two
+ranks, v = 2 stages on each, and m = 8:
 
     rank 0's forwards    N = 2    F0.0 F1.0  F0.2 F1.2  F2.0 F3.0  F2.2 F3.2  F4.0 ...    depth first: interleaved
                          N = 4    F0.0 F1.0 F2.0 F3.0  F0.2 F1.2 F2.2 F3.2  F4.0 ...
                          N = 8    F0.0 ... F7.0  F0.2 ... F7.2                            breadth first
 
-For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1). (If m < p, all are one round, and the step takes
-(v p + m - 1) (f + b) of a stage.) A larger N costs memory, and gives messages time. If N' is the largest round:
+For any m >= p the bubble is that of interleaved, (p-1) / (v m + p-1). (If m < p there is one round, and a step takes
+v p + m - 1 times a stage's forward and backward.) A larger N costs memory, but leaves more time for messages. With N',
+the size of the largest round:
 
-    memory    (v-1) N' + 2 (p-1 - rank) + 1 stages in flight on a rank, at most v m
-    messages  a micro-batch has N' - p forwards of time to return from the last rank to the first
+    memory    at most (v-1) N' + 2 (p-1 - rank) + 1 pairs (micro-batch, stage) in flight on a rank, and at most v m
+    messages  a micro-batch may take as long as N' - p forwards to return from the last rank to the first
 
 In common/schedules.py the function `one_f_one_b_order` would have one more argument.
 """

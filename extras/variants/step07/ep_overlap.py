@@ -11,8 +11,8 @@ compute, in forward and in backward. The bytes are the same, in N times as many 
 because both sides cut a block at the same rows. An expert computes N smaller matrix products, and adds up N gradients
 of its weights, so a large N costs time.
 
-Backward needs no code that orders it. Autograd runs those nodes first that forward created last, so it goes through the
-same figure from right to left, if start and wait are two nodes: the backward of `Wait` starts the exchange of the
+No code is needed to order backward. Autograd first runs the nodes that forward created last. So if start and wait are
+separate nodes, it goes through the figure from right to left: the backward of `Wait` starts the exchange of the
 gradients, and the backward of `Start` waits for it.
 
 DeepSeek-V3 (3.2) and Megatron hide the messages behind another micro-batch instead, which the rank computes at the same
@@ -36,7 +36,7 @@ from step07_moe_ep import MoE, transpose_blocks
 
 
 class Exchange:
-    """An all-to-all of rows [sum(in_rows), dim] and, in backward, the reverse one of their gradients."""
+    """An all-to-all of rows [sum(in_rows), dim] and, in backward, the reverse all-to-all of their gradients."""
 
     def __init__(self, group: Group, in_rows: list[int], out_rows: list[int]):
         self.group, self.in_rows, self.out_rows = group, in_rows, out_rows
@@ -55,7 +55,7 @@ class Exchange:
 
 
 class Start(torch.autograd.Function):
-    """Forward begins an exchange; backward waits for that of the gradients."""
+    """Forward begins an exchange of rows; backward waits for the exchange of their gradients."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
@@ -81,7 +81,7 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Returns a tensor of the shape that autograd expects; `Start.backward` has the gradients."""
+        """Start sending. `grad` is returned only for its shape; `Start.backward` returns the received gradients."""
         ctx.exchange.start(grad, back=True)
         return grad, None
 
