@@ -9,13 +9,13 @@ the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks
 averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
 
 PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds back to 0.02, and
-the update is lost. So weights are bf16, gradients accumulate in fp32, and AdamW updates *masters*, fp32 copies of them
+the update is lost. So beside bf16 weights gradients accumulate in fp32, and AdamW updates *masters*, their fp32 copies
 (Micikevicius et al. 2017, for fp16). Weight 2, gradient 4, master 4, moments 8: 18 bytes a parameter (all in fp32: 16).
 
 RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a layer saves, per token,
 6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32 (on a CPU, norms save 2 dim more). With recomputation it
-saves only its input, and backward repeats the forward. A token costs 6 FLOPs (2 forward, 4 backward) per matrix weight,
-without the embedding, and 7 seq dim (2, 5) per layer's attention. So a second forward adds almost a third.
+saves only its input, and backward repeats its forward, except down_proj. A token costs 6 FLOPs (2 forward, 4 backward)
+per matrix weight, without the embedding, and 7 seq dim (2, 5) per layer's causal attention. This adds about a quarter.
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to about 2.
@@ -84,7 +84,7 @@ class Config:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
+    """Linear warm-up, then a cosine, which after the last step would be a tenth of the peak. `step` counts from 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -99,11 +99,11 @@ class Optimizer:
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # autograd casts each gradient to this dtype (fp32) before it adds
+            param.grad_dtype = wide(param.dtype)  # fp32, for fp64 fp64: autograd casts each gradient before it adds
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, not copied: clipping scales them in place. None before the first backward."""
+        """The gradients by name, not copied: clipping scales them in place. Each is None before a backward."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (`train` has no variable for them: it would keep their memory after `zero_grad`.)"""
+    """Multiply gradients in place. (A variable of `train` would keep their memory after `zero_grad`.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)
@@ -144,8 +144,8 @@ def train(config: Config, run: Run):
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; restores and saves them
-        tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; a target is the next token
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; reads, writes checkpoints
+        tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; target: next token or IGNORE
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
         loss = 0.0

@@ -13,7 +13,7 @@ sum is the sum of gradients. Each rank's loss is already divided by the global T
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    gradients are views of flat buffers of --bucket-mb; during the last backward, a buffer's all-reduce
+    --sync bucket    gradients are views of flat buffers (--bucket-mb); during the last backward, a buffer's all-reduce
                      starts when that buffer and all before it are complete (Li et al. 2020, "PyTorch Distributed")
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Initialise the process group unless the caller did; return its size. torchrun has set RANK, WORLD_SIZE, ..."""
+    """Initialise the process group if torchrun has set RANK, ..., unless the caller did; return its size, or 1."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
@@ -61,7 +61,7 @@ class NaiveSync:
         """Called before the first micro-batch. Nothing to do here: each backward adds to the gradients."""
 
     def finish(self):
-        """Called after the last micro-batch: sum each `.grad` over mesh[data_dim], a group that its record names."""
+        """Called after the last micro-batch: sum each `.grad` over mesh[data_dim], the group in its layout record."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
@@ -104,7 +104,7 @@ class RingSync(NaiveSync):
 
 
 class Bucket:
-    """A buffer, `flat` [elements], of the gradients of all `params`; views[i] is that of params[i], in its shape."""
+    """A buffer, `flat` [elements], of the gradients of all `params`; views[i]: the part of params[i], in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
         """Allocate `flat` as zeros, in the params' grad_dtype."""
@@ -177,7 +177,7 @@ class Config(step01.Config):
     """Data parallelism."""
 
     sync: str = among(SYNCS, "bucket")  # how gradients are summed over dp
-    bucket_mb: float = 1.0  # largest gradient bucket, in MiB
+    bucket_mb: float = 1.0  # largest gradient bucket, in MiB; a larger parameter is a bucket of its own
 
 
 def train(config: Config, run: Run):

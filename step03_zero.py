@@ -30,7 +30,7 @@ buffer, padded, of n equal shards; rank r updates shard r.
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses. `sent` is (n-1)/n x (4 bytes x elements + 24 for loss and norm); bf16 weights: 2 bytes.
+You should see step 1's losses. `sent`: (n-1)/n x (4 bytes x elements + 24 for loss and norm); gathers in bf16: 2 bytes.
 """
 
 import re
@@ -175,8 +175,8 @@ class Zero1:
 class Zero2(Zero1):
     """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every micro-batch.
 
-    A unit's reduce-scatter overlaps the next unit's backward. Then the unit's whole gradient is freed, so two whole
-    gradients exist at a time. (With a tied head there is a third: autograd keeps the head's part of E's gradient.) E is
+    A unit's reduce-scatter overlaps the next unit's backward. Then its whole gradient is freed, so whole gradients of
+    two units exist at a time. (With a tied head there is a third: autograd keeps the head's part of E's gradient.) E is
     last in backward: its sum is awaited after H's backward in the next micro-batch, or in `finish`.
     """
 
@@ -232,7 +232,7 @@ class ShardedUnit(Unit):
         self.shard = self.shard.clone()
         self.master = self.shard.to(self.master.dtype)
         self.nbytes = self.flat.nbytes
-        self.gathered, self.gathering = True, Pending()
+        self.gathered, self.gathering = True, Pending()  # an empty one: nothing to wait for
         self.free()
 
     def gather(self):
@@ -335,7 +335,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)  # it repeats forward without stage 3's hooks: it gathers nothing more
+    RECOMPUTE[config.recompute](model)  # stage 3 has gathered a layer before backward repeats it
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
@@ -351,7 +351,7 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)  # over all shards
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

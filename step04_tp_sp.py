@@ -74,7 +74,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter: x [batch, seq, dim], perhaps strided -> [batch, seq/n, dim]: rank r has its tokens' sum."""
+    """Reduce-scatter: x [batch, seq, dim], perhaps strided -> [batch, seq/n, dim]: our tokens, summed over ranks."""
     shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     ours = torch.empty_like(shards[0])
     reduce_scatter(ours.view(-1), shards.view(-1), group).wait()
@@ -160,7 +160,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the parameter itself.
 
-    All shards are equally long, so the last may end in padding. `materialize` (common/layout.py) reads the record.
+    All shards are equally long, so the last ones may be padded. `materialize` (common/layout.py) reads the record.
     """
     if group.size == 1:
         return weight
@@ -242,7 +242,7 @@ class Config(step03.Config):
 
     tp: int = 1  # ranks that share each matrix
     sp: bool = True  # between the blocks, shard the tokens over tp
-    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (to see tp alone), 1 state, 2 gradients, 3 parameters
+    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (to see tp alone), 1 optimizer state, 2 also gradients, 3 all
 
 
 def train(config: Config, run: Run):

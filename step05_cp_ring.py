@@ -24,7 +24,7 @@ ZIGZAG. Early queries attend to few keys, late ones to many. To balance the work
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks do the same work
 
 B: the bytes of k and v of a rank's tokens in a micro-batch. G: those of their gradients, in fp32. In each layer a rank
-sends (n-1) B forward (twice with --recompute full), (n-1) B + n G backward: this grows with s, the FLOPs with s^2/n.
+sends (n-1) B forward (twice with --recompute full), (n-1) B + n G backward: as s grows; attention's FLOPs, as s^2/n.
 
 Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
 its first chunk would get the first token of its second chunk as target: wrong on all ranks but the last, in silence.
@@ -101,7 +101,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of its weight in `merge`.
 
-    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; in fp32.
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; all wide.
     """
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
@@ -121,7 +121,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused 
 
 
 def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
-    """Backward of one part of the keys: its term of dq, and its dk and dv, in fp32. o and lse are those of *all* keys.
+    """Backward of one part of the keys: its term of dq, and its dk and dv (wide). o and lse are those of *all* keys.
 
     With that lse, P has the part's columns of the softmax over all keys, so the terms of dq simply add up. The names
     are those of FlashAttention (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
@@ -236,7 +236,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # of them, these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # of my sequences, these tokens
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 

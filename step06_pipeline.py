@@ -12,8 +12,8 @@ wait for x, at the end earlier ranks wait for dx. Two schedules, AFAB and 1F1B, 
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....   .   idle
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-THE BUBBLE. Each of p ranks is idle for (p-1) / (m + p-1) of the time of m micro-batches (here 9 of 27), in both. 1F1B
-saves memory: a rank holds the activations of at most p - rank micro-batches. In AFAB it holds those of all m.
+THE BUBBLE. If p stages are equally slow, each rank is idle for (p-1) / (m + p-1) of a step of m micro-batches (here 9
+of 27), in both. 1F1B saves memory: rank r holds activations of at most p - r micro-batches, in AFAB those of all m.
 
 DEADLOCK. In mid-1F1B, rank r has an output y for rank r+1, which has a dx for rank r. If each sends first, and a send
 blocks until it is received, both wait for ever. So `send_receive` posts the send and the receive together.
@@ -57,7 +57,7 @@ class Config(step05.Config):
 
     pp: int = 1  # ranks that share the layers
     schedule: str = among(SCHEDULES, "1f1b")  # order of the work
-    chunks: int = 2  # stages on each rank with --schedule interleaved (6b)
+    chunks: int = 2  # stages on each rank with --schedule interleaved
 
 
 TIED = "model.embed_tokens.weight"  # the name of a tied embedding and head, on the first stage and on the last
@@ -107,7 +107,7 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 
 
 class Pipeline:
-    """AFAB, with one stage on each rank. Subclasses keep its forward, backward and messages, and replace `execute`."""
+    """AFAB, with one stage on each rank. Subclasses replace `execute`, and 6b's (below) also its messages."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
         """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
@@ -147,7 +147,7 @@ class Pipeline:
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send the tensor `send` and receive that of micro-batch `receive_of`, together; nothing without a peer."""
+        """Send the tensor `send` and receive that of micro-batch `receive_of`, together. No such peer: do nothing."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. In the steady phase, y leaves while dy arrives, dx while x."""
+        """At most p - rank micro-batches in flight. Steady: y leaves while dy arrives, dx leaves while x arrives."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -211,7 +211,7 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --- 6b, second evening (6a goes on at `plan`): a schedule is a list of actions for each rank; one class runs any list
+# --- 6b, second evening (until `plan`): a schedule is a list of actions for each rank; one class runs any list
 # INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r) the bubble is (p-1) / (v m + p-1). The price
 # is more messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #

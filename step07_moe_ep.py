@@ -28,8 +28,8 @@ between blocks, without f and g (with --no-sp, its shard of them). So all dp x c
     outputs        e0(t0) e0(t1) e0(t3) e1(t2)         e2(t1) e2(t2) e3(t0) e3(t3)          sorted by expert, computed
     home           e0(t0) e0(t1) | e2(t1) e3(t0)       e0(t3) e1(t2) | e2(t2) e3(t3)        from rank 0 | from rank 1
 
-With T = batch x seq / (cp tp) tokens in a micro-batch, and equally busy experts, a rank sends over ep, in a layer's
-forward (--recompute full: two), 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; backward: the elements.
+A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy, it sends over ep in a layer's
+forward (twice if recomputed), 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; backward: the elements.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py
@@ -92,7 +92,7 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x, and add coeff x loss to the model's loss: in backward the scalar `loss` gets the gradient `coeff`."""
+    """Return x, as if coeff * loss were added to the model's loss: in backward the scalar loss gets gradient coeff."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
@@ -191,10 +191,10 @@ BALANCE: dict[str, Callable[..., MoE]] = {"loss": MoE}
 class Config(step06.Config):
     """Mixture of experts and expert parallelism."""
 
-    experts: int = 8  # MLPs in each layer
+    experts: int = 8  # MLPs in each layer that has experts
     experts_per_token: int = 2  # how many of them a token visits
     expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
-    moe_every: int = 1  # one layer in this many has experts, the others an MLP
+    moe_every: int = 1  # every so many layers, one has experts; the others have an MLP
     dense_layers: int = 0  # layers at the start that have an MLP; --moe-every counts from there
     balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
     aux_loss_coeff: float = 0.01  # coefficient of the load-balancing auxiliary loss
@@ -215,11 +215,11 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     if config.experts_per_token > config.experts:
         raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
-        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
+        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss averages all")
     if n_tokens % tp.size:
         raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
     for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
-        mesh.enter("ep", grid)  # each row holds all experts; ranks of tp come first
+        mesh.enter("ep", grid)  # a row holds all experts, on neighbours: ranks of tp, then of cp, of dp
         mesh.enter("expert_data", grid.T)  # a column has the same experts
     mesh.join("sequence", "cp", "tp")
     width = config.expert_dim or model.config.ffn_dim
@@ -230,7 +230,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
         for linear in moe.experts.children():
             linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_dim="expert_data")  # it is sharded over ep, so the norm counts it once
+            note_layout(linear.weight, data_dim="expert_data")  # global_norm knows from its shards: ep ranks differ
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
         if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each takes its shard, all gather the outputs

@@ -123,7 +123,7 @@ def questions(known: dict[str, Shape], m: Shape, chosen: Found, gpu: Gpu) -> Ite
     yield (
         "Do the activations fit?",
         f"they grow with b s: a sequence keeps {gib(once['none'])} in {m.n_layers} layers; recomputed in full, "
-        f"{gib(once['full'])} for about a third more FLOPs",
+        f"{gib(once['full'])} for about a quarter more FLOPs",
         f"here: --micro-batch-size {x.micro_batch_size} --recompute {x.recompute}, {gib(memory.activations)} wait for "
         "their backward pass (step 1; step 6: how many micro-batches a schedule lets wait)",
     )
