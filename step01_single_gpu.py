@@ -65,7 +65,7 @@ class Config:
     """Flags of the trainer."""
 
     model: str = among(PRESETS, "tiny")  # preset of the shape; its weights are drawn at random
-    dataset: str = ""  # .txt file, or data set of the hub with a column "text"; default: Python's own sources
+    dataset: str = ""  # .txt file, or Hugging Face data set with a column "text"; default: Python's own sources
     steps: int = 200  # optimizer steps of the whole schedule
     global_batch_size: int = 32  # sequences per optimizer step, all ranks together
     micro_batch_size: int = 4  # sequences per forward and backward
@@ -99,11 +99,11 @@ class Optimizer:
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # fp32, for fp64 fp64: autograd casts each gradient before it adds
+            param.grad_dtype = wide(param.dtype)  # fp32 (fp64 for fp64): autograd casts each gradient before adding it
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, not copied: clipping scales them in place. Each is None before a backward."""
+        """The gradients by name, not copied: clipping scales them in place. Each is None until a backward."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (A variable of `train` would keep their memory after `zero_grad`.)"""
+    """Multiply gradients in place. (A loop variable in `train` would keep a gradient's memory after `zero_grad`.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)

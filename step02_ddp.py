@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Initialise the process group if torchrun has set RANK, ..., unless the caller did; return its size, or 1."""
+    """Initialise the process group if torchrun has set RANK, unless it already exists; return its size, or 1."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
@@ -61,14 +61,14 @@ class NaiveSync:
         """Called before the first micro-batch. Nothing to do here: each backward adds to the gradients."""
 
     def finish(self):
-        """Called after the last micro-batch: sum each `.grad` over mesh[data_dim], the group in its layout record."""
+        """Called after the last micro-batch: sum each `.grad` over the group in its parameter's layout record."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """All-reduce a gradient in place. `note` counts the bytes sent: its last argument x the bytes of `gradient`."""
+        """All-reduce a gradient in place. `note` counts the bytes sent: its last argument times those of `gradient`."""
         note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
         dist.all_reduce(gradient, group=group.handle)
 
@@ -104,7 +104,7 @@ class RingSync(NaiveSync):
 
 
 class Bucket:
-    """A buffer, `flat` [elements], of the gradients of all `params`; views[i]: the part of params[i], in its shape."""
+    """One buffer, `flat` [elements], for the gradients of all `params`. views[i] is params[i]'s part, in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
         """Allocate `flat` as zeros, in the params' grad_dtype."""
@@ -114,7 +114,7 @@ class Bucket:
 
 
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
-    """Split params, in order, into buckets of at most `limit` bytes and of one group. A larger param is alone."""
+    """Split params, in order, into buckets of at most `limit` bytes, each for one group. A larger param is alone."""
     lists, room, last_group = [], 0.0, None
     for param in params:
         size, group = param.numel() * param.grad_dtype.itemsize, mesh[layout_of(param).data_dim]
@@ -143,7 +143,7 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers; make each `.grad` a view of its buffer. Each micro-batch will add to it once."""
+        """Zero the buffers; make each `.grad` a view of its buffer. Each micro-batch will add to each `.grad` once."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()
@@ -158,7 +158,7 @@ class BucketSync:
             self.send(self.unsent.pop(0))
 
     def send(self, bucket: Bucket):
-        """Start a bucket's all-reduce, asynchronously. (`all_reduce` calls `note`. In a group of one: no action.)"""
+        """Start a bucket's asynchronous all-reduce. (`all_reduce` calls `note`. In a group of one it does nothing.)"""
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):

@@ -70,7 +70,7 @@ class Unit:
             param.grad_dtype = wide(param.dtype)
         self.shard = self.flat[self.first : self.first + self.length]
         self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64
-        self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to make
+        self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to compute
         self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
         self.reduced_shard: Tensor | None = None  # [padded / n], this rank's shard of `gradient`, summed over the ranks
         self.grad_shard: Tensor | None = None  # [padded / n], `reduced_shard` of all micro-batches, added up
@@ -91,7 +91,7 @@ class Unit:
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """Names of parameters, by unit. All gradients of a unit are summed over one group; in this chapter, always dp."""
+    """The names of each unit's parameters. A unit's gradients are summed over one group; in this chapter, always dp."""
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
         found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
@@ -103,7 +103,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
 class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
 
-    Three methods are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers weights.
+    ZeRO is in three methods: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers weights.
     All reduce-scatters start after the last backward, so nothing hides them, unlike the sums of step 2's buckets.
     """
 
@@ -145,7 +145,7 @@ class Zero1:
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
-        """Update this rank's shards of the masters, and all weights with them."""
+        """Update this rank's shards of the masters, then `publish` them as weights."""
         gradients = self.gradients()
         for name, master in self.masters.items():
             master.grad = gradients[name]
@@ -220,7 +220,7 @@ class Zero2(Zero1):
             unit.missing = len(unit.trained)  # in the next micro-batch
 
     def finish(self):
-        """After the last micro-batch: finish the last unit."""
+        """After the last micro-batch: wait for the sum in flight, to finish the last unit."""
         self.land()
 
 
@@ -242,7 +242,7 @@ class ShardedUnit(Unit):
             self.gathering, self.gathered = all_gather(self.flat, self.shard, self.group), True
 
     def free(self):
-        """Free the memory. Weights that autograd saved are views of `flat`: the next `gather` refills them, too."""
+        """Free the memory of `flat`. Weights that autograd saved are views of it: the next `gather` refills them."""
         if self.gathered:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)
@@ -260,8 +260,8 @@ class Zero3(Zero2):
         freed after        E   0   1       H   1   0
         reduce-scatter                         H   1   0   E
 
-    H, norm and head, stays between its forward and its backward, and the backward of E needs no weights. So two units
-    are whole at a time; if the head is tied, a third: E is gathered again with H, and stays until its own backward.
+    H, norm and head, stays whole between its forward and its backward, and the backward of E needs no weights. So two
+    units are whole at a time; if the head is tied, a third: E is gathered again with H, and kept until its backward.
     """
 
     unit_type = ShardedUnit
@@ -317,7 +317,7 @@ class Config(step02.Config):
 
 
 def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-    """Initialise the weights; return optimizer and sync: for --zero 0 those of step 2, else one object twice."""
+    """Initialise the weights; return optimizer and sync: for --zero 0 those of step 2, else one object that is both."""
     if config.zero == 0:
         materialize(model, config.seed, device, dtype)
         optimizer = Optimizer(model, config)

@@ -60,21 +60,21 @@ def unchanged(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """All-reduce: the sum of every rank's x, in a new tensor. x may be strided, not contiguous; it does not change."""
+    """All-reduce: the sum of every rank's x, in a new tensor. x need not be contiguous, and stays unchanged."""
     x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
     return x
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather: x [batch, seq/n, dim], perhaps strided -> [batch, seq, dim]: rank 0's tokens, then rank 1's, ..."""
+    """All-gather: x [batch, seq/n, dim], contiguous or not -> [batch, seq, dim]: rank 0's tokens, rank 1's, ..."""
     shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
     all_gather(shards.view(-1), x.contiguous().view(-1), group).wait()
     return shards.movedim(0, 1).flatten(1, 2)
 
 
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter: x [batch, seq, dim], perhaps strided -> [batch, seq/n, dim]: our tokens, summed over ranks."""
+    """Reduce-scatter: x [batch, seq, dim], contiguous or not -> [batch, seq/n, dim]: our tokens, summed over ranks."""
     shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     ours = torch.empty_like(shards[0])
     reduce_scatter(ours.view(-1), shards.view(-1), group).wait()
@@ -129,7 +129,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
     its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
-    forward can make it, and saves it, so backward sends nothing.
+    forward computes and saves it, so backward sends nothing.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the parameter itself.
 
-    All shards are equally long, so the last ones may be padded. `materialize` (common/layout.py) reads the record.
+    Shards are equally long, so the last ones may be padded. `materialize` (common/layout.py) reads the layout record.
     """
     if group.size == 1:
         return weight
@@ -188,7 +188,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
     Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one with fewer inputs.
-    q, k and v share one f, and so do gate and up: one collective serves them. Raises UserError.
+    q, k and v share one f, and so do gate and up: one collective serves them all. Raises UserError.
     """
     config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:
@@ -222,7 +222,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
-    """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
+    """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce per group.
 
     Call it after `sync.finish`. Under ZeRO, gradients are shards, with the same elements on all ranks of the group.
     """

@@ -78,7 +78,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """Which pairs `rank` computes with the k and v of `source`: (queries, keys, causal), slices of s/n = `length`."""
+    """The pairs `rank` computes with k and v of `source`: (queries, keys, causal), slices of s/n = `length` tokens."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
@@ -88,12 +88,12 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, sli
 
 
 def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Cast all to fp32 or wider, with as many heads as q: a kv head is repeated for the query heads that it serves."""
+    """Cast all to fp32 or wider; repeat each kv head for the query heads that it serves, so that all have q's heads."""
     return [x.to(wide(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, *tensors)]
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, queries = keys in number, and later keys get -inf."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. `causal`: as many queries as keys, and later keys get -inf."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
@@ -101,7 +101,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of its weight in `merge`.
 
-    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; all wide.
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; both wide.
     """
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
@@ -183,7 +183,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
     return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible).transpose(1, 2)
 
 
@@ -213,7 +213,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 those of mesh["cp"], in a process group of their own
+    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1, the ranks of mesh["cp"] in a second process group
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:

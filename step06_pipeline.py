@@ -67,7 +67,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep the modules of this rank's stages, with their names in the whole model; delete others, or set them to None.
 
     A `Place` has a stage's rank and layers, and the numbers of the stages `before` and `after` it (None at the ends). A
-    tied embedding also stays on the last stage, as its head. If that is another rank, the record says stage_copies=2.
+    tied embedding also stays on the last stage as head. If that stage has another rank, the record says stage_copies=2.
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -84,7 +84,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
-    """Sum a tied matrix's gradient, in place: the ranks of the first and last stage exchange it, if they are two."""
+    """Sum a tied matrix's gradient, in place: if the first and last stage are on two ranks, these exchange it."""
     first, last = places[0].rank, places[-1].rank
     if model.config.tied and first != last and group.rank in (first, last):
         other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
@@ -107,7 +107,7 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 
 
 class Pipeline:
-    """AFAB, with one stage on each rank. Subclasses replace `execute`, and 6b's (below) also its messages."""
+    """AFAB, with one stage on each rank. Subclasses replace `execute`; 6b's (below) exchanges messages itself."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
         """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
@@ -118,7 +118,7 @@ class Pipeline:
         all_reduce(torch.zeros(1, device=self.reference_param.device), group).wait()
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """Run forward and backward of all micro-batches, int64 [batch, seq]. The loss is 0 except on the last stage."""
+        """Run forward and backward of all micro-batches, int64 [batch, seq] -> the loss, 0 except on the last stage."""
         self.xs, self.ys, self.n_targets = xs, ys, n_targets
         self.loss = torch.zeros((), dtype=wide(self.reference_param.dtype), device=self.reference_param.device)
         self.execute()
@@ -147,7 +147,7 @@ class Pipeline:
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send the tensor `send` and receive that of micro-batch `receive_of`, together. No such peer: do nothing."""
+        """Send `send` and receive the tensor of micro-batch `receive_of`, together. Without such a peer, do nothing."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -157,7 +157,7 @@ class Pipeline:
         return received
 
     def recv_forward(self, i: int) -> Tensor | None:
-        """The x of micro-batch i. On the first rank None: it has the tokens."""
+        """Receive the x of micro-batch i. On the first rank, return None: it has the tokens."""
         return self.send_receive(self.group.rank - 1, receive_of=i)
 
     def send_forward(self, y: Tensor, dy_of: int | None = None) -> Tensor | None:
@@ -165,7 +165,7 @@ class Pipeline:
         return self.send_receive(self.group.rank + 1, send=y, receive_of=dy_of)
 
     def recv_backward(self, i: int) -> Tensor | None:
-        """The dy of micro-batch i. On the last rank None: it has the loss."""
+        """Receive the dy of micro-batch i. On the last rank, return None: it has the loss."""
         return self.send_receive(self.group.rank + 1, receive_of=i)
 
     def send_backward(self, dx: Tensor | None, x_of: int | None = None) -> Tensor | None:
@@ -173,7 +173,7 @@ class Pipeline:
         return self.send_receive(self.group.rank - 1, send=dx, receive_of=x_of)
 
     def execute(self):
-        """AFAB: all forward, then all backward in the same order (GPipe, Huang et al. 2019: in the reverse one)."""
+        """AFAB: all forwards, then all backwards in the same order (GPipe, Huang et al. 2019: in reverse order)."""
         stage, m = self.group.rank, len(self.xs)  # one stage a rank: stage r is on rank r
         for i in range(m):
             x = self.recv_forward(i)
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches in flight. Steady: y leaves while dy arrives, dx leaves while x arrives."""
+        """At most p - rank micro-batches are in flight. When steady, y is sent while dy is received, and dx while x."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -205,14 +205,14 @@ class OneForwardOneBackward(Pipeline):
             dx = self.backward(i - warm_up, stage, dy)
             x = self.send_backward(dx, x_of=i + 1 if i + 1 < m else None)
 
-        for i in range(m - warm_up, m):  # cool-down: the backwards that are left
+        for i in range(m - warm_up, m):  # cool-down: the remaining backwards
             dy = self.recv_backward(i)
             dx = self.backward(i, stage, dy)
             self.send_backward(dx)
 
 
 # --- 6b, second evening (until `plan`): a schedule is a list of actions for each rank; one class runs any list
-# INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r) the bubble is (p-1) / (v m + p-1). The price
+# INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r), the bubble is (p-1) / (v m + p-1). The price
 # is more messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #
 # The lists on the left deadlock: rank 0's B0 needs rank 1's B0, which comes after its F1, which needs rank 0's F1,
@@ -222,7 +222,7 @@ class OneForwardOneBackward(Pipeline):
 #     rank 0    F0 B0 F1 B1        F0, send, F1, send, receive, B0, ...
 #     rank 1    F1 B1 F0 B0        receive, F0, B0, send, receive, F1, ...
 
-ACTS = {"F": "forward", "B": "backward"}  # by kind: the method that does it, (micro-batch, stage, input) -> output
+ACTS = {"F": "forward", "B": "backward"}  # kind -> the method that does it: (micro-batch, stage, input) -> output
 
 
 class Instruction(NamedTuple):

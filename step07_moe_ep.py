@@ -77,7 +77,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """Several SwiGLU MLPs, each with its own rows."""
+    """Several SwiGLU MLPs, each of which gets its own rows of the input."""
 
     def __init__(self, experts: int, dim: int, ffn_dim: int):
         super().__init__()
@@ -86,7 +86,7 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(experts, ffn_dim, dim)
 
     def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """rows [n, dim] sorted by expert, and how many each has, int64 [experts] -> [n, dim]."""
+        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts] -> [n, dim]."""
         counts = num_tokens_per_expert.tolist()
         return self.down_proj(F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts), counts)
 
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts. x [T, D] -> p [T, E], scores [T, K], in wide(x.dtype), and ids int64 [T, K]."""
+        """Choose each token's experts. x [T, D] -> p [T, E] and scores [T, K] in wide(x.dtype), ids int64 [T, K]."""
         precise = wide(x_TD.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
         scores_TK, ids_TK = p_TE.topk(self.top_k)
@@ -140,7 +140,7 @@ class MoE(nn.Module):
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
     def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e: f_e counts the choices of all ranks, P_e sums over our tokens alone."""
+        """This rank's term of E sum_e f_e P_e: f_e counts the group's choices, P_e sums over our tokens alone."""
         counts_E = num_tokens_per_expert_E.clone()  # counts have no gradient
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
@@ -194,7 +194,7 @@ class Config(step06.Config):
     experts: int = 8  # MLPs in each layer that has experts
     experts_per_token: int = 2  # how many of them a token visits
     expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
-    moe_every: int = 1  # every so many layers, one has experts; the others have an MLP
+    moe_every: int = 1  # every moe_every-th layer has experts; the others have an MLP
     dense_layers: int = 0  # layers at the start that have an MLP; --moe-every counts from there
     balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
     aux_loss_coeff: float = 0.01  # coefficient of the load-balancing auxiliary loss
@@ -219,7 +219,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     if n_tokens % tp.size:
         raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
     for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
-        mesh.enter("ep", grid)  # a row holds all experts, on neighbours: ranks of tp, then of cp, of dp
+        mesh.enter("ep", grid)  # a row holds all experts, on neighbours: along tp first, then cp, then dp
         mesh.enter("expert_data", grid.T)  # a column has the same experts
     mesh.join("sequence", "cp", "tp")
     width = config.expert_dim or model.config.ffn_dim
@@ -230,10 +230,10 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
         for linear in moe.experts.children():
             linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_dim="expert_data")  # global_norm knows from its shards: ep ranks differ
+            note_layout(linear.weight, data_dim="expert_data")  # global_norm sees in `shards` that ep ranks differ
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
-        if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each takes its shard, all gather the outputs
+        if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each routes a shard; outputs are gathered
             moe.register_forward_pre_hook(lambda _, x: Conjugate.apply(x[0], tp, own_tokens, gather_tokens))
             moe.register_forward_hook(lambda _module, _x, out: Conjugate.apply(out, tp, gather_tokens, own_tokens))
 

@@ -28,16 +28,16 @@ from common import UserError
 
 observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set, `note` calls it for each operation
 waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # `Pending.wait` blocks inside this context
-Rows = list[int] | None  # the number of rows for, or from, each rank; None: the same for each
+Rows = list[int] | None  # the number of rows sent to, or received from, each rank; None: the same number for each
 
-# torch 2.13 renamed two collectives; both names work here.
+# torch 2.13 renamed two collectives. Use the new name where it exists, else the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
 class Group:
-    """The ranks along one mesh dimension. `rank` counts inside the group; `handle` is None for a group of one."""
+    """The ranks along one mesh dimension. `rank` is this rank's number in the group; a group of one has no `handle`."""
 
     name: str
     rank: int
@@ -45,7 +45,7 @@ class Group:
     handle: dist.ProcessGroup | None
 
     def share(self, total: int, what: str) -> slice:
-        """The slice of `total` things that is this rank's share. Raises UserError if `size` does not divide `total`."""
+        """The slice of `total` things for this rank. Raises UserError, naming `what`, unless `size` divides `total`."""
         if total % self.size:
             raise UserError(f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}")
         length = total // self.size
@@ -63,7 +63,7 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """`sizes`: ranks along each dimension, slowest first. Raises UserError unless their product is all ranks."""
+        """`sizes`: ranks along each dimension; the last varies fastest. UserError unless their product is `world`."""
         self.sizes, self.world = sizes, dist.get_world_size() if dist.is_initialized() else 1
         require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -89,8 +89,8 @@ class Mesh:
         return rows
 
     def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
-        """Create a group for each row of int [groups, size]; keep this rank's. `urgent`: with a queue of its own."""
-        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue: do not wait behind gradient sums
+        """Create a group for each row of int [groups, size]; keep ours. `urgent`: not queued behind gradient sums."""
+        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue; gradient sums are in another
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks must call this for every group
@@ -99,13 +99,13 @@ class Mesh:
 
 
 class Pending:
-    """Communication under way in a group, or already done if there are no `works`."""
+    """Communication under way in a group, or already done if there are no `works`. `wait` calls `then` after them."""
 
     def __init__(self, group: Group | None = None, *works: dist.Work, then: Callable | None = None):
         self.group, self.works, self.then = group, works, then
 
     def wait(self):
-        """Return when the results may be used (on a GPU: let the compute stream wait). A second call does nothing."""
+        """Wait until the results may be used (on a GPU, only the compute stream waits). A second call does nothing."""
         with waiting(self):
             for work in self.works:
                 work.wait()
@@ -123,7 +123,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], perhaps a view of `output`."""
+    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], which may be our part of it."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -139,13 +139,13 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
         return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
-    shards = torch.empty_like(tensor)  # gloo's reduce-scatter all-reduces all of it; here a rank adds up its shards
+    shards = torch.empty_like(tensor)  # gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
     return Pending(group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1)))
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = None, out_rows: Rows = None) -> Pending:
-    """From chapter 7 on: in_rows[r] rows of `tensor` go to rank r, out_rows[r] of `output` come from it, in order."""
+    """From chapter 7 on: split `tensor` into in_rows[r] rows for rank r; `output` gets out_rows[r] rows from rank r."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -155,7 +155,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = Non
 
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
-    """Messages: (tensor, peer's rank in the group). Both ends must agree on shape and dtype; gloo hardly checks."""
+    """Exchange messages (tensor, peer's rank in the group). Peers must agree on shape and dtype; gloo hardly checks."""
     if group.size == 1:
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
@@ -169,6 +169,6 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
 
 
 def note(operation: str, group: Group, tensor: Tensor, share: float):
-    """Tell the observer of an operation, its whole tensor, and the share of the tensor's bytes that this rank sends."""
+    """Report an operation to the observer: its whole tensor, and which share of the tensor's bytes this rank sends."""
     if observer is not None:
         observer(operation, group, tensor, share)

@@ -67,7 +67,7 @@ def read_hub(source: str) -> tuple[np.ndarray, None]:
         raise UserError(f"--dataset {source}: no such file, and as a data set of the hub: {error!r:.200}") from error
 
 
-# The kind of a source, such as a suffix -> its reader: it returns tokens and labels (None: each the next token).
+# The kind of a source, such as a suffix -> its reader, which returns tokens and labels (None: the next tokens).
 READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
     "": read_library,
     ".txt": lambda source: read_files([Path(source)]),

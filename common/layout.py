@@ -47,7 +47,7 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
         if only and name not in only:
             continue
         shape = list(param.shape)
-        for shard in reversed(layout_of(param).shards):  # the first one knows the full size
+        for shard in reversed(layout_of(param).shards):  # a dimension sharded twice: the first shard has its full size
             shape[shard.dim] = shard.full
         value = draw(name, shape, model.config.n_layers, seed)
         for shard in layout_of(param).shards:

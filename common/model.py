@@ -72,13 +72,13 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim/2) of x [batch, seq, heads, head_dim]."""
+    """Rotate each pair of channels (i, i + head_dim/2) of x [batch, seq, heads, head_dim] -> like x."""
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q."""
+    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 

@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
-    """The places of p v stages: stage s is on rank s mod p."""
+    """The places of p v stages with almost equally many layers: stage s is on rank s mod p."""
     n = p * v
     bounds = [n_layers * stage // n for stage in range(n + 1)]
     link = [None, *range(n), None]  # link[s] and link[s + 2] are the neighbours of stage s
@@ -43,7 +43,7 @@ def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
 
 
 def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
-    """`warm_up` forwards; then forwards and backwards alternate; then the remaining backwards.
+    """One rank's list: `warm_up` forwards; then forwards and backwards alternate; then the remaining backwards.
 
     Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second one, and so on (in
     backward: last stage first). On rank 0 of 2, with stages 0 and 2, the forwards of 4 micro-batches are F0.0 F1.0 F0.2
@@ -71,7 +71,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    # Twice the distance to the last rank leaves time to hide messages; without them, once would do. v = 1 is 1F1B.
+    # Twice the distance to the last rank leaves time to hide messages; without them, once is enough. v = 1 is 1F1B.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))
 
 
@@ -98,7 +98,7 @@ def consumer(action: Action, places: list[Place]) -> Action | None:
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Simulate all ranks: (end, rank, start, action), sorted. A message takes `message`. ValueError for a deadlock."""
+    """Simulate all ranks -> sorted (end, rank, start, action). A message takes `message`. ValueError for a deadlock."""
     # The last stage's forward is followed by its own backward, which starts from the loss.
     needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
     awaited = {*needs_it.values()}

@@ -181,7 +181,7 @@ class Run(AbstractContextManager):
         self.sent[group.name] += round(share * tensor.nbytes)
 
     def require_finite(self, step: int, **numbers: float):
-        """End the run before an update that would make all weights nan. Raises UserError."""
+        """Raise UserError if one of `numbers` is inf or nan, before the update makes weights nan."""
         for name, value in numbers.items():
             if not math.isfinite(value):
                 raise UserError(f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr")
@@ -210,7 +210,7 @@ def draw_loss(history: list[dict], target: Path):
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
-    """Parse the flags and train. An error that the user can fix is one line without a traceback, and exit status 2."""
+    """Parse the flags and train. An error that the user can fix prints one line without a traceback: exit status 2."""
     several, status, run = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     try:
