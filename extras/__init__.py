@@ -1,1 +1,1 @@
-"""What is beside the course: further techniques, what surrounds a run, theory, labs. The course knows nothing of it."""
+"""Code around the course: further techniques, services for a run, theory and labs. The course imports none of it."""

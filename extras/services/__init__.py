@@ -1,1 +1,1 @@
-"""Services around a run, of which no step knows; extras/__main__.py starts a step with the run of run.py."""
+"""Services around a run. No step imports them; extras/__main__.py passes `ServedRun` (run.py) to a step."""

@@ -9,7 +9,7 @@ The files of a plain run have no index. They get one when they are first read: s
 
 CRASHES. All files are written into a folder with a hidden name and flushed to the disk, index.json last; then the
 folder is renamed. Before a folder is removed, it gets a hidden name again. So a folder with a final name is complete,
-and its checksums tell whether its files were altered later. The last two are kept. (Nodes need a shared folder.)
+and its checksums tell whether its files were altered later. The last two are kept. Several nodes need a shared folder.
 
 READING. A rank assembles one whole tensor at a time, in host memory, and keeps only its own part.
 """
@@ -46,7 +46,7 @@ def file_name(rank: int) -> str:
 
 
 def folder_name(step: int) -> str:
-    """The name of a checkpoint."""
+    """The name of the folder of a checkpoint that is saved after `step` steps."""
     return f"step-{step:08d}"
 
 
@@ -73,7 +73,7 @@ def flush(path: Path):
 
 
 def save_file(saved: dict[str, Any], path: Path) -> str:
-    """Serialize a rank's tensors in host memory and write them to the disk; returns their SHA-256. Raises OSError."""
+    """Serialise what a rank saves in host memory, and write it to a file; returns its SHA-256. Raises OSError."""
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     content = buffer.getbuffer()
@@ -91,7 +91,7 @@ def write_index(folder: Path, index: dict[str, Any]):
 
 
 def newest(out: Path) -> Path | None:
-    """The last complete checkpoint of a run directory."""
+    """The last complete checkpoint of a run directory; None if it has none."""
     return max((out / "checkpoints").glob("step-*"), default=None)
 
 
@@ -101,9 +101,9 @@ def rank_here() -> int:
 
 
 def on_ranks(out: Path, what: Callable[[], Any], everywhere: bool = False) -> list[Any]:
-    """Call `what`, which writes into `out`, on rank 0, or on all ranks; returns the results of all. A collective.
+    """Call `what`, which writes into `out`, on rank 0 or, if `everywhere`, on all ranks. A collective.
 
-    Raises UserError on every rank if `what` failed on any.
+    Returns the results of all ranks. Raises UserError on every rank if `what` raised OSError or UserError on any.
     """
     result, wrong = None, ""
     try:
@@ -129,7 +129,7 @@ class Saver:
     def save(self, step: int, pieces: Iterable[Piece], about: dict[str, Any], background: bool = False):
         """Write a checkpoint of `step` and remove all but the last two. A collective.
 
-        Checkpoints of later steps are removed, too, as the run has resumed from an earlier one. Raises UserError on
+        Checkpoints of later steps are removed, too, as the run resumed from an earlier step. Raises UserError on
         every rank if a disk is full or not writable; earlier checkpoints are then untouched. With `background`,
         tensors are copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
         """
@@ -188,7 +188,7 @@ class Saver:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """index.json of a checkpoint. Raises ValueError if it is missing, or not as it was written."""
+    """Read index.json of a checkpoint. Raises ValueError if it is missing, altered or of another version."""
     try:
         index = json.loads((path / "index.json").read_bytes())
         if index["format"] == FORMAT and index["sha256"] == index_checksum(index):
@@ -199,7 +199,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def problem(path: Path, rank: int, ranks: int) -> str:
-    """The first problem of a damaged checkpoint, or "". A rank checks its share of the files, and the index."""
+    """The first problem that this rank finds in a checkpoint, or "". It checks the index and its share of the files."""
     try:
         for name, expected in list(read_index(path)["files"].items())[rank::ranks]:
             if checksum(path / name) != expected:
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 def complete(path: Path):
-    """Start a process that writes the index of a plain run's checkpoint, if it has none (services/places.py)."""
+    """Write the index of a plain run's checkpoint, if it has none, in a process of its own (services/places.py)."""
     if (path / file_name(0)).exists() and not (path / "index.json").exists():
         alone = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
         words = [sys.executable, "-m", "extras.services.places", str(path.resolve())]
@@ -254,7 +254,7 @@ def complete(path: Path):
 
 
 def find(where: str, out: Path) -> Checkpoint | None:
-    """Open the checkpoint that --resume names, or a run directory's newest undamaged one; OWN: of `out`. A collective.
+    """Open checkpoint `where`, or the newest undamaged one of run directory `where` (OWN: of `out`). A collective.
 
     Ranks share the work of verifying files. A damaged checkpoint is reported, and the one before it is tried. Without
     any checkpoint, returns None for "auto", else raises UserError; it also raises if all are damaged.
@@ -262,7 +262,7 @@ def find(where: str, out: Path) -> Checkpoint | None:
     root = out if where in OWN else Path(where)
     runs = sorted(root.glob("checkpoints/step-*"), reverse=True)
     everyone = gather_objects([root] if (root / file_name(0)).exists() else runs)
-    for path in everyone[0]:  # what rank 0 has found, on every rank
+    for path in everyone[0]:  # all ranks use the list of rank 0
         if rank_here() == 0:
             complete(path)
         gather_objects(None)  # the others wait for the index

@@ -1,8 +1,8 @@
 """Follows the phases of a step, and times each action of a pipeline, by wrapping the calls that begin them.
 
-data       until the first forward                      backward   from the end of a forward to the next, or to ...
-forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
-waiting    between a pipeline's actions                 weights    a pipeline's W
+data       from an update to the first forward      backward   after a forward, until the next phase; or a pipeline's B
+forward    a call of the model, or a pipeline's F   optimizer  a call of the optimizer's `step`
+waiting    between a pipeline's actions             weights    a pipeline's W
 
 Each call is also a range in a trace (profile.py): `forward`, `optimizer` or, for an action, `F3.1` (micro-batch.stage).
 """
@@ -23,7 +23,7 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 class Clock:
-    """Tells listeners each phase of this rank as it begins, and times a pipeline's actions since `begin`."""
+    """Tells listeners when a phase of this rank begins, and times the actions of a pipeline since `begin`."""
 
     def __init__(self, parts: Parts, host: bool = False):
         """`host`: use the host's time, also with a GPU."""
@@ -54,12 +54,12 @@ class Clock:
         return self.start.elapsed_time(end) / 1e3
 
     def tell(self, phase: str):
-        """A phase begins: tell the listeners."""
+        """Tell the listeners that a phase begins."""
         for listener in self.listeners:
             listener(phase)
 
     def follow(self, phase: str, following: str, call: Callable, *given: Any) -> Any:
-        """Wrap a call that is a phase; the phase `following` begins when it returns."""
+        """Wrap a call that is the phase `phase`. When it returns, the phase `following` begins."""
         self.tell(phase)
         with record_function(phase):
             output = call(*given)
@@ -77,7 +77,7 @@ class Clock:
         return output
 
     def begin(self):
-        """Begin a step: forget the one before."""
+        """Begin a step: forget the actions of the previous one, and note the present time as the start."""
         self.actions.clear()
         self.start = self.now()
 

@@ -11,9 +11,9 @@ Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdz
 after `--` end this command, and may begin with options of torchrun such as --max-restarts=3. Lines printed by nodes
 other than node 0 begin with the node's name.
 
-It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one process, and the kernel
-ends them with it. Unlike in a real cluster, a cable has no length, nodes share the cores of one machine, and GPUs are
-hidden.
+It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one process, and when this
+process ends, the kernel removes them. Unlike in a real cluster, a cable adds no latency of its own, nodes share the
+cores of one machine, and GPUs are hidden.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def run(script: str):
 
 
 def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
-    """Run a command on a node: in a network namespace, which a cable connects to the switch. Raises UserError.
+    """Create a node, a network namespace that a cable connects to the switch, and run `line` in it. Raises UserError.
 
     `gbit`: the speed of the cable in Gbit/s, each way.
     """
@@ -67,7 +67,7 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     burst = max(2 * 1514, second // 10000)  # bytes of a tenth of a millisecond, but at least two packets
     speed = f"rate {round(gbit * 1e6)}kbit burst {burst} limit {2**26}"
     run(NODE.format(n=number, name=name, last=number + 1, speed=speed))
-    prefix, alone = ["sed", "-u", f"s/^/{name}: /"], dict(start_new_session=True)  # no signal ends it
+    prefix, alone = ["sed", "-u", f"s/^/{name}: /"], dict(start_new_session=True)  # so no signal to the job reaches it
     prefixed = subprocess.Popen(prefix, stdin=subprocess.PIPE, **alone).stdin if number else None
     named = f"echo {name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
     line = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "sh", "-c", named]
@@ -75,8 +75,8 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
 
 
 def inside(args: argparse.Namespace):
-    """Make the switch and the nodes, as process number 1 of the new namespaces; ends with node 0's exit status."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # meant for each node's torchrun, which asks its ranks to leave
+    """Make the switch and the nodes, as process number 1 of the new namespaces. Exits with node 0's status."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # ignored: each node's torchrun gets it, too
     run(SWITCH.format(hosts="".join(rf"10.0.0.{n + 1} node{n}\n" for n in range(args.nodes))))
     line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={args.nodes}"]
     line += [f"--nproc_per_node={args.ranks_per_node}", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500"]

@@ -21,7 +21,7 @@ from step02_ddp import join_ranks
 
 ENVIRONMENT = {  # read by CUDA and NCCL when they start; values that the user has set stay
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # else tensors of changing sizes fragment the memory
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: a run's nine or so streams would wait in one
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: with one, a run's nine or so streams would wait in turn
     "TORCH_NCCL_HIGH_PRIORITY": "1",  # a message that is ready runs before waiting matmuls
 }
 
@@ -67,7 +67,7 @@ def fresh_store(timeout: float) -> dist.Store:
 
 
 def find_ranks(gpu: str, timeout: float) -> dist.Store:
-    """Return the job's store, once all ranks have come. `gpu`: the UUID of this rank's GPU; "" on a CPU.
+    """Return the job's store, once all ranks have opened it. `gpu`: the UUID of this rank's GPU; "" on a CPU.
 
     Ranks compare UUIDs, because a launcher may show each rank only its own GPU, which then has the number 0.
     Raises UserError if a rank is missing after `timeout` s, or if two ranks have the same GPU.
@@ -127,7 +127,7 @@ def require_same_flags(everyone: list[dict[str, Any]]):
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
-    """This rank's peak in FLOP/s: from the flag, the planner's table of GPUs or, on another device, a timed matmul."""
+    """This rank's peak in FLOP/s: from the flag, else from the planner's table of GPUs, else from a timed matmul."""
     if override_tflops:
         return override_tflops * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

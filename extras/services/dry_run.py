@@ -1,15 +1,15 @@
-"""A dry run: runs a step's own `train` as one rank of N on tensors without data, and counts its second step.
+"""A dry run: runs a step's own `train` as one rank of N on tensors without data, and counts the second training step.
 
     python -m extras step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
 Under `FakeTensorMode` a tensor has a shape, a dtype and a device, but no data, and `item()` returns 1.0. With the
-process group "fake", one process can be any rank of any world; it sends nothing. Tokens visit all experts equally
-often; `levels_of` computes how many rows each level of the dispatch then has.
+process group "fake", one process can act as any rank of any number of ranks; it sends nothing. Tokens are assumed to
+visit all experts equally often, and `levels_of` estimates how many rows each level of the dispatch sends.
 
-Each operator adds its FLOPs and bytes. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth), which is a
-lower bound; the peak is that of 16-bit matmuls, and messages take no time here. Causal attention counts the half of the
-scores that its kernels compute. All operators are those of a CPU, except that RMSNorm is that of a GPU (`Norm`), which
-keeps less for backward; with --device cpu this, too, is the CPU's.
+The FLOPs and bytes of each operator are added up. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth),
+a lower bound. The peak is that of 16-bit matmuls, and messages take no time. Of causal attention, only the half of the
+scores that its kernels compute is counted. All operators are those of a CPU, except RMSNorm: it is that of a GPU, which
+saves less for backward (`Norm`), unless --device is cpu.
 """
 
 import gc
@@ -42,7 +42,7 @@ from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import MoE
 
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # the place of the first factor
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # index of the first factor
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
 WRITES = {"copy_", "zero_", "fill_"}  # these do not read the tensor that they change
 FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # these read next to nothing
@@ -62,7 +62,7 @@ NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
 
 
 def check(config: Any, world: int):
-    """Raises UserError for flags that a dry run cannot serve."""
+    """Raises UserError if a dry run is started with several ranks, or if --rank is not one of the ranks 0 to N-1."""
     if config.dry_run and world > 1:
         raise UserError("--dry-run is one process that plays any rank: start it with python, not with torchrun")
     if config.rank not in ("", *map(str, range(config.dry_run))):
@@ -70,7 +70,7 @@ def check(config: Any, world: int):
 
 
 def flops_of(name: str, args: tuple, kwargs: dict) -> float:
-    """FLOPs of a matmul or of attention; 0 for other operators, whose bytes bound them."""
+    """FLOPs of a matmul or of attention; 0 for other operators, whose time depends on their bytes alone."""
     if name in MATMULS:
         a, b = args[MATMULS[name] :][:2]
         return 2.0 * a.numel() * b.shape[-1]
@@ -100,12 +100,12 @@ def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 class Meter(MemoryTimeline):
-    """Counts every operator, and the bytes that live on the device."""
+    """Counts the calls, FLOPs, bytes and seconds of each operator, and the bytes that are allocated on the device."""
 
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # rows sent at each level of the dispatch that is still to come
+        self.found: list[int] = []  # rows sent at each remaining level of the current dispatch
         self.rows = 0  # rows that visit experts
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
@@ -117,14 +117,14 @@ class Meter(MemoryTimeline):
         return out
 
     def book(self, name: str, n_bytes: int, flops: float = 0.0):
-        """Count a kernel."""
+        """Count one kernel: its bytes, its FLOPs, and the seconds that it takes by the roofline model."""
         if self.counting:
             seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
             self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
             self.seconds += seconds
 
     def begin(self):
-        """Count from here on. Garbage of the preparation is collected first, so that it does not count as memory."""
+        """Start counting. Garbage of all that ran before is collected first, as it would count as memory."""
         gc.collect()
         self.counting, self.start = True, len(self.events)
 
@@ -137,11 +137,11 @@ class Meter(MemoryTimeline):
 
 
 class Norm(torch.autograd.Function):
-    """RMSNorm on a GPU: one kernel in each direction. It keeps its input and a number for each token."""
+    """RMSNorm as on a GPU: one kernel in each direction. It saves its input, its weight and a number for each token."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
-        """x [..., dim], weight [dim] -> [..., dim]."""
+        """Count the kernel: x [..., dim], weight [dim] -> an output without data, [..., dim]."""
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.meter = meter
         meter.book("rms_norm", 2 * x.nbytes)
@@ -149,7 +149,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The gradients of x and weight."""
+        """Count the kernel: dy [..., dim] -> the gradients of x and weight, without data."""
         x, weight, _ = ctx.saved_tensors
         ctx.meter.book("rms_norm_backward", 3 * x.nbytes)
         return torch.empty_like(x), torch.empty_like(weight), None
@@ -158,7 +158,7 @@ class Norm(torch.autograd.Function):
 def levels_of(config: Any) -> list[float]:
     """How many nodes, ranks and experts a token visits on average, over 4,096 tokens with random scores.
 
-    It draws the scores, so it must be called outside `FakeTensorMode`.
+    --ep-mode decides which of the three are returned. Scores are drawn, so call this outside `FakeTensorMode`.
     """
     if not getattr(config, "experts", 0):
         return []
@@ -171,7 +171,7 @@ def levels_of(config: Any) -> list[float]:
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Before each layer of experts, tell the meter how many rows leave at each level, and how many visit experts."""
+    """Before each MoE layer, a hook tells the meter how many rows each level sends, and how many visit experts."""
 
     def told(_layer: MoE, given: tuple):
         meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
@@ -185,7 +185,7 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 class Counted(OpenRun):
     """A run of two steps, which writes no files and keeps the counts of the second step.
 
-    `taken`: traffic and calls. `held`: bytes by kind. `tokens`: the tokens of a step on all ranks.
+    `taken`: its messages' bytes and calls. `held`: the most bytes held, by kind. `tokens`: its tokens, of all ranks.
     """
 
     def __init__(self, config: Any, meter: Meter):
@@ -193,7 +193,7 @@ class Counted(OpenRun):
         self.first, self.meter, self.ledger, self.levels = False, meter, Ledger(), levels_of(config)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Attach the counters, then yield a step that is not counted and one that is."""
+        """Attach the counters, then yield two steps, of which only the second is counted."""
         parts = self.open(**parts)
         self.held = MemoryWatch(parts, self.meter, Clock(parts, host=True)).most
         route(self.meter, parts.model, self.levels)
@@ -210,11 +210,11 @@ class Counted(OpenRun):
 
 @contextmanager
 def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Iterator[None]:
-    """Inside this context, the process is `rank` of `world`, and tensors have no data. `gpu`: norms are a GPU's."""
+    """A context in which this process acts as `rank` of `world`, and tensors have no data. `gpu`: RMSNorm is `Norm`."""
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:
-        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: [sent, received] at the next level; 1-D: experts
+        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: [sent, received] at the next level; 1-D: rows of experts
         rows = meter.found.pop(0) if both else meter.rows
         counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
         return [counts, counts] if both else counts
@@ -248,7 +248,7 @@ def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Ite
 
 
 def run_rank(train: Callable, config: Any, rank: int) -> Counted:
-    """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
+    """Train two steps as `rank` of `config.dry_run`; returns the run with its counts. Raises what `train` raises."""
     run = Counted(replace(config, steps=2), Meter(GPUS[config.gpu]))
     with without_numbers(run.meter, rank, config.dry_run, config.device != "cpu"), run:
         train(run.config, run)
@@ -256,7 +256,7 @@ def run_rank(train: Callable, config: Any, rank: int) -> Counted:
 
 
 def report(seen: dict[int, Counted], config: Any) -> str:
-    """Return a line for each rank; then memory, traffic and operators of the rank with the highest peak."""
+    """Make tables: a row for each rank; then memory, traffic and operators of the rank with the highest peak."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
@@ -279,7 +279,7 @@ def report(seen: dict[int, Counted], config: Any) -> str:
 
 
 def instead_of(train: Callable) -> Callable:
-    """Wrap `train`: with --dry-run, count instead of training: --rank, or by default one rank of each stage."""
+    """Wrap `train`: with --dry-run, only print the counts of --rank, or by default of one rank of each stage."""
 
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:

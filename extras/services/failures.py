@@ -22,7 +22,7 @@ import torch
 
 from common import UserError
 
-# How gloo and NCCL tell a rank that another one is gone.
+# What the errors of gloo and NCCL say if another rank is gone.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
 
 
@@ -37,7 +37,7 @@ def memory_is_full(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error in a line; the lines of our files that led to it follow, if it is not the user's."""
+    """Describe an error in a line. Unless the user can fix it, the lines of our files that led to it follow."""
     if isinstance(error, UserError):
         return f"error: {error}"
     rank, text = f"error: rank {os.environ.get('RANK', 0)}", textwrap.shorten(str(error), 600)
@@ -55,8 +55,8 @@ def report(error: BaseException, early: bool = False):
     """Report the error of a run once per job, and end this process, if torchrun has started it with others.
 
     The rank that reaches the launcher's store first reports for all. Peers may be gone, so this waits for nobody, and
-    skips the interpreter's shutdown, which can block on them. In a job of one process, running out of GPU memory
-    becomes a UserError. So does an OSError if it is `early`, before the first step.
+    skips the interpreter's shutdown, which can block on them. An OSError that is `early`, before the first step, counts
+    as a UserError. Without torchrun or peers, this only raises UserError if GPU memory is full, and else returns.
     """
     if isinstance(error.__cause__ or error, BrokenPipeError):
         os._exit(2)  # nobody reads our output any more, as after `| head`

@@ -1,15 +1,15 @@
 """Converts checkpoints to Hugging Face's formats and back: `python -m extras.services.hub export | import`.
 
-    export DIR OUT     the weights of a run (or checkpoint) DIR as config.json and model.safetensors, which
-                       AutoModelForCausalLM.from_pretrained(OUT) opens; in the dtype that the run computed in
-    import FOLDER OUT  config.json and *.safetensors of such a model as a checkpoint of step 0: start with it by
-                       --resume OUT. It has no moments, and starts at the beginning of the data
+    export DIR OUT     write the weights of a run (or checkpoint) DIR, in the dtype that it computed in, as config.json
+                       and model.safetensors into OUT, which AutoModelForCausalLM.from_pretrained(OUT) opens
+    import FOLDER OUT  write such a model's config.json and *.safetensors as a checkpoint of step 0, from which
+                       --resume OUT starts a run, without moments and at the beginning of the data
 
 Both commands hold all weights in host memory. Three architectures compute the same numbers as this decoder:
 
     Llama       no experts. Names and shapes are the same on both sides. SmolLM and SmolLM2 are of this kind
     Mistral     the same, if it has no sliding window; it is exported as Llama
-    Mixtral     step 7: softmax over all experts, top-k, the gates of the chosen sum to 1
+    Mixtral     step 7: softmax over all experts, then top-k; the gates of the chosen experts sum to 1
 
 Mixtral's files have one tensor for each expert; ours have one for all, [experts, out, in]. A model with one expert per
 token cannot be exported: its gate is p here, and 1 in Mixtral's format.
@@ -34,7 +34,7 @@ from extras.services.pieces import Piece
 from extras.services.shapes import check_shape, differing
 from extras.theory.shapes import Shape, shape_of
 
-SHARD_BYTES = 4 * 2**30  # the most in one file
+SHARD_BYTES = 4 * 2**30  # the most bytes in one file
 SIZES = {  # ours -> theirs
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -54,7 +54,7 @@ NAMES = {  # the * is the number of an expert
     "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
     "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
 }
-FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only values here
+FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only ones supported
 OLD = dict(num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4)
 DENSE = FIXED | OLD | dict(num_local_experts=0, num_experts_per_tok=0)
 KINDS = {  # by model_type: the defaults of keys that a config.json lacks
@@ -77,14 +77,14 @@ def shapes_of(m: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def names_of(name: str, experts: int) -> list[str]:
-    """The names that a parameter of ours has in their files: one, or one for each expert."""
+    """The names of one of our parameters in Hugging Face's files: one name, or one for each expert."""
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return [name.replace("*", str(n)) for n in range(experts)] if "*" in name else [name]
 
 
 def config_of(m: Shape, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, with the keys for RoPE of both transformers 4 and 5."""
+    """The config.json of a model. RoPE is in it twice: with the keys of transformers 4, and with those of version 5."""
     kind = "mixtral" if m.experts else "llama"
     rope: dict[str, Any] = dict(rope_type="default")
     if m.rope_scaling != 1.0:
@@ -107,7 +107,7 @@ def config_of(m: Shape, dtype: str) -> dict[str, Any]:
 
 
 def export(source: str, out: str) -> str:
-    """Write the folder `out` from a run directory or checkpoint; returns a line to print."""
+    """Write the weights of a run (or checkpoint) into folder `out`; returns a line to print. Raises UserError."""
     found, folder = find(source, Path(source)), Path(out)
     index, held = found.index, found.shapes("master")
     m = shape_of(ModelConfig(**index["model"]), SimpleNamespace(**index["config"]))
@@ -160,7 +160,7 @@ def model_of(config: dict[str, Any]) -> Shape:
 
 
 def weights(folder: Path, m: Shape) -> list[Piece]:
-    """Read our tensors from the folder's model.safetensors, or the files that its index names. Raises UserError."""
+    """Read all weights from `folder`: from model.safetensors, or the files that its index names. Raises UserError."""
     index, files, theirs = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     if index.exists():
         files = {*json.loads(index.read_text())["weight_map"].values()}
@@ -198,7 +198,7 @@ def import_weights(source: str, out: str) -> str:
 
 
 def convert(verb: str, source: str, out: str) -> str:
-    """Export or import; returns a line to print. Raises UserError for any file that is wrong."""
+    """Export or import, as `verb` says; returns a line to print. Raises UserError if a file is missing or wrong."""
     try:
         return dict(export=export, **{"import": import_weights})[verb](source, out)
     except UserError as error:

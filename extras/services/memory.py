@@ -1,7 +1,7 @@
 """Tracks when the storage of each tensor is allocated and freed, to draw memory over time on any device.
 
 PyTorch's dispatcher shows each operator's outputs to a `TorchDispatchMode`. A storage seen for the first time is an
-allocation; a weak reference tells when it is freed. Memory that a kernel allocates and frees inside is not seen.
+allocation; a weak reference tells when it is freed. Memory that a kernel uses only while it runs is not seen.
 """
 
 import resource
@@ -25,7 +25,7 @@ KINDS = ("parameters", "gradients", "masters", "moments", "activations", "other"
 
 
 class Event(NamedTuple):
-    """One allocation (bytes > 0) or release (bytes < 0)."""
+    """One allocation (bytes > 0) or release (bytes < 0) of the storage with the running number `storage`."""
 
     seconds: float
     storage: int
@@ -40,10 +40,10 @@ class MemoryTimeline(TorchDispatchMode):
         super().__init__()
         self.clock, self.watching = clock, False
         self.born = "other"  # the kind of new storages
-        self.total: Counter[str] = Counter()  # bytes now alive, by kind
+        self.total: Counter[str] = Counter()  # bytes allocated now, by kind
         self.kept = 0  # most bytes of activations at the end of a forward
         self.events: list[Event] = []
-        self.kind: dict[int, str] = {}  # by running number of a storage
+        self.kind: dict[int, str] = {}  # running number of a storage -> its kind
         self.known: dict[int, tuple[int, int]] = {}  # address of a live storage -> (running number, bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -54,7 +54,7 @@ class MemoryTimeline(TorchDispatchMode):
         return out
 
     def note_all(self, values: Any, kind: str):
-        """Note the tensors among an operator's arguments or results; on the meta device they have no memory."""
+        """Note the tensors in an operator's arguments or results; skip the meta device, which allocates no memory."""
         for value in tree_iter(values):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 self.note(value, kind)
@@ -84,7 +84,7 @@ class MemoryTimeline(TorchDispatchMode):
         del self.known[address]
 
     def __enter__(self) -> "MemoryTimeline":
-        """Also watch storages that are emptied and filled in place, as ZeRO 3 does."""
+        """Start watching operators, and also `resize_`, by which ZeRO 3 frees and allocates a storage in place."""
         self.watching, self.right = True, torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, n_bytes: int):
@@ -101,7 +101,7 @@ class MemoryTimeline(TorchDispatchMode):
         super().__exit__(*error)
 
     def label(self, kind: str, tensors: Iterable[Tensor | None]):
-        """Assign these tensors' storages to a kind, also for the time since their allocation."""
+        """Assign these tensors' storages to a kind, retroactively from their allocation on."""
         for tensor in tensors:
             if tensor is not None:
                 number, n_bytes = self.note(tensor, kind), tensor.untyped_storage().nbytes()
@@ -110,7 +110,7 @@ class MemoryTimeline(TorchDispatchMode):
                 self.kind[number] = kind
 
     def phase(self, name: str):
-        """Follow the clock's phases: storages allocated in forward are activations."""
+        """Follow the clock's phases: storages allocated in forward are activations. After forward, update `kept`."""
         if self.born == "activations" and name != "forward":
             self.kept = max(self.kept, self.total["activations"])
         self.born = "activations" if name == "forward" else "other"
@@ -144,7 +144,7 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 
 
 class MemoryWatch:
-    """Measures the most bytes of each kind that a rank holds, around updates; also labels them in a timeline."""
+    """Measures the most bytes of each kind that a rank holds before and after updates; labels tensors in a timeline."""
 
     def __init__(self, parts: Parts, timeline: MemoryTimeline, clock: Clock):
         self.parts, self.timeline = parts, timeline
@@ -152,13 +152,13 @@ class MemoryWatch:
         clock.listeners.append(self.hear)
 
     def hear(self, phase: str):
-        """Follow the clock's phases. The first update makes the moments, so memory is also measured after it."""
+        """Follow the clock's phases: measure before and after each update, as the first one creates the moments."""
         self.timeline.phase(phase)
         if phase in ("optimizer", "data"):
             self.measure()
 
     def measure(self):
-        """Update `most`: bytes of distinct storages; of activations, those that were kept at the end of a forward."""
+        """Update `most`: bytes of distinct storages; of activations, those that existed at the end of a forward."""
         for kind, tensors in held_tensors(self.parts).items():
             sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
             self.most[kind] = max(self.most.get(kind, 0), sum(sizes.values()))
@@ -169,7 +169,7 @@ class MemoryWatch:
 
 
 def memory_table(most: dict[str, int]) -> str:
-    """A table of the most bytes that were held of each kind."""
+    """A table of `most`: for each kind, the most bytes that were held."""
     rows = [[kind, human(n)] for kind, n in (most | dict(sum=sum(most.values()))).items()]
     return table([["memory", "held at most"], *rows])
 

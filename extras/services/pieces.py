@@ -1,4 +1,4 @@
-"""Maps the tensors that a rank holds to whole tensors and back, so that any layout reads what another has written.
+"""Maps the tensors that a rank holds to whole tensors and back, so that any layout can read another one's checkpoint.
 
 Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of one: its record of shards
 (common/layout.py) says which part of the whole it has, and under ZeRO it updates a range of that part's elements:
@@ -10,7 +10,7 @@ Whole tensors have step 1's names and shapes under every layout. A rank holds a 
         12 13 14 15 16 17        shape = (4, 6)
         18 19  .  .  .  .        first = 4, tensor = [16]
 
-`assemble` makes the whole tensor from the pieces of all ranks, and `Piece.cut` takes one rank's piece out of a whole
+`assemble` makes the whole tensor from the pieces of all ranks, and `Piece.cut` cuts one rank's piece out of a whole
 tensor, as `materialize` does with initial values.
 """
 
@@ -33,7 +33,7 @@ class Piece:
     """The part of one whole tensor that a rank holds.
 
     `kind`: "master", "buffer", "owed", or a name in the update rule's state, such as "exp_avg".
-    `tensor`: elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `shards`.
+    `tensor`: elements `first`, `first` + 1, ... of the part that `shards` cut out of the whole. That part has `shape`.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that this is a piece of."""
+        """The shape of the whole tensor."""
         return tuple(full_shape(self.shape, self.shards))
 
     def place(self) -> list:
@@ -53,7 +53,7 @@ class Piece:
         return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
 
     def like(self, kind: str, value: Tensor) -> "Piece":
-        """The piece of the optimizer state `value`: cut like this master, or whole, if its shape differs (a count)."""
+        """The piece for `value`, optimizer state: cut like this master or, if its shape differs (a count), whole."""
         if value.shape == self.tensor.shape:
             return replace(self, kind=kind, tensor=value)
         return Piece(kind, self.name, value, tuple(value.shape))
@@ -70,7 +70,7 @@ class Piece:
 def assemble(pieces: Iterable[Piece]) -> Tensor:
     """Assemble a whole tensor, on the CPU, from all ranks' pieces. Raises ValueError if a part is missing.
 
-    It cuts a tensor of the elements' indices as the pieces were cut: this tells where each element of a piece belongs.
+    A tensor of the elements' indices is cut like each piece: the result tells where each element of the piece belongs.
     """
     different = {(piece.shards, piece.first, piece.tensor.numel()): piece for piece in pieces}.values()
     shape, dtype = next((piece.whole_shape, piece.tensor.dtype) for piece in different)
@@ -86,7 +86,7 @@ def assemble(pieces: Iterable[Piece]) -> Tensor:
 
 
 def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> Iterator[Piece]:
-    """Yield the pieces in a rank's file: for each name first a tensor with its place in `places`, then its state."""
+    """Yield the pieces in a rank's file: for each name the tensor that `places` describes, then that tensor's state."""
     for name, held in state.items():
         (kind, tensor), *rest = held.items()
         shape, shards, first = places[name]
@@ -97,7 +97,7 @@ def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> I
 
 
 def masters(parts: Parts) -> Iterator[Piece]:
-    """Yield the masters that this rank updates: whole parameters in step 1's optimizer, slices in ZeRO's."""
+    """Yield the masters that this rank updates: of whole parameters with step 1's optimizer, of slices with ZeRO."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
     for name, master in optimizer.masters.items():
@@ -112,7 +112,7 @@ def buffers(parts: Parts) -> Iterator[Piece]:
 
 
 def own(parts: Parts) -> str:
-    """What ends the names of moments in files: "@1" on rank 1 of dp, if its moments are its own (--sync diloco)."""
+    """A suffix for the names of moments: "@1" on rank 1 of dp if ranks have different ones (--sync diloco), else ""."""
     return f"@{parts.mesh['dp'].rank}" if parts.keeps("between") else ""
 
 
@@ -129,9 +129,9 @@ def pieces(parts: Parts) -> Iterator[Piece]:
 
 
 def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
-    """The errors that --compress keeps for the next step: name -> (dict of errors, key), for each sum of gradients.
+    """The errors that --compress keeps for the next step: name -> (dict of errors, key), for each bucket or unit.
 
-    The name contains all that a debt depends on, so another layout does not find it.
+    The name contains all that an error depends on, so a run with another layout does not find it.
     """
     names = {param: name for name, param in parts.model.named_parameters()}
     sums = {bucket: bucket.params for bucket in getattr(parts.sync, "buckets", ())}
@@ -153,7 +153,7 @@ def take(parts: Parts, saved: Any, moments: bool):
         saved.fill(master)
         there = saved.stored[master.name].keys() - {"master"} if moments else set()
         for kind in {name.partition("@")[0] for name in there}:
-            name = next(name for name in (kind + own(parts), f"{kind}@0", kind) if name in there)  # ours, or any
+            name = next(name for name in (kind + own(parts), f"{kind}@0", kind) if name in there)  # ours, or any rank's
             value = master.cut(saved.whole(name, master.name)).to(master.tensor.device)
             optimizer.torch_optimizer.state[master.tensor][kind] = value
     for buffer in buffers(parts):

@@ -1,7 +1,7 @@
 """Writes the index of a plain run's checkpoint: `python -m extras.services.places CHECKPOINT`.
 
-A dry run of each rank builds its model and optimizer, and records the place of each of its tensors in the whole tensor.
-It needs a process of its own, which acts as each rank in turn. Afterwards any layout can read the checkpoint.
+This process acts as each rank in turn, so it cannot belong to a run. It builds each rank's model and optimizer, without
+data, and records the place of each master in its whole tensor. Afterwards any layout can read the checkpoint.
 """
 
 import dataclasses

@@ -6,11 +6,11 @@ untraced and one that warms up the profiler. Besides PyTorch's own events it has
     forward, optimizer                   the model's call, and the update (clocks.py)
     F3.1, B3.1, W3.1                     the actions of a pipeline, for micro-batch 3 and stage 1 (clocks.py)
     sums of gradients                    `sync.finish`, which waits for these sums
-    gather layers.0                      an all-gather of ZeRO 3 starts
-    f, g, attend                         the ends of a block under tp, and attention, which under cp is a ring
-    wait tp                              a message over tp is awaited (with NCCL, only the stream waits)
+    gather layers.0                      the call that starts an all-gather of ZeRO 3
+    f, g, attend                         start and end of a block under tp, and attention, which under cp is a ring
+    wait tp                              waiting for a message over tp (with NCCL, only the stream waits)
 
-On a GPU, OUT/memory-RANK.pickle has every allocation from before the first step on, for https://pytorch.org/memory_viz.
+On a GPU, OUT/memory-RANK.pickle has the allocations from before the first step on, for https://pytorch.org/memory_viz.
 It is written after the last traced step, or when memory is full before that.
 """
 
@@ -49,7 +49,7 @@ def named(name: str, call: Callable, *given: Any, **more: Any) -> Any:
 
 
 def waiting(pending: comm.Pending) -> AbstractContextManager:
-    """Serve as `comm.waiting`: a range for as long as the host waits for a message."""
+    """Serves as `comm.waiting`: a profiler range that lasts while the host waits for a message."""
     return record_function(f"wait {pending.group.name}") if pending.works else nullcontext()
 
 
@@ -57,7 +57,7 @@ class Trace:
     """Puts named ranges around the parts of a step, and profiles N steps."""
 
     def __init__(self, steps: int, parts: Parts, gpu: bool):
-        """`gpu`: the run has one, whose allocations are recorded."""
+        """`gpu`: whether the run uses a GPU; if so, its allocations are recorded, too."""
         self.run, self.recording = parts.run, gpu
         for owner, method, name in self.calls(parts):
             parts.around(owner, method, partial(named, name), by=__name__)
@@ -72,7 +72,7 @@ class Trace:
         self.profiler.start()
 
     def calls(self, parts: Parts) -> list[tuple[Any, str, str]]:
-        """(object, method, name of the range) of each call that gets a range here."""
+        """List (object, method, name of the range) for each method whose calls get a range here."""
         calls = [(parts.sync, "finish", "sums of gradients")] * (parts.sync is not None)
         for unit in parts.units:
             if hasattr(unit, "gather"):
@@ -94,7 +94,7 @@ class Trace:
             self.snapshot()
 
     def snapshot(self) -> str:
-        """On a GPU, write all allocations so far into the file that is returned, and record no more."""
+        """On a GPU, write the recorded allocations into a file, and stop recording; returns the path of the file."""
         torch.cuda.memory._dump_snapshot(path := str(self.run.out / f"memory-{self.run.rank}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
         self.recording = False

@@ -1,12 +1,12 @@
 """Reads many kinds of `--dataset`: files, folders, the hub (`id` or `id:config`), data sets saved to disk.
 
-Text becomes bytes (ids 0-255) with END (256) after each document. A column `input_ids` is used as it is, and so are,
-beside it, `labels` (the targets, -100 where no loss is wanted), `loss_mask` (0: this token is not a target), and
+Text becomes bytes (ids 0-255) with END (256) after each document. A column `input_ids` has token ids instead of text.
+Beside it there may be `labels` (the targets, -100 where no loss is wanted), `loss_mask` (0: no target), and
 `attention_mask` (0: padding, which is dropped). `datasets` converts everything once and memory-maps its Arrow files.
 
-A folder stands for all files of one kind in and below it, sorted by path; the kind is the first of KINDS that it has.
+Of a folder, the files of one kind in and below it are read, sorted by path. The kind is the first of KINDS found there.
 Hidden files, __pycache__ and held-out splits are skipped. A held-out split has a word of SPLITS in its path, such as
-dev/a.jsonl and c4-validation.00000-of-00008.json.gz. A line at the start says what was read, and what was left out.
+dev/a.jsonl and c4-validation.00000-of-00008.json.gz. The run prints what was read, and what was left out.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Stream:
 
 
 def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
-    """Turn an Arrow column of texts into uint16 byte tokens, END after each; nulls are skipped. Raises ValueError."""
+    """Turn an Arrow column of texts into uint16 bytes, END after each; skip nulls. Raises ValueError for UTF-16."""
     texts = [text for text in table.column(0).to_pylist() if text is not None]
     if any(text.count("\0") > len(text) // 4 for text in texts):
         raise ValueError("it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -71,7 +71,7 @@ def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
-    """Join Arrow columns of lists into one list of all tokens but padding, and one of labels. Raises ValueError."""
+    """Join the rows of a table of lists: one list of all tokens but padding, one of their labels. Raises ValueError."""
     import pyarrow.compute as pc
 
     flat, lengths = {}, {}
@@ -98,7 +98,7 @@ def format_of(file: Path) -> str:
 
 
 def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
-    """Return the kind of `root` if it is a file, else the first kind that the folder has; and the files of this kind.
+    """Return the kind of the file `root`, or the first of KINDS that folder `root` has, and all files of this kind.
 
     Other files, unless hidden, are noted in `left_out`. Raises ValueError if no file can be read.
     """
@@ -119,7 +119,7 @@ def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
 def open_source(source: str, left_out: list[str]) -> Any:
     """Open the data set of a file, a folder, or the hub; files that are not read are noted in `left_out`.
 
-    A changed file is read again, even if its time of modification is the old one. Raises any error of `datasets`.
+    A changed file is read again, even if its time of modification is unchanged. Raises any error of `datasets`.
     """
     import datasets  # takes seconds to import
 
@@ -164,17 +164,17 @@ def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
 
 
 def read(source: str, text: str = Flags.text_column) -> tuple[Stream, Stream | None]:
-    """Open and, if it is text, tokenise `--dataset`; `text` is the name of its column. Returns tokens and labels.
+    """Open `--dataset`, and tokenise it if it is text; `text`: the column that has it. Returns tokens and labels.
 
     One process of a node does the work (and shows the progress bar) while the others wait at a file lock, then find
-    the result in `datasets`' cache. Raises UserError, in one line, for whatever is wrong with the data.
+    the result in `datasets`' cache. Raises UserError, in one line, for any problem with the data.
     """
     import datasets
     from filelock import FileLock
 
     cache, left_out = Path(datasets.config.HF_DATASETS_CACHE), []
     cache.mkdir(parents=True, exist_ok=True)
-    datasets.logging.set_verbosity_error()  # an error names a torn file
+    datasets.logging.set_verbosity_error()  # the error raised names a damaged file
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
@@ -205,7 +205,7 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """Let `read` replace a plain reader that reads less: the hub's, and others if --text-column is given."""
+    """Let `read` read --dataset if --text-column is set, and data of the hub always: the plain reader reads less."""
     kind = kind_of(config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)

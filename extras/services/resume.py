@@ -1,8 +1,8 @@
 """Saves checkpoints of a run, resumes a run from one, and ends a run early after a signal.
 
 A checkpoint holds what the next step depends on: masters, the update rule's state, buffers, and the number of the step,
-from which batch and learning rate follow. A variant that has more state has two methods: `state()` returns it, the same
-on all ranks and in a form for JSON, and `restore(state)` takes it back.
+from which batch and learning rate follow. A variant with more state attaches an object with two methods: `state()`
+returns the state, which is the same on all ranks and fits into JSON, and `restore(state)` restores it.
 
 If the disk is full, a run ends with an error of one line, and earlier checkpoints are untouched. Two are kept, so the
 disk needs room for three.
@@ -45,7 +45,7 @@ class Flags:
 
 
 def hold(out: Path) -> IO:
-    """Make a run directory, and lock it until the returned file is closed. Raises UserError if another run has it."""
+    """Make a run directory, and lock it until the returned file is closed. Raises UserError if another run holds it."""
     out.mkdir(parents=True, exist_ok=True)
     file = (out / ".lock").open("a+")
     try:
@@ -76,13 +76,13 @@ class Keeper:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: Linux sends it when torchrun has died
 
     def stop(self, number: int, _frame: Any):
-        """Signal handler: leave after this step; a second Ctrl-C leaves at once."""
-        if number == signal.SIGINT and 0 < self.signalled < time.monotonic() - 2:  # launchers repeat one at once
+        """Signal handler: the run ends after this step. A second Ctrl-C, more than 2 s later, ends it at once."""
+        if number == signal.SIGINT and 0 < self.signalled < time.monotonic() - 2:  # launchers repeat it at once
             raise KeyboardInterrupt
         self.signalled = self.signalled or time.monotonic()
 
     def close(self):
-        """Release the run directory and the signals."""
+        """Unlock the run directory, and restore the signal handlers that were set before."""
         self.lock.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -112,12 +112,12 @@ class Keeper:
         return self.done
 
     def own(self):
-        """Rank 0: lock the run directory, after releasing the lock of a renamed one."""
+        """Rank 0: lock the run directory. If it replaces a renamed directory, that one's lock is released first."""
         self.lock.close()
         self.lock = hold(self.run.out)
 
     def make_way(self, begin: Callable):
-        """Rank 0: rename an earlier run's directory, or keep its metrics if it is resumed; then `begin` opens it."""
+        """Rank 0: rename an earlier run's directory or, if this run resumes it, keep its metrics; then call `begin`."""
         out, where = self.run.out, self.config.resume
         if where in OWN or (where and Path(where).resolve().is_relative_to(out.resolve())):
             self.run.history.extend(row for row in read_metrics(out) if row["step"] <= self.done)
@@ -131,7 +131,7 @@ class Keeper:
     def leave(self, step: int) -> bool:
         """After a step: save if it is time; returns whether the run ends here, the same on all ranks."""
         stopping, writing = agree(bool(self.signalled), self.saver.writing())
-        stopping &= not any(kept.between for kept in self.parts.keeps("between"))  # ranks differ: stop when they meet
+        stopping &= not any(kept.between for kept in self.parts.keeps("between"))  # diloco: stop only at a meeting
         last, every = stopping or step + 1 >= self.end, self.config.save_every
         saving = stopping or (every and (last or (step + 1) % every == 0))
         if saving or not writing:

@@ -36,7 +36,7 @@ class ServedRun(OpenRun):
             raise
 
     def meet(self) -> "ServedRun":
-        """Initialise process groups, and catch signals from now on."""
+        """Initialise process groups, catch signals from now on, and create the watchdog."""
         devices.join(self.config)
         self.first = self.first and not self.config.generate
         self.keeper = resume.Keeper(self)
@@ -85,7 +85,7 @@ class ServedRun(OpenRun):
         return self.start
 
     def count(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """Observe a message: also count it by operation, in the ledger."""
+        """Serve as `comm.observer`: count an operation as the plain run does, and also by its kind, in the ledger."""
         super().count(operation, group, tensor, share)
         self.ledger.book(operation, group, tensor, share)
 

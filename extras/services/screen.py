@@ -33,7 +33,7 @@ class Flags:
     """Screen and pictures."""
 
     profile_memory: int = 0  # draw memory over time for the first N steps
-    peak_tflops: float = 0.0  # the device's dense peak; 0: from the table, or measured
+    peak_tflops: float = 0.0  # dense peak of a device in TFLOP/s; 0: from a table of GPUs, or measured
 
 
 def mesh_picture(mesh: Mesh) -> str:
@@ -79,22 +79,22 @@ class ExpertLoad:
                 parts.around(layer.mlp, "aux_loss", partial(self.count, int(number)), by=__name__)
 
     def count(self, layer: int, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        """Wrap a layer's `aux_loss`; p: [tokens, experts]; counts: [experts], how often each expert was chosen."""
+        """Wrap `aux_loss`: add up `counts` [experts], how often each expert was chosen. p: [tokens, experts]."""
         self.counts[layer] += counts
         return plain(p, counts)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of all ranks, and reset the counts. A collective that the observer does not count.
+        """Return metrics over all ranks, and reset the counts. A collective that the observer does not count.
 
-        `expert_load`: by which factor a layer's busiest expert exceeds the mean, as percentiles 50 and 90 of the
-        layers. `unused_experts`: how many no token chose.
+        `expert_load`: the load of a layer's busiest expert, divided by the mean load; percentiles 50 and 90 over the
+        layers. `unused_experts`: the number of experts, over all layers, that no token has chosen.
         """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "tp", "pp"):
             comm.all_reduce(self.counts, self.mesh[dim]).wait()
         comm.observer = observer
         counts = self.counts.cpu()  # one wait for the device
-        counts = counts[counts.any(1)]  # a copy of the layers with experts
+        counts = counts[counts.any(1)]  # layers with experts; a copy, as zeros follow
         self.counts.zero_()
         if not len(counts):
             return {}
@@ -119,7 +119,7 @@ class Screen:
         self.introduce()
 
     def say(self, text: str):
-        """Print on rank 0, above the bar."""
+        """Print on rank 0, above the progress bar."""
         if self.run.first:
             tqdm.write(text)
 
@@ -136,7 +136,7 @@ class Screen:
             self.say(text)
 
     def begin(self, step: int):
-        """Begin a step. Tensors are watched in the first --profile-memory steps; on a CPU, at least in the first."""
+        """Begin a step. Memory is tracked in the first --profile-memory steps; on a CPU always in the first."""
         self.ledger.take()  # discards what was not part of a step
         if step == self.run.start:
             self.watching.enter_context(self.timeline)

@@ -2,7 +2,7 @@
 
 compose(step)            the step's Config with the flags of all techniques and services
 check(config, world)     set flags that are left open, then refuse combinations that cannot work
-OpenRun(config)          the plain run with all techniques and services: the base of all other runs
+OpenRun(config)          the plain run with all techniques and services: the base class of ServedRun and dry runs
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from extras.services import legal
 from extras.variants import Parts, name_of
 from extras.variants.record import Refusal, need
 
-# Attached after the techniques, in this order; by name, because some of them import this file.
+# Attached after the techniques, in this order. These are names, not modules, because some modules import this file.
 SERVICES = "stages devices shapes legal readers resume evaluation profile dry_run screen"
 
 
@@ -34,7 +34,7 @@ def plugins() -> list[ModuleType]:
 
 
 def serves(plugin: ModuleType, cls: type) -> bool:
-    """Whether a file serves the step of this Config: it serves steps from SINCE on, by default from its folder's on."""
+    """Whether a file serves this Config's step: from SINCE on, else from its folder's step on; a service serves all."""
     if hasattr(plugin, "SINCE"):
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
@@ -43,7 +43,7 @@ def serves(plugin: ModuleType, cls: type) -> bool:
 
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
-    """The files that serve the step of this Config, and define a name `function`."""
+    """The files that serve the step of this Config and define `function`, a name such as "attach" or "Flags"."""
     return tuple(plugin for plugin in plugins() if serves(plugin, cls) and hasattr(plugin, function))
 
 
@@ -51,7 +51,7 @@ def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
 def compose(step: ModuleType) -> type:
     """The step's Config with the flags of everything that attaches to it."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
-    fields = [("save_every", int, 100)]  # the last two are kept
+    fields = [("save_every", int, 100)]  # on by default here, as only the last two are kept
     made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags))
     made.__doc__, made.__module__ = step.Config.__doc__, step.__name__  # a run's directory is named after the module
     return made
@@ -65,7 +65,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 @lru_cache
 def refusals(cls: type) -> tuple[Refusal, ...]:
-    """All rules of the files about flags of a step that exclude or need one another."""
+    """All refusals that NEEDS and REFUSES of the files declare: flags of a step that exclude or need one another."""
     plain = defaults(cls)
     needs = (line for plugin in offered(cls, "NEEDS") for line in plugin.NEEDS if {*line[:2]} <= plain.keys())
     return *(need(plain, *line) for line in needs), *(one for file in offered(cls, "REFUSES") for one in file.REFUSES)
@@ -90,10 +90,10 @@ def check(config: Any, world: int):
 
 
 class OpenRun(Run):
-    """The plain run, extended: techniques and services prepare its menus, then attach to its parts."""
+    """The plain run, extended: techniques and services may change the step's menus, then attach to its parts."""
 
     def __enter__(self) -> "OpenRun":
-        """Put into the menus what the flags ask for, until the step has built its parts."""
+        """Change menu entries as the flags ask. The changes last until the step has built its parts."""
         self.parts = Parts(self)
         for plugin in offered(type(self.config), "prepare"):
             plugin.prepare(self.config, self.parts)

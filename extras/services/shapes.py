@@ -38,13 +38,13 @@ def check_shape(shape: ModelConfig):
 
 
 def differing(shape: ModelConfig, preset: ModelConfig) -> str:
-    """The flags that make the preset this shape: "--dim 64 --no-tied"."""
+    """The flags that turn `preset` into `shape`, such as "--dim 64 --no-tied"."""
     changed = [name for name, value in vars(preset).items() if getattr(shape, name) != value]
     return " ".join(spelled(name, getattr(shape, name)) for name in changed)
 
 
 def settle(config: Any, world: int):
-    """Add the preset with its overrides to PRESETS, and name it in `config.model`. Raises UserError."""
+    """Add the preset with its overrides to PRESETS, and set `config.model` to its new name. Raises UserError."""
     preset = PRESETS[config.model]
     flags = {field.name: getattr(config, field.name) for field in dataclasses.fields(Flags)}
     shape = dataclasses.replace(preset, **{k: value for k, value in flags.items() if value != getattr(Flags, k)})

@@ -1,7 +1,7 @@
-"""`--pp-split cost` gives the stages of a pipeline numbers of layers that make them cost about the same.
+"""`--pp-split cost` divides the layers among the stages of a pipeline so that all stages cost about the same.
 
 A pipeline is as fast as its slowest stage, and the last stage also computes the head. By default layers are divided
-evenly, with one more in some stages. With the flag, the places of the schedule get other numbers of layers.
+evenly, with one more in some stages. With the flag, `balance` chooses the layers of each stage by their cost.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ NEEDS = [("pp_split", "pp")]
 
 
 def prepare(config: Any, parts: Parts):
-    """Change the schedule that the flags select, if --pp-split asks for it."""
+    """With --pp-split cost, wrap the entry of SCHEDULES that --schedule selects."""
     if config.pp_split == "cost":
         parts.around(SCHEDULES, config.schedule, balanced, by=__name__)
 
 
 def balanced(plain: Callable[[Any], Schedule], config: Any) -> Schedule:
-    """Wrap an entry of SCHEDULES: the same schedule, with places whose layers are balanced by cost."""
+    """Wrap an entry of SCHEDULES: return its schedule, with the layers of the places balanced by cost."""
     schedule, m = plain(config), shape_of(PRESETS[config.model], config)
     return schedule._replace(places=lambda n, p, v: balance(m, schedule.places(n, p, v)))

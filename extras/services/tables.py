@@ -24,14 +24,14 @@ def human(n_bytes: float) -> str:
 
 
 class Ledger:
-    """Counts of calls and bytes since the last `take`."""
+    """Counts this rank's calls of common/comm.py, and the bytes that they send, since the last `take`."""
 
     def __init__(self):
         self.bytes: dict[str, Counter] = defaultdict(Counter)  # by dimension and operation
         self.calls: dict[str, Counter] = defaultdict(Counter)
 
     def book(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """Count one message; `comm.observer` may be this method."""
+        """Count one operation on `tensor`, of whose bytes this rank sends `share`. Can serve as `comm.observer`."""
         self.bytes[group.name][operation] += round(share * tensor.nbytes)
         self.calls[group.name][operation] += 1
 
@@ -63,8 +63,8 @@ def reduction_table(model: Decoder, mesh: Mesh) -> str:
     """A table of each parameter's full shape and, for each mesh dimension, Shard(d), Partial or Replicate.
 
     Shard(d): the parameter's dimension d is cut. Partial: its gradient is summed over these ranks. The pp column
-    tells how many stages have it. Other groups that shard or sum a parameter, such as ep, have columns, too. Layers
-    share a row, with a star for their number. A collective.
+    tells how many ranks of pp have it. Other groups that shard or sum a parameter, such as ep, have columns, too. The
+    layers share a row, in which a star stands for the layer's number. A collective.
     """
     rows, dims = {}, [*mesh.groups]
     for name, param in model.named_parameters():

@@ -41,7 +41,7 @@ class Pages:
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
 
     def highlight(self, module: str, source: str) -> list[str]:
-        """The lines of `source` in HTML. A name links to its definition; in its definition, it has an id."""
+        """The lines of `source` in HTML. Each name links to its definition; the name in the definition has an id."""
         lines, column = [""], 0
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
@@ -57,9 +57,9 @@ class Pages:
         return lines
 
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
-        """Render a docstring's Markdown. Names that its file knows become links, except `own`, a function's parameters.
+        """Render a docstring's Markdown. Names in backquotes that its file uses become links, except those in `own`.
 
-        Lines with columns are rendered as a figure.
+        `own`: the parameters of the function. Lines with columns are rendered as a figure.
         """
 
         def link(match: re.Match) -> str:
@@ -71,7 +71,7 @@ class Pages:
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
     def sections(self, module: str) -> list[dict]:
-        """A file's top-level statements after its docstring."""
+        """Make a section of each top-level statement of a file, except its docstring."""
         sections = []
         for before, node in pairwise(self.trees[module].body):
             imports = isinstance(node, ast.Import | ast.ImportFrom)
@@ -80,7 +80,7 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Split the lines after one statement, to the end of the next, by definition: docstring, and other code."""
+        """Split the lines after `before`, to the end of `node`, at each definition: into docstring and other code."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []

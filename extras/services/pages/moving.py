@@ -18,7 +18,7 @@ RANKS, MICRO_BATCHES = 4, 8
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
     """Simulate a schedule with p ranks and m micro-batches: (end, rank, start, action) of each action, sorted.
 
-    The layers are the same for all schedules, so half a rank's layers take half the time. Raises UserError.
+    A rank has equally many layers in all schedules. With two stages, an action takes half the time. Raises UserError.
     """
     config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
     places, lists = step06.plan(config, m)
@@ -48,7 +48,7 @@ def main():
             axes.set(xlim=(0, end), xticks=[], ylabel="rank")
             axes.axvline(now, color="#b45309", linewidth=1)
 
-    moments = [*range(2, end, 2), *[end] * 20]  # the last one stays
+    moments = [*range(2, end, 2), *[end] * 20]  # the last frame stays for a while
     FuncAnimation(figure, draw, moments, init_func=lambda: None).save(sys.argv[1], PillowWriter(fps=5))
 
 

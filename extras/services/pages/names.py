@@ -18,7 +18,7 @@ class Names:
     def __init__(self, root: Path, files: dict[str, Path]):
         self.modules = {path: module for module, path in files.items()}
         self.refs, self.homes, self.named = {}, {}, defaultdict(set)
-        jedi.inference.recursion.per_function_execution_limit = 100  # it would give up on `mesh["dp"]` after 6 of them
+        jedi.inference.recursion.per_function_execution_limit = 100  # with its default, 6, it gives up on `mesh["dp"]`
         project = jedi.Project(root, sys_path=[str(root)])
         scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
         names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]

@@ -4,7 +4,7 @@ A picture is dict(title, id, choices=[(name, values, value shown first)], frames
 `text` and is one of two:
 
     table    columns, states=[(text, {row: cells, one for each column or one for all})], and curve: see record.py
-    boxes    boxes, rows=names, width=columns, moments=the text of each. A box is (row, column, width, colour, label,
+    boxes    boxes, rows=names, width=columns, moments=their texts. A box is (row, column, width, colour, label,
              note, the moment from which on it is shown)
 """
 
@@ -22,14 +22,14 @@ from extras.services.seam import plugins
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture of `frames`, by "value/value" of the choices. `first`: choice -> the value that is shown first."""
+    """Make a picture. `frames`: "value/value" of the choices -> frame. `first`: choice -> the value shown first."""
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
     return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """Make a table that changes from state to state, of the ranks' recordings. The texts and the curve are rank 0's."""
+    """Make a frame that is a table, from the recordings of `ranks`. The texts and the curve are those of rank 0."""
     states = []
     for now in zip(*(rank["states"] for rank in ranks), strict=True):
         states.append((now[0][0], {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]}))
@@ -55,7 +55,7 @@ def schedule(name: str, p: int, m: int) -> dict:
 
 
 def ring(mode: str) -> dict:
-    """Show in which hop each pair of query and key is computed, by the mode's rule for the pairs of each rank."""
+    """Make a frame that shows in which hop each pair of query and key is computed under --cp-mode `mode`."""
     positions, attention = step05.CONTEXT[mode]
     visible = inspect.signature(attention).parameters["visible"].default
     own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
@@ -84,12 +84,12 @@ def ring(mode: str) -> dict:
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make the picture of each step, by its module. Step 4 has none: the table in its docstring says as much."""
+    """Make a picture for each step: module -> picture. Step 4 has none: the table in its docstring shows as much."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
     def of(name: str, columns: list[str], title: str, ranks: int = RANKS, **first: Any) -> dict:
-        """Make a picture of the recordings of this name of the first ranks."""
+        """Make a picture from the recordings called `name` of the first `ranks` ranks."""
         who = [recording[name] for recording in seen[:ranks]]
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first)
 

@@ -1,8 +1,8 @@
 """Records the numbers that the pictures show: four ranks run the course's own code on a small model.
 
 `recorded()` forks the ranks, which use gloo. A recording is a rank's part of a table that changes from state to state:
-dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}; perhaps none). A cell is a list of
-texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
+dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}); `curve` may be missing. A cell is a
+list of texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
 """
 
 import re
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # an optimizer's first step would import it on each rank
+import torch._dynamo  # before the fork: else an optimizer's first step imports it on each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -50,9 +50,9 @@ def brief(name: str) -> str:
 class Film:
     """Runs a step's `train` on the small model, and records `rows(film)` as a state after each event.
 
-    Events: a unit has its input, or the gradient of its output; a parameter's gradient is here; a collective starts; a
-    unit's weights are freed; a method of the sync or the optimizer has returned. `passed` lists events of units, (name,
-    direction), and of methods, by name; `here` has the parameters whose gradients have arrived.
+    Events: a unit starts its forward or its backward; a parameter's gradient is complete; a collective starts; a unit's
+    weights are freed; a method of the sync or the optimizer has returned. `passed` lists the events of units, as (name,
+    direction), and those of methods, by name. `here`: the parameters whose gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
@@ -95,7 +95,7 @@ class Film:
         self.tell(f"The gradient of {brief(name)} is here.")
 
     def follow(self, says: str, event: str | None, call: Callable, *args: Any):
-        """Wrap a method: note when it has returned."""
+        """Wrap a method: record the event that it has returned."""
         call(*args)
         self.tell(says, event)
 
@@ -110,7 +110,7 @@ class Film:
 
 
 def accumulation(dtype: str, recompute: str) -> dict:
-    """Chapter 1: a step of three micro-batches, and bytes by kind."""
+    """Chapter 1: record a step of three micro-batches, and the bytes in memory by kind."""
 
     def rows(film: Film) -> dict:
         def style(i: int, *event: str) -> str:
@@ -125,7 +125,7 @@ def accumulation(dtype: str, recompute: str) -> dict:
 
 
 def buckets() -> dict:
-    """Chapter 2: buckets fill and are sent during backward. Rank 0 also shows its gradients."""
+    """Chapter 2: record how buckets fill and are sent during backward. Rank 0 also shows its gradients."""
 
     def rows(film: Film) -> dict:
         sync, of = film.parts.sync, {}
@@ -144,7 +144,7 @@ def buckets() -> dict:
 
 
 def zero(stage: int) -> dict:
-    """Chapter 3: the second step of `--zero stage`; the first one makes the moments. A chip for each shard."""
+    """Chapter 3: record the second step of `--zero stage`, as the first creates the moments. A chip is a shard."""
 
     def shards(own: str, others: str) -> list:
         return [[[str(r), r, own if r == dist.get_rank() else others] for r in range(RANKS)]]
@@ -181,9 +181,9 @@ ROUTES = {
 
 
 def routing(mesh: Mesh, ep: int) -> dict:
-    """Chapter 7: a layer with 4 experts, which change nothing; 2 tokens a rank, 2 choices a token.
+    """Chapter 7: record a layer of 4 experts that return their input. A rank has 2 tokens, a token chooses 2 experts.
 
-    The first number of a row is its token's number, by which it is recognised after it has been sent.
+    The first element of a row is the number of its token, which identifies the row after it has been sent.
     """
     config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
     mesh.join("sequence", "dp")
@@ -192,10 +192,10 @@ def routing(mesh: Mesh, ep: int) -> dict:
     layer.router.weight.data.normal_(0.0, 0.3, generator=generator)[:, 0] = 0
     tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
     tokens[:, 0] = torch.arange(len(tokens))
-    rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # which experts
+    rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # our experts
 
     def show(name: str, of: Tensor, counts: Tensor, experts: range):
-        """A chip for each row, with its expert and its token."""
+        """Record a chip for each row, with its expert and its token; returns the rows as they are."""
         parts = zip(experts, of[:, 0].int().split(counts.tolist()), strict=True)
         rows[name] = [[f"e{expert}:t{token}", token // 2, ""] for expert, part in parts for token in part.tolist()]
         return of
@@ -229,7 +229,7 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
-        dist.destroy_process_group()  # after an error: no one waits for this rank
+        dist.destroy_process_group()  # also after an error: then no rank waits for this one
 
 
 def recorded() -> list[dict[str, dict[str, Any]]]:
