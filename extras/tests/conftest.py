@@ -11,24 +11,24 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-# The order in which files start; all others follow. Only one pool of ranks computes at a time (pool.py), so files that
+# The order in which files start; others follow. Only one pool of ranks computes at a time (pool.py), so files that
 # need ranks alternate with files that do not. Short files come last.
 ORDER = ["layouts", "cluster", "launch", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
 ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Use three workers if all tests are run: many tests use one core, or wait."""
+    """With -n auto: three workers if the whole folder is tested, as many tests use one core or wait; else none."""
     return 3 if Path(__file__).parent in map(Path.absolute, map(Path, config.args)) else 0
 
 
 def pytest_collection_modifyitems(items):
-    """Sort tests by `ORDER`. The course's own tests need another process, because techniques add to its menus."""
+    """Sort tests by `ORDER`. Raises UsageError for tests of the course: techniques would add to their menus."""
     if others := {item.path.parent.name for item in items if Path(__file__).parent not in item.path.parents}:
         raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-    gc.freeze()  # imported modules are not garbage, and scanning them takes a quarter of a dry run
+    gc.freeze()  # imported modules are not garbage, and scanning them takes a quarter of a dry run's time
     gc.set_threshold(100_000)
 
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def pools(pytestconfig):
-    """`pools(4)` is a pool of four ranks, `pools(4, kind)` another; all are killed at the end of the session."""
+    """`pools(4)` returns the pool of four ranks, `pools(4, kind)` a separate one; all are killed after the session."""
     from extras.tests.pool import Pool
 
     made, device = {}, pytestconfig.getoption("--device")
@@ -50,7 +50,7 @@ def pools(pytestconfig):
 
 @pytest.fixture(scope="session")
 def reference(pools):
-    """`reference(row)` returns the numbers of one process, computed once for each base."""
+    """`reference(row)` returns the numbers of one process with `row.base`, which trains only once for each base."""
     from extras.tests import equal
 
     made = {}

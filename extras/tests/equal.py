@@ -30,16 +30,16 @@ from tests.equal import SHAPE, close, distance, together
 SMALL = {name: size for name, size in SHAPE.items() if name != "tied"}
 FIELDS = list(ModelConfig.__dataclass_fields__)
 # Bounds are derived from dtype and operation, not from one processor. Kernels for different processors differ in the
-# order of additions, in fused multiply-adds and in exp, but all round results by half a unit in the last place at most.
-# Two runs of a few steps: a thousand times the rounding errors of sums of some thousand numbers, of the division by a
-# norm, and of Adam's division by a root. Every fault causes 1e-6 or more (in fp32, 1e-4).
-BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: one process with itself
-# One layer, operator or collective in fp64: 9,000 roundings, for sums of up to some hundred numbers.
+# order of additions, fused multiply-adds and exp, but all round sums and products by half a unit in the last place.
+# BOUND is for two runs of a few steps: a thousand times the rounding errors of sums of some thousand numbers, of the
+# division by a norm, and of Adam's division by a root. Every fault causes errors of 1e-6 or more (in fp32, 1e-4).
+BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: one process, compared with itself
+# FP64 is for one layer, operator or collective in fp64: 9,000 roundings, for sums of up to some hundred numbers.
 FP64 = 1e-12
 # The losses (nats) of two 16-bit runs that round in different places may differ by one bf16 rounding, 2^-8, of the
 # first loss, log(259) = 5.6. Sums and masters are fp32, so drift does not grow with the steps.
 DRIFT = 0.02
-# Two steps: the second shows whether the first update left the right state. The peak is given, so it is not measured.
+# Two steps: the second shows whether the first update left the right state. With `peak_tflops`, no peak is measured.
 BASE = equal.BASE | dict(steps=2, dataset="", peak_tflops=1.0)
 
 data.READERS[""] = functools.lru_cache(data.READERS[""])  # reading the default text takes longer than a tiny run
@@ -74,10 +74,10 @@ class Watch(Seeing, OpenRun):
 
 
 class Apart(Watch):
-    """Keeps no gradients: with --sync diloco each rank of dp has its own."""
+    """A `Watch` that keeps no gradients, because with --sync diloco each rank of dp has gradients of its own."""
 
     def require_finite(self, step: int, **numbers: float):
-        """As the plain run's."""
+        """Check the numbers as a plain run does, and keep no gradients."""
         OpenRun.require_finite(self, step, **numbers)
 
 
@@ -93,7 +93,7 @@ class Served(Seeing, ServedRun):
 def config_of(step_name: str, options: dict[str, Any]) -> Any:
     """Make a small model's Config with all flags. `options`: flags of the step, or fields of the model's shape."""
     PRESETS["test"] = ModelConfig(**SHAPE | {name: options[name] for name in FIELDS if name in options})
-    options = BASE | dict(device=equal.BASE["device"]) | options  # the pool of ranks has set it
+    options = BASE | dict(device=equal.BASE["device"]) | options  # set by the pool of ranks
     flags = {name: value for name, value in options.items() if name not in FIELDS}
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
@@ -110,7 +110,7 @@ def world() -> int:
 
 
 def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing:
-    """Train with `options` (see `config_of`); `patch` in them names changes in PATCHES of extras/tests/faults.py."""
+    """Train with `options` (see `config_of`), and return the run. Their entry `patch` names PATCHES of faults.py."""
     options = dict(out=tempfile.gettempdir(), patch="") | options
     patch, config = options.pop("patch"), config_of(step_name, options)
     check(config, world())
@@ -140,13 +140,13 @@ def record(step_name: str, options: dict[str, Any], kind: type = Watch) -> Simpl
 
 
 def difference(a: Any, b: Any) -> float:
-    """The norm-wise relative difference |a - b| / |b|. Unlike a cosine, it also notices a wrong scale."""
+    """Norm-wise relative difference |a - b| / |b|; inf if shapes differ. Unlike a cosine, it notices a wrong scale."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     return distance(a, b) if a.shape == b.shape else float("inf")
 
 
 def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int = 1):
-    """Raise AssertionError at the first number that differs, naming step and parameter. n: ranks."""
+    """Raise AssertionError at the first number that differs, naming step and parameter. n: number of ranks."""
     both = lambda mine, right: ((name, torch.from_numpy(mine[name]), torch.from_numpy(right[name])) for name in mine)  # noqa: E731
     for i, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         close(ours.losses[i], theirs.losses[i], f"step {i + 1}: the loss", n, bound)

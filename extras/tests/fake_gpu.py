@@ -1,10 +1,10 @@
 """Trains on simulated GPUs, so that the branches for CUDA and NCCL run on a CPU build of torch.
 
-Tensors have a device, a dtype and a shape, but no numbers; a process plays one rank (services/dry_run.py). A few lines
-of C++ (fake_cuda.cpp) add what such a build lacks for tensors on "cuda". Every step's `train` runs unchanged, for
+Tensors have a device, a dtype and a shape, but no numbers; one process plays one rank, as in services/dry_run.py. A few
+lines of C++ (fake_cuda.cpp) add what a CPU build lacks for tensors on "cuda". Every step's `train` runs unchanged, for
 example as rank 3 of 8 GPUs. `Watch` intercepts each operator and collective. It records where the host waits for the
-GPU, whether streams wait for what they read, and in which order collectives are launched. It cannot see kernels, time,
-or memory that is freed too early.
+GPU, whether streams wait for the data that they read, and in which order collectives are launched. It cannot see
+kernels, time, or memory that is freed too early.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16
 
 @cache
 def can_fake_cuda() -> bool:
-    """Build fake_cuda.cpp, and load it into this process. False: torch is a GPU build, or there is no g++."""
+    """Build fake_cuda.cpp, and load it into this process. Returns False for a GPU build of torch, or without g++."""
     if torch.version.cuda or torch.version.hip or not shutil.which("g++"):
         return False
     home = Path(torch.__file__).parent
@@ -56,7 +56,7 @@ def can_fake_cuda() -> bool:
 
 
 class Stream:
-    """A CUDA stream, the host, or NCCL. By stream, `done` counts the launches that our next launch follows."""
+    """A CUDA stream, the host, or NCCL's stream. done[s]: launches of stream s that come before our next one."""
 
     def __init__(self):
         self.done: Counter[Stream] = Counter()
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """Simulates a CUDA event: what a stream has launched when it is recorded, for which others wait."""
+    """Simulates a CUDA event: a stream (`wait`) or the host (`synchronize`) waits for all launches before `record`."""
 
     def __init__(self, watch: "Watch"):
         self.record = lambda: setattr(self, "done", watch.stream.done.copy())
@@ -76,7 +76,7 @@ class Event:
 
 
 class Call(NamedTuple):
-    """A collective or a message; all of its ranks launch an equal one."""
+    """A collective or a message. All ranks that take part in it launch an equal `Call`."""
 
     kind: str
     group: str  # name of the communicator
@@ -90,21 +90,21 @@ def tensors_of(*args: Any) -> list[Tensor]:
 
 
 def place() -> str:
-    """The innermost line of steps, common or variants that is being executed; in backward there may be none."""
+    """The innermost line of steps, common or variants that is running; "backward" if autograd runs without one."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
     return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "backward"
 
 
 class Watch(TorchDispatchMode):
-    """Intercepts each operator of a rank, and records what must not happen on a GPU."""
+    """Intercepts each operator of a rank; records waits of the host, reads that are too early, and communication."""
 
     def __init__(self):
         super().__init__()
-        self.found, self.rows = [], 0  # rows that go to experts: told by `route`
-        self.inside = False  # from the first forward of a step to the end of its sums
-        self.waits: Counter[str] = Counter()  # of the host for the GPU, while `inside`
-        self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
-        self.written: dict[int, Counter[Stream]] = {}  # by storage and stream: the last launch that writes
+        self.found, self.rows = [], 0  # numbers of rows for experts, set by `route`
+        self.inside = False  # from a step's first forward until its gradients are summed
+        self.waits: Counter[str] = Counter()  # of the host for the GPU while `inside`, by place
+        self.calls: list[list[Call]] = []  # by launch: one collective, or a batch of messages
+        self.written: dict[int, Counter[Stream]] = {}  # by storage, stream: number of its last writing launch
         self.early: set[str] = set()  # places that read data before they have waited for it
         self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
 
@@ -149,7 +149,7 @@ class Watch(TorchDispatchMode):
                 if writer is not self.host and reader.done[writer] < n:
                     self.early.add(f"{name} in {place()}")
         for tensor in made:
-            if not any(tensor is given for given in inputs):  # new, or at the address of one that has been freed
+            if not any(tensor is given for given in inputs):  # new, perhaps at the address of a freed one
                 self.written[address(tensor)] = Counter()
         for tensor in changed:
             self.written.setdefault(address(tensor), Counter())[reader] = reader.done[reader]
@@ -189,7 +189,7 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def finish(self, gradients: Callable) -> dict[str, Tensor]:
-        """Wrap the optimizer's `gradients`: the norm follows, for which the host must wait in any case."""
+        """Wraps `gradients`: later waits of the step are not recorded, as the host needs the norm, which follows."""
         self.watch.inside = False
         return gradients()
 
@@ -221,7 +221,7 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
     def empty(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
         return right(*args, **how)
 
-    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # `empty` is seen as an operator
+    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # no operator, unlike `empty`
         made = right(data, **how)
         return empty(made.shape, dtype=made.dtype)
 
@@ -250,7 +250,7 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
 def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamespace | None:
     """Train as one of `world` ranks with `options` (flags, or fields of the model's shape); returns what was recorded.
 
-    It needs a process of its own, since the shim cannot be unloaded. None if there is no shim.
+    It needs a process of its own, since fake_cuda.cpp cannot be unloaded. Returns None if `can_fake_cuda` is False.
     """
     if not can_fake_cuda():
         return None
@@ -265,9 +265,9 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamesp
 
 
 def stuck(queues: list[list[list[Call]]]) -> list[str]:
-    """Carry out each rank's launches in order, as if each blocked its rank; returns a line for each rank that hangs.
+    """Simulate each rank's launches in order, as if each blocked its rank; returns a line for each rank that hangs.
 
-    A call ends when it is in the next launch of all of its ranks; a launch ends when all of its calls have ended.
+    A call ends when all of its ranks have reached its launch; a launch ends with the last of its calls.
     """
     left = [deque(map(Counter, queue)) for queue in queues]
     while True:

@@ -1,6 +1,6 @@
 """Mistakes in techniques and services, each with the test that must notice it. tests/faults.py has those of the course.
 
-`injected` replaces a text in the source of a function or class, and compiles it again. It raises KeyError if the text
+`injected` replaces a text in the source of a function or class, and compiles the source. It raises KeyError if the text
 is not there. extras/tests/test_faults.py tries each mistake.
 """
 
@@ -27,10 +27,10 @@ class Fault(NamedTuple):
 
 
 def noticed_by(judge: Row | tuple, module: str, *faults: tuple[str, ...]) -> list[tuple[Row | tuple, Fault]]:
-    """Faults of a module that one judge notices; "/" stands for extras.variants.
+    """Pair faults of a module with the judge that must notice them; "/" stands for extras.variants.
 
-    A judge is a Row, which no longer equals one process; or (file, test, parameters), a test that fails; or
-    ("resumed", ranks, layout), a layout that resumes a checkpoint of one process and ends with other numbers.
+    A judge is a Row, whose run then differs from one process; or (file, test, parameters...), a test that then fails;
+    or ("resumed", ranks, layout), a run that resumes a checkpoint of one process and then ends with other numbers.
     """
     return [(judge, Fault(module.replace("/", "extras.variants."), *fault)) for fault in faults]
 
@@ -120,7 +120,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("attach", "CHOICE", "[]", "recomputation chooses again")),
 ]
 
-PATCHES = {  # not mistakes: both sides of a comparison have them (`patch` of extras/tests/rows.py)
+PATCHES = {  # changes that both runs of a comparison have, so not mistakes (`patch` in rows.py, test_pairs.py)
     "frozen": Fault("common.layout", "materialize", "param.requires_grad)",
         'param.requires_grad and not name.endswith(("1.mlp.up_proj.weight", "0.input_layernorm.weight")))',
         "a matrix and a norm do not train"),
@@ -137,7 +137,7 @@ PATCHES = {  # not mistakes: both sides of a comparison have them (`patch` of ex
 
 
 def functions_of(thing: Any) -> dict[str, FunctionType]:
-    """By name, a function or all methods of a class. Static and decorated ones are unwrapped."""
+    """All methods of a class by name, or a function under the name "". Static and decorated ones are unwrapped."""
     members = vars(thing).items() if inspect.isclass(thing) else [("", thing)]
     plain = {name: inspect.unwrap(getattr(member, "__func__", member)) for name, member in members}
     return {name: member for name, member in plain.items() if isinstance(member, FunctionType)}
@@ -145,9 +145,9 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 
 @contextmanager
 def injected(fault: str | Fault) -> Iterator[None]:
-    """Inside this context, the program has a mistake, or the patch of this name ("": none).
+    """Inside this context, the program has this mistake, or the patch of this name; "" changes nothing.
 
-    Only the code objects of functions are replaced, so menus, importers and `super()` also run the mistake.
+    Only the code objects of functions are replaced, so the mistake also runs through menus, imports and `super()`.
     """
     if not fault:
         yield
@@ -170,6 +170,6 @@ def injected(fault: str | Fault) -> Iterator[None]:
 
 
 def with_fault(fault: str | Fault, function: Callable, *args: Any) -> Any:
-    """Runs on every rank: call a function, with a mistake in the program or without."""
+    """Runs on every rank: call a function, with this mistake in the program ("": none)."""
     with injected(fault):
         return function(*args)

@@ -1,4 +1,4 @@
-"""Pairwise tests of flags: the values of all flags, which of them go together, and few runs that cover all pairs.
+"""Pairwise tests of flags: the values of all flags, which of them go together, and a few runs that cover all pairs.
 
 A technique declares its values and its refusals in its own file (extras/variants/record.py). This file has the values
 of the flags of steps and services, and decides whether a combination can be compared on four ranks.
@@ -18,11 +18,11 @@ STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step
 STEPS += ["step07_moe_ep"]
 Options = dict[str, Any]
 
-# Values of the flags of steps and services. The first stands for no flag. `table` adds the others of a menu or switch.
-# COMPUTED flags change the numbers, so one process gets them, too; HOW flags do not; LOOKS flags only observe a run.
+# Values of the flags of steps and services; the first: without the flag. `table` adds the values of menus and switches.
+# COMPUTED flags change the numbers, so the reference run has them, too; HOW flags do not; LOOKS flags only observe.
 COMPUTED = dict(steps=(2, 3), global_batch_size=(4, 8), micro_batch_size=(1, 2), seed=(0, 1), optimizer=("adamw",))
 COMPUTED |= dict(lr=(0.05, 0.02), warmup_steps=(2, 0), weight_decay=(0.1, 0.0), grad_clip=(0.5, 0.0))
-COMPUTED |= dict(dataset=("", "uneven"))  # many targets do not count: tests/equal.py
+COMPUTED |= dict(dataset=("", "uneven"))  # `uneven` ignores many targets: tests/equal.py
 COMPUTED |= dict(dim=(32, 48), n_layers=(4, 5), n_heads=(4, 8), n_kv_heads=(2, 4, 1), ffn_dim=(48, 40))
 COMPUTED |= dict(vocab_size=(259, 261), seq_len=(16, 24), rope_theta=(1e4, 1e2), rope_scaling=(1.0, 8.0))
 COMPUTED |= dict(norm_eps=(1e-5, 0.1), tied=(False, True), experts=(4, 8), experts_per_token=(2, 1))
@@ -32,13 +32,13 @@ HOW = dict(dtype=("fp64",), zero=(0,), bucket_mb=(1.0, 0.01), tp=(1, 2), cp=(1, 
 HOW |= dict(chunks=(2, 1), pp_split=("even",))
 LOOKS = dict(eval_every=(0, 1), eval_sequences=(64, 5), save_every=(0, 1), save_async=(False, True))
 LOOKS |= dict(profile_memory=(0, 1))
-BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # other flags that it needs
+BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # other flags it needs
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
-# Flags that are not combined: they end a run early, need other hardware, or set other flags -> the file of a test.
+# Not combined, because they end a run early, need other hardware, or set other flags: flag -> the file that tests it.
 APART = dict(model="experts", device="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
-# The gradients of experts that no token visits are only rounding errors, and Adafactor divides them by themselves.
+# With both, a router's gradients for unvisited experts can be rounding errors, which Adafactor divides by themselves.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
 
@@ -97,9 +97,9 @@ def broken(step: str, run: Options) -> Rule | None:
 
 
 def complete(step: str, given: Options) -> Options:
-    """Complete the given flags to all flags of a step, with those that they need and those that show their effect.
+    """Complete the given flags to all flags of a step, including those that they need or that show their effect.
 
-    While the run breaks a rule, one of the rule's flags that is not given takes its next value that the rule allows.
+    While the run breaks a rule, set one of the rule's flags that is not given to its next value that the rule allows.
     """
     flags, run, seen = table(step)[0], plain(step), set()
     new = {name: value for name, value in given.items() if name in flags}
@@ -107,7 +107,7 @@ def complete(step: str, given: Options) -> Options:
         beside = [flags[name].beside.items() for name, value in new.items() if value != flags[name].values[0]]
         run |= {name: value for name, value in chain(*beside) if name in flags and name not in given} | new
         new = {}
-        for name, refused in reversed((broken(step, run) or {}).items()):  # what a flag needs comes after it
+        for name, refused in reversed((broken(step, run) or {}).items()):  # the needed flag comes last
             others = [v for v in flags[name].values if v not in refused and name not in given and (name, v) not in seen]
             if others:
                 seen.add((name, others[0]))
@@ -126,7 +126,7 @@ def ranks_of(run: Options) -> int:
 
 def comparable(run: Options) -> bool:
     """Whether a run fits on four ranks, with whole micro-batches, and can be compared with one process."""
-    if run.get("sync") == "diloco":  # between meetings ranks have weights of their own
+    if run.get("sync") == "diloco":  # between its meetings, ranks of dp have different weights
         return False
     ranks, pp, cp = ranks_of(run), run.get("pp", 1), run.get("cp", 1)
     data = ranks // pp // run.get("tp", 1)
@@ -142,7 +142,7 @@ def trains(step: str, run: Options) -> bool:
 
 
 def join(step: str, chosen: Options, more: Options) -> Options | None:
-    """Add `more` flags, and those that they need. None if they contradict `chosen`, or are refused."""
+    """Add `more` flags and those that they need; None if they contradict `chosen`, or if `trains` is False."""
     if any(chosen.get(name, value) != value for name, value in more.items()):
         return None
     run, without = complete(step, chosen | more), plain(step)
@@ -152,7 +152,7 @@ def join(step: str, chosen: Options, more: Options) -> Options | None:
 
 
 def covering(step: str, wanted: Iterable[Options]) -> list[Options]:
-    """A few runs that cover all `wanted` combinations of flags: each run takes all that still fit."""
+    """A few runs that cover all `wanted` combinations of flags: each run includes every one that still fits."""
     runs, left = [], list(wanted)
     while left:
         chosen = join(step, {}, left[0])
@@ -187,8 +187,8 @@ def chosen_runs(kind: str, step: str) -> list[Options]:
     """Runs that cover "any two flags" and each value (the default), or "any two values" (the sweep).
 
     The default leaves out --compile, whose runs take seconds, and pairs of --schedule with --sync or --cp-mode: nearly
-    two hundred of them would each need a run. Flags that only observe need a run with all services, so they have runs
-    of their own.
+    two hundred such pairs would each need a run. Flags that only observe (LOOKS) need a run with all services, so they
+    have runs of their own.
     """
     without, pairs = plain(step), [pair for pair in pairs_of(step) if trains(step, complete(step, pair))]
     random.Random(0).shuffle(pairs)

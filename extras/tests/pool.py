@@ -1,4 +1,4 @@
-"""Starts launch lines, and extends the course's pools of ranks (tests/pool.py): their server also imports extras."""
+"""Starts command lines, and extends the course's pools of ranks (tests/pool.py): their server also imports extras."""
 
 import fcntl
 import os

@@ -9,12 +9,12 @@ Row(ranks, step, layout, base)     `layout`: flags of the tested run alone; `bas
 
 from typing import Any, NamedTuple
 
-EQUALS = ("equals",)  # BEHAVIOURS of extras/tests/test_layouts.py
+EQUALS = ("equals",)  # names in BEHAVIOURS of test_layouts.py
 ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
 STAYS_NEAR, EVALUATES = (("equals", other) for other in ("stays_near", "evaluates"))
 MEETS = dict(sync="diloco", inner_steps=1, outer_lr=1.0, outer_momentum=0.0)
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
-FROZEN = dict(patch="frozen")  # extras/tests/faults.py
+FROZEN = dict(patch="frozen")  # see PATCHES in faults.py
 SGD, TIED = dict(optimizer="sgd", lr=0.5), dict(tied=True)
 UNCLIPPED = SGD | dict(grad_clip=0.0)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
@@ -33,25 +33,25 @@ DROP = dict(dropout=0.2)
 
 
 class Row(NamedTuple):
-    """A layout, what it shares with its reference, and what it must do."""
+    """A layout, the flags that it shares with its reference, and the behaviours that are tested."""
 
     ranks: int
     step: str
     layout: dict[str, Any] = {}  # noqa: RUF012
     base: dict[str, Any] = {}  # noqa: RUF012
-    bound: float = 0.0  # relative, of a lossy technique; 0: what the dtype allows
+    bound: float = 0.0  # relative error allowed to a lossy technique; 0: the bound of the dtype
     does: tuple[str, ...] = EQUALS
 
 
 def sized(row: Row) -> Row:
-    """Give a row two layers and three micro-batches a rank; in a pipeline three layers, two micro-batches a stage."""
+    """Set sizes that `base` lacks: 2 layers, 3 micro-batches a rank; with pp 3 layers, 2 micro-batches a stage."""
     pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
     batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
     return row._replace(base=dict(global_batch_size=batch, n_layers=2 + (pp > 1)) | row.base)
 
 
 ROWS = [
-    # each step in a layout with the flags of all earlier steps, with every behaviour; others: tests/test_step02.py ...
+    # all behaviours, for layouts of steps 2 to 7, mostly with flags of earlier steps; others: tests/test_step02.py ...
     Row(2, "step02_ddp", dict(bucket_mb=0.01), does=ALL),
     Row(2, "step03_zero", dict(zero=3), TIED, does=ALL),
     Row(4, "step04_tp_sp", dict(tp=2, zero=1), does=ALL),
@@ -73,7 +73,7 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), TIED, does=EVALUATES),
     # variants of gradient sums
     Row(3, "step02_ddp", dict(sync="tree"), SGD),
-    # ranks of dp that meet after each step
+    # DiLoCo: ranks of dp that meet after each step
     Row(3, "step02_ddp", MEETS, TIED | UNCLIPPED, does=("meets",)),
     Row(2, "step02_ddp", dict(sync="diloco", inner_steps=1), does=("goes_on",)),
     Row(4, "step04_tp_sp", MEETS | dict(tp=2), UNCLIPPED, does=("meets",)),
@@ -88,7 +88,7 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
-    Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads
+    Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads for four ranks
     # variants of context parallelism
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", sp=False), dict(seq_len=14)),  # 7 tokens on a rank of cp
@@ -96,7 +96,7 @@ ROWS = [
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
-    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), dict(window=5) | TIED),  # a halo is all that a rank has
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), dict(window=5) | TIED),  # the halo: all 4 tokens of a rank
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), MASK | SGD | dict(seq_len=18)),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), MASK, does=EVALUATES),
     # variants of pipelines

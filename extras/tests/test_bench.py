@@ -1,4 +1,4 @@
-"""The rows of the measurements are legal command lines, and a ratio compares neighbours."""
+"""Benchmarks: each row is a legal command line, and a ratio divides step times of the same round."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run equals an uninterrupted one, in any two layouts; death or damage leaves a valid one."""
+"""Checkpoints: a run resumed in any layout equals an uninterrupted one; death or damage leaves a valid checkpoint."""
 
 import importlib
 import os
@@ -32,7 +32,7 @@ from extras.tests.rows import EXPERTS, TIED
 
 STEPS = dict(steps=4, save_every=2, eval_every=0, global_batch_size=6)
 ALONE = (1, {})
-LAYOUTS = [  # the flags that all have, and (ranks, flags); a default test saves under one and resumes under the next
+LAYOUTS = [  # in each row, the flags of all its runs, then its layouts (ranks, flags): see `cases`
     (TIED, ALONE, (3, dict(zero=3)), (4, dict(tp=2, zero=3)), (3, dict(pp=3)), (4, dict(pp=2, zero=2)), ALONE),
     (TIED, (4, dict(pp=2, tp=2)), (4, dict(cp=2, tp=2, zero=1)), (3, dict(zero=0)), (3, dict(zero=2))),
     (EXPERTS, (4, dict(ep=2, tp=2, zero=1)), (4, dict(pp=2, ep=2, zero=3)), (4, dict(ep=4, cp=2, zero=0)), ALONE),
@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """Pairs of layouts, to save and to resume: by default neighbours in LAYOUTS, in the sweep all pairs of a list."""
+    """Pairs of layouts to save and resume: by default the 1st and 2nd, 3rd and 4th ... of a row; in the sweep all."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
@@ -118,7 +118,7 @@ def cases() -> list:
 
 @pytest.mark.parametrize("base, saved, resumed", cases())
 def test_saved_under_one_layout_resumed_under_another(continues, base, saved, resumed):
-    """The run equals that of one process that never stopped."""
+    """A run that changes its layout when it is resumed equals a run of one process that never stopped."""
     continues(base, saved, resumed)
 
 
@@ -133,7 +133,7 @@ def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[di
 
 @pytest.mark.parametrize("step, layout", [("step06_pipeline", dict(pp=2, tp=2, zero=3)), ("step02_ddp", {})])
 def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, layout):
-    """Two ranks resume what four plain ranks have saved, and `hub` exports it. Its first reader writes an index."""
+    """Two ranks resume a checkpoint that four saved without services; `hub` exports another. Reading adds an index."""
     out, resumed = f"{tmp_path}/first", f"{tmp_path}/first/checkpoints/step-00000002"
     options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
@@ -143,7 +143,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
 
 
 def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
-    """With the same flags, a plain run resumes it, and computes the same bits."""
+    """With the same flags, a run without services resumes a checkpoint of services; its losses have the same bits."""
     options = dict(tp=2, zero=2, out=f"{tmp_path}/first")
     history = pools(4).run(train_on_rank, "step04_tp_sp", options)[0]
     more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")
@@ -152,7 +152,7 @@ def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
 
 
 def test_debts_of_another_layout_are_left_out(pools, tmp_path):
-    """Three ranks resume without the residuals of two ranks' compressed sums, and later save their own."""
+    """With another number of ranks, residuals of compressed sums are not restored; the run later saves its own."""
     base = dict(compress="topk", zero=2)
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "two")
     train(pools, base, (3, {}), out=tmp_path / "three", resume=tmp_path / "two")
@@ -190,7 +190,7 @@ def test_a_run_directory_has_one_run(pools, tmp_path):
 
 @pytest.mark.parametrize("kind, wrong", [(Run, dict(dataset="x.py")), (ServedRun, dict(resume="x"))])
 def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wrong):
-    """No file is moved or opened before data, layout and checkpoint are known to be sound."""
+    """No file of the earlier run is moved or opened before data, layout and checkpoint are known to be valid."""
     options = STEPS | dict(out=str(tmp_path / "run"), steps=1)
     train_on_rank("step01_single_gpu", options)
     there = {path: path.read_bytes() for path in tmp_path.glob("run/*.json*")}
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """It prints whether there is a checkpoint, and which flags differ. It keeps all metrics except a torn line."""
+    """A resumed run prints whether there is a checkpoint, and which flags differ; all metrics stay but a torn row."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """An interrupted run saves the scale and the good steps of fp16 that an unbroken one has."""
+    """A run with fp16 that was interrupted saves the same loss scale and count of good steps as an unbroken one."""
     options = dict(dtype="fp16", out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)
@@ -231,7 +231,7 @@ def save(out: Path, step: int):
 
 
 class Death(BaseException):
-    """Simulates that the process dies: nothing after this runs."""
+    """Simulates that the process dies. No `except Exception` catches it, because it is a BaseException."""
 
 
 @pytest.fixture(scope="session")
@@ -245,7 +245,7 @@ def life():
             if life.left == 0:
                 raise Death
 
-    sys.addaudithook(hook)  # for ever: Python has no way to remove one
+    sys.addaudithook(hook)  # for ever: Python cannot remove a hook
     return life
 
 
@@ -272,7 +272,7 @@ def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, life):
 
 
 def test_any_flipped_byte_is_noticed(tmp_path, capsys):
-    """If a byte of any file flips, the previous checkpoint is taken. Without a previous one, the error is one line."""
+    """If a byte of any file flips, the previous checkpoint is used. Without a previous one, the error is one line."""
     save(tmp_path, 1), save(tmp_path, 2)
     last = newest(tmp_path)
     for path in list(last.iterdir()):
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_run_in_one_line(pools, tmp_path, how):
 
 
 def test_a_whole_tensor_is_cut_and_assembled():
-    """Rows are sharded over four ranks and again over two, with padding; each part is in two slices, as ZeRO's."""
+    """Rows are sharded over four ranks and again over two, with padding; each shard has two slices, as under ZeRO."""
     whole, pieces = torch.arange(21).view(7, 3), []
     for i, j, (first, n) in product(range(4), range(2), ((0, 1), (1, 2))):
         shards = Shard(0, "tp", 2 * i, 2 * i + 2, 7), Shard(0, "ep", j, j + 1, 2)

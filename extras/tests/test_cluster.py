@@ -35,7 +35,7 @@ class Job:
         return [(row["loss"], row["grad_norm"]) for row in read_metrics(self.out)]
 
     def begin(self):
-        """Wait for the first step."""
+        """Wait until the first step is recorded."""
         while not self.numbers():
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.02)
@@ -43,7 +43,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts a cluster, and ends it. Skips the test if this machine does not allow a cluster."""
+    """`job(steps)` starts a `Job`, which the end of the test kills. Skips the test if no cluster is allowed here."""
     words = ["-m", "extras.services.cluster", "--nodes", "1", "--", "--help"]
     if cluster.NO_RIGHTS in (said := launch(0, words, tmp_path / "help.log")[1]):
         pytest.skip(said)
@@ -55,7 +55,7 @@ def job(tmp_path):
 
 
 def test_two_nodes_train_as_one_process(job, pools):
-    """Losses and gradient norms are equal."""
+    """Losses and gradient norms of a pipeline over two nodes equal those of one process."""
     run = job(4)
     (one,) = pools(1).run(equal.record, "step07_moe_ep", run.flags)
     assert run.process.wait(400) == 0, run.log.read_text()
@@ -64,7 +64,7 @@ def test_two_nodes_train_as_one_process(job, pools):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left(job, number):
-    """After either signal, the processes of all nodes end. Their network is never visible outside."""
+    """After either signal, the processes of all nodes end. The nodes' network is never visible on the host."""
     run = job(10**6)
     alive = lambda: subprocess.run(["pgrep", "-f", str(run.out)], capture_output=True).stdout.split()  # noqa: E731
     run.begin()
@@ -75,7 +75,7 @@ def test_nothing_is_left(job, number):
     while alive():
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert any(run.out.glob("**/step-*")) == (number == signal.SIGTERM)  # it has saved a checkpoint
+    assert any(run.out.glob("**/step-*")) == (number == signal.SIGTERM)  # only SIGTERM lets it save
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_nothing_is_left(job, number):
     ],
 )
 def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
-    """The line comes before anything is created, also if the kernel refuses namespaces."""
+    """Wrong flags, or a kernel that refuses namespaces, give an error of one line before anything is created."""
     monkeypatch.setattr(cluster, "ENTER", "false")
     assert cluster.main(words) == 2
     error = capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
 
 
 def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path):
-    """gloo adds less than 4 % to the messages of such a small model, so nothing is sent twice."""
+    """The kernel counts less than 4 % more bytes than the law: gloo adds some, and nothing is sent twice."""
     _, said = launch(0, ["-m", "extras.tests.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
     assert 0.15 < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine

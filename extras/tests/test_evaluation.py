@@ -27,7 +27,7 @@ OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save
 
 
 def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
-    """Validation computes logits chunk by chunk, as a training step does; generation, those of one token at a time."""
+    """Validation computes logits chunk by chunk, as a training step does; generation computes one token's at a time."""
     monkeypatch.setattr(evaluation.generate, "__defaults__", (3, 0))
     out, none = str(tmp_path / "run"), str(tmp_path / "none")
     for options, tokens in (dict(out=out, loss_chunk=5), 5), (dict(out=none, resume=out, generate="x"), 1):
@@ -37,7 +37,7 @@ def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
 
 
 def their_loss(model: torch.nn.Module, run: str) -> torch.Tensor:
-    """The mean loss, by transformers, of `model` over eight held-out sequences of the default text."""
+    """The mean loss of `model`, computed by transformers, over eight held-out sequences of the default text."""
     data = evaluation.Data("", ModelConfig(**find(run, Path(run)).index["model"]), 24, 0)
     tokens, targets = evaluation.held_out(data, 8, 1)
     with torch.no_grad():
@@ -55,7 +55,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("kind, more", PUBLISHED)
 def test_published_models_there_and_back(tmp_path, kind, more, monkeypatch):
-    """A run with the flags that `import` prints has transformers' loss. Exported again, no bit differs."""
+    """An imported model has transformers' loss with the flags that `import` prints; its export has the same bits."""
     transformers = pytest.importorskip("transformers")
     theirs, run, back, out = (str(tmp_path / name) for name in ("hf", "run", "back", "out"))
     sizes = {hub.SIZES[name]: value for name, value in SMALL.items()} | dict(initializer_range=0.5) | more
@@ -80,7 +80,7 @@ def test_published_models_there_and_back(tmp_path, kind, more, monkeypatch):
 
 
 def test_the_index_says_which_files_count(tmp_path):
-    """Other files are not read. A tensor that is missing, torn or of another shape gives one line."""
+    """Files not in the index are not read. A torn file, or a missing or misshapen tensor, gives a one-line error."""
     m, source, out = hub.Shape(8, 1, 1, 1, 8, 9, 4), str(tmp_path), str(tmp_path / "out")
     (tmp_path / "config.json").write_text(json.dumps(hub.config_of(m, "float32")))
     new, old = ({k: torch.full(shape, x) for k, shape in hub.shapes_of(m).items()} for x in (1.0, 2.0))
@@ -101,7 +101,7 @@ def test_the_index_says_which_files_count(tmp_path):
 
 
 def test_what_cannot_be_converted_is_one_line():
-    """Another architecture, another RoPE scaling, or a size that this decoder does not have gives one line."""
+    """Another architecture, another RoPE scaling, or a size that this decoder does not have gives a one-line error."""
     m = hub.Shape(32, 3, 4, 2, 48, 259, 16, experts_per_token=0)
     good = hub.config_of(m, "float32")
     assert hub.model_of(good) == m

@@ -1,4 +1,4 @@
-"""Each mistake of faults.py is noticed: by another number, or by a test that fails."""
+"""Each mistake of faults.py is noticed: a number differs from one process's, or a test fails."""
 
 import importlib
 import inspect
@@ -38,7 +38,7 @@ def ask(pools, reference, continues, tmp_path):
 
 @pytest.mark.parametrize("judge, fault", FAULTS, ids=NAMES)
 def test_a_fault_is_noticed(ask, judge, fault: Fault):
-    """The judge finds a wrong number. Another error, or a hang, does not count."""
+    """The judge of the fault must raise AssertionError. Another error, or a hang, does not count."""
     with pytest.raises(AssertionError) as noticed:
         ask(judge, fault)
     assert noticed.type is not RankError or "AssertionError" in str(noticed.value), f"{fault.meaning}: {noticed.value}"

@@ -1,7 +1,7 @@
 """The paths for CUDA and NCCL must not make the host wait, read data too early, or launch collectives that deadlock.
 
 Both tests train on simulated GPUs (extras/tests/fake_gpu.py), in a process that loads a shim in C++. faults.py has
-mistakes that each must notice.
+mistakes that each of them must notice.
 """
 
 from types import SimpleNamespace
@@ -22,9 +22,9 @@ CASES = {  # step, flags, ranks, and how often the host waits in forward and bac
     "ring, flash": ("step05_cp_ring", dict(cp=2, tp=2, cp_kernel="flash"), 8, 0),
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, 0),
     "activations": ("step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), 8, 0),
-    "experts": ("step07_moe_ep", MOE | dict(zero=3), 8, 12),  # once for 3 layers, 2 micro-batches, 2 steps
-    "capacity": ("step07_moe_ep", MOE | dict(capacity_factor=1.0), 8, 24),  # also to leave out what is over it
-    "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # to ranks, then to experts
+    "experts": ("step07_moe_ep", MOE | dict(zero=3), 8, 12),  # one for each of 3 layers x 2 micro-batches x 2 steps
+    "capacity": ("step07_moe_ep", MOE | dict(capacity_factor=1.0), 8, 24),  # a second one, to drop choices
+    "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # for counts by rank, then by expert
     "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, 36),
     "chunks": ("step07_moe_ep", MOE | dict(ep_overlap=2), 8, 12),
 }
@@ -40,7 +40,7 @@ def seen(pools, step: str, options: dict, *how: Any) -> SimpleNamespace:
 def test_the_host_runs_ahead_and_nothing_is_read_early(pools, name):
     """In forward and backward the host waits only for the experts' counts; streams and NCCL wait for what they read.
 
-    Activations do not share a communicator with ZeRO's all-gathers: a layer would wait for the next layer's weights.
+    Activations do not share a communicator with ZeRO's all-gathers: else a layer would wait for the next one's weights.
     """
     step, options, world, waits = CASES[name]
     found = seen(pools, step, options, 0, world)
@@ -52,6 +52,6 @@ def test_the_host_runs_ahead_and_nothing_is_read_early(pools, name):
 
 
 def test_all_ranks_launch_in_an_order_that_ends(pools):
-    """No rank would hang even if each call blocked its rank."""
+    """Even if each collective or message blocked its rank until all its ranks had launched it, no rank would hang."""
     options = dict(pp=2, tp=2, steps=1, n_layers=2, global_batch_size=2)
     assert not stuck([seen(pools, "step06_pipeline", options, rank, 4).calls for rank in range(4)])

@@ -13,7 +13,7 @@ from extras.variants.__main__ import table
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"} | sys.stdlib_module_names
-MAY = {  # room -> the rooms that it may import, beside itself
+MAY = {  # room (`room_of`) -> the other rooms that it may import
     "step": {"common"},
     "common": set(),
     "variants": {"step", "common"},
@@ -24,7 +24,7 @@ MAY = {  # room -> the rooms that it may import, beside itself
     "extras": {"step", "common", "services"},  # its __main__
     "proof": {"step", "common"},  # tests/ at the root
 }
-# The planner's command loads the techniques, for their schedules, models and refusals.
+# The planner (extras.theory.plan) may also import these: it needs techniques' schedules, models and refusals.
 DOORS = {"step07_moe_ep", "extras.services.seam", "extras.variants.step07.expert_presets"}
 
 
@@ -106,7 +106,7 @@ def test_python_is_limited(rooms, most):
 
 @pytest.mark.parametrize("module", [name for name in FILES if name.startswith("extras.variants.step0")])
 def test_a_technique_is_one_small_file(module):
-    """At most 165 lines."""
+    """A technique's file has at most 165 lines."""
     assert len(lines_of(module)) <= 165
 
 
@@ -117,7 +117,7 @@ def test_the_table_of_techniques_is_what_their_files_say():
 
 @pytest.mark.parametrize("page", [p for at in ("*.md", "tests/*.md", "extras/**/*.md") for p in sorted(ROOT.glob(at))])
 def test_links_of_a_page_lead_somewhere(page):
-    """Each link leads to a file or folder of the repository, and to a heading in it. The front pages are short."""
+    """Each link leads to a file or folder, and to a heading if it names one. README.md and RESULTS.md are short."""
     most = {"README.md": 120, "RESULTS.md": 250}.get(str(page.relative_to(ROOT)), 999)
     assert len(page.read_text().splitlines()) <= most
     for target, anchor in re.findall(r"(?<!\w)\[[^]]*\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):

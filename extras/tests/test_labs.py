@@ -1,4 +1,4 @@
-"""The labs: a folder reveals no solution, correct solutions earn all points in any style, wrong ones lose points."""
+"""The labs: a folder reveals no solution, correct solutions earn all points, and wrong ones lose points."""
 
 import ast
 import csv
@@ -33,11 +33,11 @@ def test_a_lab_is_complete(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_starter_gives_nothing_away(tmp_path, lab):
-    """Signatures and docstrings stay. No line of a removed body is anywhere in the folder."""
+    """The folder keeps signatures and docstrings, but no removed line except short ones and those of earlier steps."""
     start(lab, tmp_path / "lab", "ada")
     assert opened(tmp_path / "lab") == (lab, "ada", hollow(lab))
     shown = {line.strip() for path in (tmp_path / "lab").rglob("*.*") for line in path.read_text().splitlines()}
-    steps = [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]  # they are given
+    steps = [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]  # the student has these
     earlier = {line.strip() for path in steps for line in path.read_text().splitlines()}
     for file, names in holes(lab).items():
         texts = ours(lab)[file], hollow(lab)[file]
@@ -51,7 +51,7 @@ def test_a_starter_gives_nothing_away(tmp_path, lab):
 
 
 def test_mistakes_are_a_line(tmp_path):
-    """A folder that exists, an unknown lab or task, or a folder of no lab gives one line."""
+    """An existing folder for `start`, an unknown lab, or a folder without a lab gives an error of one line."""
     folder = tmp_path / "lab"
     assert "open LAB.md" in command("start", 4, folder)
     for words in ("start", 4, folder), ("start", 9, tmp_path / "x"), ("check", tmp_path):
@@ -60,7 +60,7 @@ def test_mistakes_are_a_line(tmp_path):
 
 
 def test_grading_folders(tmp_path):
-    """Correct, wrong, unchanged, no Python, no folder of a lab. A folder's own tests/ and common/ are ignored."""
+    """Grade correct, wrong, unchanged, broken and missing folders. A folder's own tests/ and common/ are ignored."""
     names, step = ["right", "wrong", "starter", "error", "none"], step_of(2)
     for name in names[:4]:
         start(2, tmp_path / name, f"={name}")
