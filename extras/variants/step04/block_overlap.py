@@ -1,15 +1,15 @@
 """Hides collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
 
-In step 4 the backward of a block ends with dW of q, k, v, then dx, then the reduce-scatter of dx, for which all ranks
-wait. But dW does not need it. So here one function computes f and the matrices after it, and overlaps the two:
+In step 4 the backward of a block ends with dW and dx, the gradients of its first matrices and of their input, and then
+the reduce-scatter of dx, during which all ranks wait. But dW does not depend on that sum. So here one autograd function
+computes f (the block's all-gather) and these matrices, and its backward computes dW during the reduce-scatter:
 
     dx ->  reduce-scatter ------------.
            dW of q, k, v (or gate, up) '-> the next block's backward
 
-f has gathered s tokens from s/n, and autograd would keep all s for dW. Here a block keeps its s/n, and gathers again in
-backward while dx is computed: two more all-gathers a layer and micro-batch, for 1/n of the memory.
-
-In step 4, f would compute q_proj, k_proj and v_proj, too, as `enter` does below. Experts stay as they are.
+On n ranks, f gathers s tokens from s/n, and autograd would keep all s for dW. Here a block keeps only its s/n tokens,
+and gathers again in backward while dx is computed: two more all-gathers a layer and micro-batch, for 1/n of the memory.
+In step 4, f would also compute the matrices after it, as `enter` does below. Experts have no f, and stay as they are.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class EnterLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple:
-        """Multiplies: x [batch, seq/n, dim], weights [out/n, dim] -> one output each, [batch, seq, out/n]."""
+        """Gathers x [batch, seq/n, dim]; multiplies it by each weight [out/n, dim] -> outputs [batch, seq, out/n]."""
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         full = gather_tokens(x, group)
@@ -64,7 +64,7 @@ def enter(linears: list[nn.Linear], boxes: list[list], group: Group, x: Tensor) 
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """Replaces the forward of a first matrix: return its output, and empty the box, so that it can be freed."""
+    """Replaces the forward of a first matrix: take its output out of the box, which would keep it in memory."""
     return box.pop()
 
 

@@ -1,21 +1,21 @@
 """Sends activations in fewer bits, which is lossy (`--compress-activations bf16` or `int8`).
 
-Blocks and stages round the messages that they send one another, in forward and in backward:
+The messages of blocks and of pipeline stages are rounded, in forward and in backward:
 
     steps 4-7   over tp: f and g of attention and MLP, with their gradients
-    steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
+    steps 6-7   over pp: x forward, dx backward (also between two stages of the same rank)
 
     bf16   16 bits (where --dtype has more)                                  2 bytes a value
     int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
 
     all-gather      each rank rounds its tokens; all ranks, even the sender, use the rounded ones
-    reduce-scatter  numbers with different scales cannot be added. So each rank receives its tokens of all ranks
-                    (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
+    reduce-scatter  numbers with different scales cannot be added. So an all-to-all brings each rank all ranks' terms of
+                    its tokens, and it adds them in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
     all-reduce      with --no-sp: a reduce-scatter, then an all-gather (Li et al. 2024, "Flash Communication")
 
-Rounding passes gradients unchanged ("straight through"). Embedding, head, loss, experts' rows, and keys and values over
-cp stay exact. In step 4, `Bits` would replace functions like `gather_tokens`; in step 6 `send_receive` would pack and
-unpack.
+In backward, rounding counts as the identity ("straight through"). Messages of embedding, head, loss and experts, and
+keys and values over cp, stay exact. In step 4, methods of `Bits` would replace functions such as `gather_tokens`; in
+step 6, `send_receive` would pack and unpack messages.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """Packs values [..., dim] into messages, unpacks them, and runs the three collectives on such messages."""
+    """Packs values [..., dim] into messages, unpacks messages, and runs the three collectives above on them."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
         """`dtype` and `dim` are those of the values."""
@@ -45,11 +45,11 @@ class Bits:
         self.width = dim + 4 * -(-dim // BLOCK) if self.kind == torch.int8 else dim
 
     def pack(self, x: Tensor) -> Tensor:
-        """Round: [..., dim] -> bf16 [..., dim], or int8 [..., values, then the bytes of the scales]."""
+        """Round values [..., dim] -> bf16 [..., dim], or int8 [..., width]: the values, then the bytes of scales."""
         return quantise(x) if self.kind == torch.int8 else x.to(self.kind)
 
     def unpack(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of a message: [..., dim]."""
+        """Returns the values of a message, [..., dim], in this dtype."""
         return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
 
     def gather(self, x: Tensor, group: Group) -> Tensor:
@@ -67,14 +67,14 @@ class Bits:
         return self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
 
     def total(self, x: Tensor, group: Group) -> Tensor:
-        """All-reduce [..., dim]: a reduce-scatter and an all-gather of all tokens, padded to a multiple of n."""
+        """All-reduce [..., dim]: pad the tokens to a multiple of n ranks, then reduce-scatter and all-gather them."""
         tokens = x.reshape(1, -1, self.dim)
         filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
         return self.gather(self.scatter(filled, group), group)[:, : tokens.shape[1]].reshape(x.shape)
 
 
 def narrow_blocks(parts: Parts, config: Any, bits: Bits):
-    """Replace f and g of every attention and MLP."""
+    """Replace f and g of every attention and MLP by collectives that send packed messages."""
     group = parts.mesh["tp"]
     enter, leave = (bits.gather, bits.scatter) if config.sp else (unchanged, bits.total)  # each is the other's backward
     for layer in parts.model.model.layers.values():
@@ -85,7 +85,7 @@ def narrow_blocks(parts: Parts, config: Any, bits: Bits):
 
 
 def narrow_stages(parts: Parts, bits: Bits):
-    """Let stages exchange messages instead of values."""
+    """Let pipeline stages exchange packed messages instead of values."""
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
         """Wraps forward or backward of a stage: unpack its input, pack its output. A loss, a scalar, stays exact."""
@@ -93,7 +93,7 @@ def narrow_stages(parts: Parts, bits: Bits):
         return bits.pack(output) if output is not None and output.dim() else output
 
     def buffer(values: Callable, i: int) -> Tensor:
-        """An empty tensor to receive a message."""
+        """Wraps `Pipeline.buffer`: an empty tensor to receive a packed message."""
         return values(i).new_empty(*values(i).shape[:-1], bits.width, dtype=bits.kind)
 
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)
@@ -105,7 +105,7 @@ def narrow_stages(parts: Parts, bits: Bits):
 class Flags:
     """Compression of activations."""
 
-    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round messages of layers (tp, pp); lossy
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round messages of blocks (tp), stages (pp); lossy
 
 
 WHERE = "--tp above 1, or from step 6 on --pp above 1"

@@ -1,13 +1,13 @@
 """Allows more --tp ranks than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
 
-    tp = 4, two kv heads:      rank 0   rank 1   rank 2   rank 3
+    tp = 4, two kv heads:      rank 0   rank 1   rank 2   rank 3         groups of ranks:
     query heads                0 1      2 3      4 5      6 7
     key/value head             0        0        1        1             kv parts 0-2, 1-3      kv copies 0-1, 2-3
 
-k_proj and v_proj are sharded over `kv parts`, one head each. A rank computes only its own queries' terms of the
-gradients of k and v, so these gradients are partial, and summed over `kv copies`. In a parameter's layout these two
-groups replace tp, so sums, global norm and checkpoints treat copies like any other parameter. In step 4 this would be
-another rule in `HEADS`.
+k_proj and v_proj are sharded over `kv parts`, so that a rank holds one head of each. A rank computes only the terms of
+their gradients that come from its own queries. So these gradients are partial, and are summed over `kv copies`. In the
+layout of k_proj and v_proj the two groups replace tp, so gradient sums, global norm and checkpoints need no special
+case. In step 4 this would be another rule in `HEADS`.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from step04_tp_sp import HEADS, shard_param
 
 
 def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Replaces `shard_heads`: k_proj or v_proj [kv_heads * head_dim, dim] -> this rank's head. Raises UserError."""
+    """Replaces `shard_heads`: k_proj or v_proj [kv_heads * head_dim, dim] -> the rows of one head. Raises UserError."""
     tp, heads = mesh["tp"].size, config.n_kv_heads
     if tp % heads or config.n_heads % tp:
         raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
@@ -36,7 +36,7 @@ def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Para
 
 
 def prepare(config: Any, parts: Parts):
-    """Replace step 4's rule if --tp does not divide the key/value heads, which that rule would refuse."""
+    """If --tp does not divide the key/value heads, replace step 4's `shard_heads`, which would raise UserError."""
     if PRESETS[config.model].n_kv_heads % config.tp:
         for name in HEADS:
             parts.instead(HEADS, name, copy_heads, by=__name__)

@@ -1,14 +1,14 @@
 """Gathers all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
 
-One all-gather before attention replaces the ring's n-1 hops (which overlap with it), and one reduce-scatter of
-gradients follows backward. Tokens are distributed as in zigzag. A rank keeps all k and v for backward, so they are sent
-only once. If k and v of s/n tokens have B bytes, and their fp32 gradients G, a rank sends in a layer and micro-batch
+One all-gather before attention replaces the ring's n-1 messages (which overlap with attention), and after attention's
+backward one reduce-scatter sums the gradients. Tokens are distributed as in zigzag. A rank keeps all k and v for
+backward, so they are sent only once. Let k and v of s/n tokens have B bytes, and their fp32 gradients G. In a layer and
+micro-batch, a rank sends
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
-The function `visible` is an argument, and so is the *kernel*: a pair of functions, such as step 5's `part_attention`
-and `part_gradients`, for forward and backward of one part of the keys. In step 5, the two collectives would replace
-`exchange` in RingAttention's two loops.
+`visible` is an argument, and so is the *kernel*: two functions, such as step 5's `part_attention` and `part_gradients`,
+for forward and backward of one part of the keys. In step 5, the two collectives would replace RingAttention's messages.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ FORMULAS = step05.part_attention, step05.part_gradients
 
 
 def attend_to(ctx: Any, parts: Iterable[tuple[int, Tensor]], q: Tensor, attention: Callable) -> tuple[Tensor, Tensor]:
-    """Attend from q [batch, heads, s/n, d] to all `parts`, (rank, its k and v) -> o like q, lse [batch, heads, s/n].
+    """Attend from q [batch, heads, s/n, d] to `parts`, each (rank, its k and v) -> o like q, lse [batch, heads, s/n].
 
     `ctx` has the group, and a function `visible` such as step 5's `zigzag_visible`.
     """
@@ -40,7 +40,7 @@ def attend_to(ctx: Any, parts: Iterable[tuple[int, Tensor]], q: Tensor, attentio
 
 
 def add_gradients(ctx: Any, rows: tuple[Tensor, ...], source: int, kv: Tensor, dq: Tensor, dkv: Tensor):
-    """Add to dq and dkv, in place, the gradients of attention to k and v of rank `source`. `rows`: do, q, o, lse."""
+    """Add to dq and dkv, in place, the gradients of attention to `kv` of rank `source`. `rows`: do, q, o, lse."""
     for queries, keys, causal in ctx.visible(ctx.group.rank, source, dq.shape[2]):
         do, q, o, lse = (x[:, :, queries] for x in rows)
         part_dq, *part_dkv = ctx.gradients(do, q, *kv[:, :, :, keys], o, lse, causal)
@@ -65,7 +65,7 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """Each rank computes its term of the gradients of all keys and values; a reduce-scatter sums them."""
+        """Each rank computes its term of the gradients of all keys and values; a reduce-scatter sums the terms."""
         q, parts, o, lse = ctx.saved_tensors
         dq, dparts = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, parts))
         for source, kv in enumerate(parts):
@@ -84,7 +84,7 @@ def attend(
     visible: Callable = zigzag_visible,
     kernel: tuple = FORMULAS,
 ) -> Tensor:
-    """Calls `function` with heads before tokens: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
+    """Puts heads before tokens for `function`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
     return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 

@@ -1,10 +1,10 @@
-"""Attends to parts of the keys by a fused kernel (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention").
+"""Computes attention to parts of the keys by a fused kernel (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention").
 
 For each part of the keys, step 5 builds a matrix of scores, fp32 [batch, heads, queries, keys], which for s/n = 16,384
-tokens and 32 heads has 34 GB. The flash kernel of `F.scaled_dot_product_attention` builds none. It is called as private
-operators, because the public function does not return lse, and its backward does not take one. Messages stay the same.
-On a GPU the kernel needs Ampere or later, 16 bits, and a head_dim that is a multiple of 8 up to 256; a CPU's takes any.
-In step 5, `part_attention` and `part_gradients` would be the first two functions below.
+tokens and 32 heads has 34 GB. The flash kernel of `F.scaled_dot_product_attention` builds none. Here its private
+operators are called, because the public function neither returns lse nor accepts one in backward. Messages stay the
+same. On a GPU the kernel needs Ampere or later, a 16-bit dtype, and a head_dim that is a multiple of 8 and at most 256;
+a CPU has no such limits. In step 5, `part_attention` and `part_gradients` would be the first two functions below.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from step05_cp_ring import ring_attention, travel
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Replaces `part_attention` of step 5. o has the dtype of q."""
+    """Replaces `part_attention` of step 5. The output o has the dtype of q."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,10 +36,10 @@ def flash_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces `part_gradients` of step 5. All gradients have the dtype of q."""
-    given = do, q, k, v, o, lse.contiguous()  # rows of lse may have gaps between heads
+    given = do, q, k, v, o, lse.contiguous()  # a slice of the queries is not contiguous
     if not q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is off
     options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *options)
 
@@ -61,7 +61,7 @@ class KernelRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """dkv follows k and v round the ring, as in step 5."""
+        """Send k and v round the ring, followed by dkv, the sum of their gradients, as in step 5."""
         q, own, o, lse = ctx.saved_tensors
         right, left = (ctx.group.rank + 1) % ctx.group.size, (ctx.group.rank - 1) % ctx.group.size
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
@@ -102,7 +102,7 @@ REFUSES = [
 
 
 def fits(q: Tensor) -> bool:
-    """Whether the kernel takes q [..., head_dim]: on a CPU always, on a GPU as the docstring above says."""
+    """Whether the kernel accepts q [..., head_dim]: always on a CPU; on a GPU under the conditions at the top."""
     if not q.is_cuda:
         return True
     recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -110,7 +110,7 @@ def fits(q: Tensor) -> bool:
 
 
 def attach(config: Any, parts: Parts):
-    """Let every layer use the kernel. Raises UserError."""
+    """Let every layer use the kernel. Raises UserError if the kernel does not fit (see `fits`)."""
     if config.cp_kernel == "formula":
         return
     head_dim = parts.model.config.head_dim

@@ -1,30 +1,30 @@
 """Ulysses swaps tokens for heads, computes attention, and swaps back (`--cp-mode ulysses`; Jacobs et al. 2023). USP
 runs step 5's ring between the swaps (`--cp-mode usp --ulysses U`; Fang and Zhao 2024, "USP").
 
-    before     rank r has s/n tokens of all heads                 attention cannot be computed
-    between    rank r has all s tokens of 1/n of the heads        heads are independent: it can
+    before     rank r has s/n tokens of all heads                 attention needs all tokens
+    between    rank r has all s tokens of 1/n of the heads        attention can be computed: heads are independent
     after      rank r has s/n tokens of all heads
 
-Each swap is an all-to-all, whose backward is the reverse one. A rank's tokens are in order: shard r of n. If, for s/n
-tokens, q has Q bytes and k and v together have B, a rank sends in a layer and micro-batch
+Each swap is an all-to-all, and its backward is the reverse swap. Tokens stay in order: rank r has shard r of n. Let q
+of s/n tokens have Q bytes, and k and v together B. In a layer and micro-batch, a rank sends q, k, v and the output:
 
-    (n-1)/n (2 Q + B) forward, and as much backward: the more ranks, the less.
+    (n-1)/n (2 Q + B) forward, and as much backward. The more ranks, the less each sends: Q and B fall as 1/n.
 
-But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
-they are repeated before they are sent. The ring has no such limit. In `usp`, U neighbouring ranks swap, and the R = cp
-/ U ranks with the same heads form a ring:
+But n must divide the number of heads (with --tp, the heads of a rank: heads / tp). If there are fewer key/value heads
+than ranks, these heads are repeated before they are sent. The ring has no such limit. In `usp`, U neighbouring ranks
+swap, and the R = cp / U ranks that then have the same heads form a ring:
 
-    cp = 4, U = 2, R = 2      rank 0     rank 1     rank 2     rank 3       chunks of 8, as zigzag deals them to 4
-    tokens                    0 7        1 6        2 5        3 4
-    after the swap            0 1 6 7    0 1 6 7    2 3 4 5    2 3 4 5      as zigzag deals them to R, if put in order
+    cp = 4, U = 2, R = 2      rank 0     rank 1     rank 2     rank 3
+    chunks of tokens, of 8    0 7        1 6        2 5        3 4          as in zigzag with 4 ranks
+    after the swap            0 1 6 7    0 1 6 7    2 3 4 5    2 3 4 5      put in order: as in zigzag with R ranks
     heads                     first 1/2  last 1/2   first 1/2  last 1/2     ulysses: 0-1, 2-3    ring: 0-2, 1-3
 
-With G bytes of gradients of k and v, if there are at least U key/value heads (otherwise B and G grow with the copies):
+Let gradients of k and v have G bytes. With U or more key/value heads (with fewer, copies add to B and G), a rank sends
 
     over ulysses    (U-1)/U (2 Q + B) forward, and as much backward
-    over ring       (R-1) B forward, (R-1) B + R G backward           U times fewer messages than a ring of n
+    over ring       (R-1) B forward, (R-1) B + R G backward           in R hops instead of cp
 
-In step 5, `ring_attention` would be `swapped_attention`; for `usp`, `shard_context` would make two groups of cp.
+In step 5, `ring_attention` would be `swapped_attention`; for `usp`, `shard_context` would make two groups of cp ranks.
 """
 
 from collections.abc import Callable
@@ -46,11 +46,11 @@ from step05_cp_ring import CONTEXT, ContextMode, zigzag_positions, zigzag_visibl
 
 
 class Swap(torch.autograd.Function):
-    """Swap tokens for heads, [batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse, as in its backward."""
+    """Swaps tokens for heads, [batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse. Backward undoes it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, to_heads: bool) -> Tensor:
-        """`to_heads`: from this rank's tokens of all heads to all tokens of its heads."""
+        """If `to_heads`, from this rank's tokens of all heads to all tokens of its heads; otherwise the reverse."""
         ctx.group, ctx.to_heads = group, to_heads
         cut, join = (2, 1) if to_heads else (1, 2)
         parts = x.unflatten(cut, (group.size, -1)).movedim(cut, 0).contiguous()
@@ -65,7 +65,7 @@ class Swap(torch.autograd.Function):
 
 
 def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend, **more: Any) -> Tensor:
-    """Attends between swaps: q [batch, s/n, heads, d], k and v with kv_heads -> like q. `attend` gets `more`."""
+    """Swaps, calls `attend` with `more`, and swaps back: q [batch, s/n, heads, d]; k, v with kv_heads -> like q."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v, **more), group, False)
@@ -75,26 +75,26 @@ CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
 
 
 def turn_second(x: Tensor) -> Tensor:
-    """Reverses every second row of n chunks, as zigzag deals them: x [batch, sequences, 2, n, ...] -> same shape."""
+    """Reverses the last n of a sequence's 2n chunks, as zigzag does: x [batch, sequences, 2, n, ...] -> same shape."""
     return torch.stack((x[:, :, 0], x[:, :, 1].flip(2)), 2)
 
 
 def in_order(x: Tensor, n: int, chunk: int) -> Tensor:
-    """Sorts tokens: by rank, each of n with two chunks of every sequence -> by sequence, in order of position."""
+    """Sorts tokens by sequence and position. They come sorted by rank: each of n has two chunks of every sequence."""
     return turn_second(x.unflatten(1, (n, -1, 2, chunk)).movedim(1, 3)).flatten(1, 4)
 
 
 def by_rank(x: Tensor, n: int, chunk: int) -> Tensor:
-    """The reverse of `in_order`."""
+    """The reverse of `in_order`: sorts tokens by rank again."""
     return turn_second(x.unflatten(1, (-1, 2, n, chunk))).movedim(3, 1).flatten(1, 4)
 
 
 def ring_in_order(
     *qkv: Tensor, n: int, group: Group, chunk: int, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
 ) -> Tensor:
-    """Ring attention for tokens that n ranks have swapped, two chunks of `chunk` tokens of each sequence a rank.
+    """Sort by position the tokens that n ranks have swapped, compute ring attention, and undo the sorting.
 
-    q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] -> like q.
+    q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] -> like q. `chunk`: tokens of a chunk.
     """
     return by_rank(kernel_ring(*(in_order(x, n, chunk) for x in qkv), group, visible, kernel), n, chunk)
 

@@ -1,15 +1,15 @@
 """DualPipe (`--schedule dualpipe`; DeepSeek-V3, 3.2): micro-batches enter at both ends of two copies of the model.
 
-    half of the micro-batches    stage 0  stage 1  stage 2  stage 3      Rank r has stage r of the first way and stage
-    rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
-    the other half               stage 3  stage 2  stage 1  stage 0      has, too.
+    first way: half of them      stage 0  stage 1  stage 2  stage 3      Rank r has stage r of the first way and stage
+    rank                            0        1        2        3         p-1-r of the second. So ranks r and p-1-r have
+    second way: the other half   stage 3  stage 2  stage 1  stage 0      the same layers.
 
-If F, B and W take the same time, and m >= 2p is even, the bubble is (p/2-1) / (3 m + p/2-1). Ranks r and p-1-r sum
-their gradients after each step, like ranks of data parallelism. DeepSeek computes a forward and the backward behind it
-at the same time; here they run one after the other.
+If F, B (dx) and W (dW) take the same time, and m >= 2p is even, the bubble is (p/2-1) / (3 m + p/2-1). Before each
+update, ranks r and p-1-r sum their gradients, like ranks of data parallelism. DeepSeek overlaps a forward with the
+backward that follows it; here they run one after the other.
 
 `--schedule dualpipev` (DeepSeek's DualPipe repository) folds this to a V of half as many ranks, as in zbv: the second
-way takes the same micro-batches back up. Each layer is held once, so no gradients are summed over pairs.
+way takes the same micro-batches back up. Only one rank has each layer, so no gradients are summed over pairs.
 
 In step 6, `keep_stage` would note that two stages hold each parameter; the sum over pairs would follow `sync.finish()`.
 """
@@ -27,42 +27,42 @@ from extras.variants.step06.zero_bubble import in_vee, write_out
 
 
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
-    """The paper's eight steps as phases of `write_out`, for `each_way` micro-batches: way 0 begins near, 1 far.
+    """The eight steps of DeepSeek's repository, as phases of `write_out`. Way 0 begins at the near end, way 1 far.
 
-    `near`: stages from the near end up to this one. `inner`: ranks between this one and the middle.
+    `near`: stages from the near end up to this one. `inner`: ranks from here to the middle. `each_way`: micro-batches.
     """
-    return [  # W follows its B at once, but in the second half of step 6 and in step 7
+    return [  # W follows its B at once, except in the second half of step 6 and in step 7
         (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
         (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
-        (inner, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
-        (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
+        (inner, "B1 W F1"),  # 3: backward of way 1, which begins first here: its loss is at the near end
+        (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, until all F0 are done
         (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
         (near // 2, "B1 W B0 W"),  # 6: no forward is left
-        (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
+        (near % 2, "B1 W B0"),  # 6: the middle pair, if `near` is odd
         (near // 2, "B1 B0"),  # 6: in its second half W waits, because other ranks wait for B
-        (inner, "W B0"),  # 7: W fills the gaps between the last gradients
+        (inner, "W B0"),  # 7: W fills the gaps between the last B
     ]  # 8: `write_out` appends every W that still waits
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
     """Returns a rank's list of actions, with at most p + 1 micro-batches in flight. Raises UserError.
 
-    If m < 2p, it is the list for 2p, without the micro-batches from m on.
+    If m is odd or below 2p, it is a list for more micro-batches, without the actions of those that do not exist.
     """
     if p % 2:
         raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
     if m < 2:
         raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
     sizes = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
-    near = min(rank + 1, p - rank)  # stages from the nearer end up to this one. F0, B0: of the way that begins there
+    near = min(rank + 1, p - rank)  # stages from the nearer end to this one. F0, B0: of the way that begins there
     phases = eight_steps(near, p // 2 - near, max(sizes[0], p))
-    ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # stages of way 0, and of way 1
+    ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # our stage of way 0, and of way 1
     actions = [action for action in write_out(ways, *phases) if action.micro_batch < sizes[int(action.stage >= p)]]
     return [a._replace(micro_batch=a.micro_batch + sizes[0]) if a.stage >= p else a for a in actions]
 
 
 def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """A rank's list: `dualpipe` on 2p ranks, whose second way takes the same micro-batches up the V."""
+    """A rank's list: that of `dualpipe` on 2p ranks, but the second way takes the same micro-batches back up the V."""
     row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
     return [action for action in row if action.micro_batch < m]
 
@@ -79,7 +79,7 @@ SCHEDULES["dualpipev"] = in_vee(dualpipev)
 
 
 def attach(config: Any, parts: Parts):
-    """Record that gradients are partial sums over both copies, and that two stages hold each parameter."""
+    """Record that gradients are partial, so summed over the pair of ranks, and that two stages hold each parameter."""
     if config.schedule != "dualpipe":
         return
     mesh = parts.mesh

@@ -4,19 +4,19 @@ Every micro-batch makes an update, and 1F1B never pauses: a rank updates its sta
 would then find newer weights in backward than in forward. So a stage *stashes* the weights of each forward, and its
 backward uses them. On 3 ranks, with the version of the weights that each forward and each backward uses:
 
-    rank 0    F0:0 F1:0 F2:0 B0:0 F3:1 B1:0 F4:2 B2:0 F5:3 B3:1 ...      version t: after t updates
-    rank 1         F0:0 F1:0 B0:0 F2:1 B1:0 F3:2 B2:1 F4:3 ...           micro-batch 3 uses 1, 2, 3
-    rank 2              F0:0 B0:0 F1:1 B1:1 F2:2 B2:2 F3:3 ...
+    rank 0    F0:0 F1:0 F2:0 B0:0 F3:1 B1:0 F4:2 B2:0 F5:3 B3:1 ...      F3:1: forward of micro-batch 3, version 1
+    rank 1         F0:0 F1:0 B0:0 F2:1 B1:0 F3:2 B2:1 F4:3 ...           version t: weights after t updates
+    rank 2              F0:0 B0:0 F1:1 B1:1 F2:2 B2:2 F3:3 ...           micro-batch 3 uses versions 1, 2, 3
 
-Laws. Update t + 1 of stage s = 0 .. p-1 uses micro-batch t (their section 3.3; for t < 0, w(t) is w(0)):
+Laws (section 3.3). Let w_s(t) be version t of stage s = 0 .. p-1 (for t < 0: w_s(0)), and F_t micro-batch t's loss:
 
-    w_s(t+1) = w_s(t) - lr dF_t/dw_s (w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))      a gradient of weights of p ages
+    w_s(t+1) = w_s(t) - lr dF_t/dw_s (w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))      a gradient at weights of p ages
     rank s keeps p - s versions of its weights, including the newest
-    in m updates a rank idles for p-1 of m + p-1 turns; with a flush after each, for m (p-1) of m p
+    a turn: F and B. In m updates a rank idles for p-1 of m + p-1 turns; with a flush after each, for m (p-1) of m p
 
-N updates by SGD (`--lr`; no warm-up, no clipping) are made without flushes, then with a flush after each, and the
-losses of both are printed. A micro-batch is a whole `--global-batch-size`. In step 6, `backward` would end with the
-update.
+A run makes N updates by SGD (`--lr`; no warm-up, no clipping) without flushes, then N from the same initial weights
+with a flush after each, and prints the losses of both. A micro-batch is a whole `--global-batch-size`. In step 6,
+`backward` would end with the update.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Stashed(OneForwardOneBackward):
         return y
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """Run backward with the forward's weights, then update the newest out of place: the stash keeps the old."""
+        """Run backward with the forward's weights, then update the newest out of place: old ones stay in the stash."""
         hold(self.model, self.stash[i])  # recomputation uses them, too
         dx = super().backward(i, stage, dy)
         for name, weight in self.stash.pop(i).items():
@@ -71,7 +71,7 @@ class Stashed(OneForwardOneBackward):
 
 
 class Shown(NamedTuple):
-    """Of N updates: the loss of each, the most versions that each rank kept, and this rank's final weights."""
+    """Results of N updates: the loss of each, the most versions that each rank kept, and this rank's final weights."""
 
     losses: list[float]
     versions: list[int]
@@ -96,7 +96,7 @@ def both(config: Any, parts: Parts) -> tuple[Shown, Shown]:
     """Train twice from the same weights, in fp32 or wider: without flushes, then with one after each update."""
     params = dict(parts.model.named_parameters())
     weights = {name: param.detach().to(wide(param.dtype), copy=True) for name, param in params.items()}
-    hold(parts.model, {name: nn.Parameter(weight) for name, weight in weights.items()})  # x has their dtype
+    hold(parts.model, {name: nn.Parameter(weight) for name, weight in weights.items()})  # x takes their dtype
     batches = zip(*(parts.data.batch(i) for i in range(config.pipedream)), strict=True)
     xs, ys = ([half.to(parts.positions.device) for half in halves] for halves in batches)
     return run(config, parts, weights, xs, ys, False), run(config, parts, weights, xs, ys, True)
@@ -118,7 +118,7 @@ def table(late: Shown, flushed: Shown) -> list[str]:
 class Flags:
     """PipeDream."""
 
-    pipedream: int = 0  # instead of training, make so many updates without flushes, and as many with
+    pipedream: int = 0  # instead of training, make this many updates without flushes, and as many with them
 
 
 NEEDS = [("pipedream", "pp"), ("pipedream", "schedule", "1f1b"), ("pipedream", "zero", 0, 1, 2)]
@@ -132,7 +132,7 @@ def settle(config: Any, world: int):
 
 
 def check(config: Any, world: int):
-    """All ranks must be stages, and no parameter in two of them. Raises UserError."""
+    """Raises UserError unless all ranks are stages, and no parameter is in two stages."""
     if config.pipedream and config.pp != world:
         raise UserError(f"--pipedream: all {world} ranks must be stages, without dp, cp or tp: use --pp {world}")
     if config.pipedream and PRESETS[config.model].tied:

@@ -1,11 +1,11 @@
 """Splits backward into dx (B) and dW (W), for every --schedule with W (zero_bubble.py, dualpipe.py).
 
 For y = x W^T, B computes dx = dy W, for which the previous rank waits. W computes dW = dy^T x, for which no rank waits,
-so it fills gaps (Qi et al. 2023, "Zero Bubble"). Inputs and dy of matrices are kept until W, attention's graph is not.
+so it fills gaps (Qi et al. 2023, "Zero Bubble"). Inputs and dy of matrices are kept until W, attention's graph until B.
 
-B asks autograd for the gradients of a stage's input and of all its parameters but the matrices of layers. The backward
-of such a matrix stores a function that computes dW. W runs these functions, and adds all gradients of layers to
-`.grad`; those of embedding, final norm and head are added in B. In step 6, `backward` and one more method would do so.
+B asks autograd for the gradients of a stage's input and of all its parameters except the layers' matrices, whose
+backward only stores a function that computes dW. W runs these functions, and adds all gradients of layers to `.grad`.
+B adds those of embedding, final norm and head. In step 6 this would be in `backward` and one more method.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ from step04_tp_sp import COLUMNS, ROWS
 
 UNIT = dict(F=1, B=1, W=1)  # how long the actions of a schedule with W take
 step06.ACTS["W"] = "weights"
-Left = tuple[nn.Parameter, Callable[[], Tensor]]  # B leaves this for W: a parameter, and a function for its gradient
+Left = tuple[nn.Parameter, Callable[[], Tensor]]  # B stores this for W: a parameter, and a function for its gradient
 
 
 def parameters_of(model: nn.Module, place: Place) -> list[nn.Parameter]:
-    """The parameters of a stage that train, each once, even a tied matrix."""
+    """Returns the trained parameters of a stage, each once, even a matrix that is both embedding and head."""
     trunk = model.model
     first, last = [trunk.embed_tokens], [trunk.norm, model.lm_head]
     layers = [trunk.layers[str(n)] for n in place.layers]
@@ -42,7 +42,7 @@ class SplitBackward:
 
     def __init__(self, config: Any, parts: Parts):
         self.pipeline, self.expert_matmul = parts.pipeline, getattr(config, "expert_matmul", "each")
-        self.left: list[Left] = []  # appended by linear layers in the running B
+        self.left: list[Left] = []  # appended to by the backward of linear layers, in the running B
         self.waiting: dict[tuple[int, int], list[Left]] = {}  # (micro-batch, stage) -> what its B has left
         layers, model = parts.model.model.layers, parts.model
         self.layer = {param: int(n) for n, layer in layers.items() for param in layer.parameters()}
@@ -56,7 +56,7 @@ class SplitBackward:
         self.of_head: Tensor | None = None  # the head's gradient, kept until the embedding's is computed
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Replaces a linear layer's forward, or the experts'."""
+        """Replaces the forward of a linear layer or, with `counts`, of an `ExpertLinear`."""
         product = Product() if counts is None else of_experts(self.expert_matmul, counts)
         return ProductLinear.apply(x, module.weight, product, lambda *left: self.left.append(left))
 
@@ -73,11 +73,11 @@ class SplitBackward:
                 self.add_tied(gradient, stage)
             else:
                 self.add(param, gradient)
-        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one[0]])  # ZeRO's units end so
+        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one[0]])  # last layer first, as ZeRO expects
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):
-        """W: add the gradients that B has left of a micro-batch; --ep-overlap has several of a parameter."""
+        """W: compute and add the gradients that B has left; a parameter has several with --ep-overlap."""
         left = self.waiting.pop((i, stage))
         for param in dict.fromkeys(param for param, _ in left):
             self.add(param, reduce(torch.add, [gradient() for one, gradient in left if one is param]))
@@ -87,7 +87,7 @@ class SplitBackward:
         torch.autograd.backward((param,), (gradient,))
 
     def add_tied(self, gradient: Tensor, stage: int):
-        """Add both gradients of a tied matrix at once, as hooks expect. In B, that of the head comes first."""
+        """Add a tied matrix's gradients in one call, as hooks expect: keep the head's until stage 0 has its own."""
         self.of_head = gradient.to(wide(gradient.dtype)) if self.of_head is None else self.of_head.add_(gradient)
         if stage == 0:
             whole, self.of_head = self.of_head, None

@@ -1,23 +1,23 @@
 """Zero-bubble schedules: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble"), `zbv`, `v-half` and `v-min`
 (2024, "Controllable Memory").
 
-Only B is urgent; W, the gradients of the weights (split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F is a
-number, B a letter, W a dash, each one unit of time.
+Only B, the gradient of a stage's input, is urgent. W, the gradients of the weights (split_backward.py), fills gaps. On
+4 ranks, with 6 micro-batches (F is a number, B a letter, W a dash, each one unit of time):
 
     zb-h1    0123...a-4b-5c-d-e-f-      bubble (p-1) / (3 m + p-1), where 1f1b's is (p-1) / (m + p-1); same memory
              .012..a3b-4c-5d-e-f--
-             ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; once started, no rank waits
-             ...0a1b2c3d-4e-5f----      zbv: no gaps either, with the memory of 1f1b
+             ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; a rank never waits once it has begun
+             ...0a1b2c3d-4e-5f----      zbv: no waiting, like zb-h2, with the memory of 1f1b
 
 In zbv, v-half and v-min the stages form a V: rank r has stage r of p on the way down, and stage 2p-1-r on the way up,
 so the loss is on rank 0. In v-half and v-min all micro-batches follow one timetable, 6 units apart: F and B of both
-stages, and W in the two units that are left. A micro-batch takes memory from F to W, so memory is set by four numbers:
-how many units later than its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
+stages, and both W in the two units that are left. A micro-batch takes memory from F to W, so memory depends on four
+delays from one rank to the next: those of F down, F up, B down (back through the later stages) and B up.
 
-    v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2, p/2; zbv and 1f1b, p
+    v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2: p/2; zbv and 1f1b: p
 
-The fewer there are, the longer ranks wait if F, B and W take different times. All of these would be more functions in
-common/schedules.py.
+The fewer are in flight, the longer ranks wait if F, B and W take different times. All of these would be more functions
+in common/schedules.py.
 """
 
 from collections import defaultdict
@@ -33,9 +33,9 @@ PERIOD = 6  # of v-half and v-min: units of time from one micro-batch to the nex
 
 
 def write_out(stages: tuple[int, ...], *phases: tuple[int, str]) -> list[Action]:
-    """Actions of phases (times, pattern), for example (3, "F0 B0 W"). 0 and 1 are the rank's own `stages`.
+    """Returns the actions of all phases (times, pattern); (3, "F0 B0 W") repeats the pattern three times.
 
-    F0: the forward of the next micro-batch through stage 0, likewise B1. W: the W that has waited longest, if any.
+    F0: the forward of the next micro-batch through stages[0]; B1: backward through stages[1]. W: the oldest W, if any.
     """
     actions, done, waiting = [], defaultdict(int), []
     for word in chain.from_iterable(pattern.split() * times for times, pattern in phases):
@@ -50,15 +50,15 @@ def write_out(stages: tuple[int, ...], *phases: tuple[int, str]) -> list[Action]
 
 
 def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
-    """ZB-H1 (2023, figure 2): a rank idles for (p-1)(f+b-w) if w <= f, b (1F1B: (p-1)(f+b+w)). `depth` 2: ZB-H2."""
-    warm_up = min(m, depth * (p - 1 - rank))
-    lag = min(m - warm_up, depth * rank)  # micro-batches between B and W, so that the last W fill the cool-down
+    """ZB-H1 (2023, figure 2). If F, B, W take f, b, w and w <= f, b, a rank idles (p-1)(f+b-w); 1F1B: (p-1)(f+b+w)."""
+    warm_up = min(m, depth * (p - 1 - rank))  # `depth` 1: ZB-H1; 2: ZB-H2
+    lag = min(m - warm_up, depth * rank)  # micro-batches by which W lags behind B: the last W fill the cool-down
     phases = (warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W")
     return write_out((rank,), *phases)
 
 
 def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """ZB-V: two stages a rank. If f = b = w, no rank idles once it has begun."""
+    """ZB-V: two stages on a rank. If F, B and W take the same time, no rank idles once it has begun."""
     n, far = max(m, 2 * p - 1), p - rank  # if m is less: the list of 2p-1 micro-batches, without those from m on
     phases = (2 * far - 1, "F0"), (rank, "F1 F0"), (far, "F1 B1 W"), (n - p - far + 1, "F0 B0 W F1 B1 W")
     phases += (far - 1, "B0 W F1 B1 W"), (rank, "B0 B1"), (far, "B0 W")
@@ -71,7 +71,7 @@ def vee(n_layers: int, p: int, v: int) -> list[Place]:
 
 
 def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[Any], Schedule]:
-    """The menu's entry for lists of two stages a rank, in a V. A single rank has one stage, and follows zb-h1."""
+    """Makes the entry of SCHEDULES for lists of two stages a rank, in a V. A single rank has one stage: zb-h1."""
     return lambda config: Schedule(
         lambda p, m, v, rank: (actions if v > 1 else zb_h1)(p, m, v, rank), vee, v=2, costs=UNIT
     )
@@ -79,9 +79,9 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 
 @lru_cache
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
-    """The times of F down, F up, B down, B up, W down, W up of micro-batch 0 on each rank, if each takes a unit.
+    """Returns when F down, F up, B down, B up, W down, W up of micro-batch 0 start on each rank, if each takes a unit.
 
-    At the three turns of its way it waits as little as possible, but so that no rank has two actions at a time.
+    At the three turns of its way the micro-batch waits only as long as needed for no rank to do two actions at a time.
     """
     down, up, back, home = delays
     for waits in sorted(product(range(PERIOD), repeat=3), key=sum):
@@ -103,7 +103,7 @@ def with_weights(row: list[int]) -> list[int]:
 
 
 def repeated(p: int, m: int, v: int, rank: int, delays: tuple[int, int, int, int]) -> list[Action]:
-    """V-Min and V-Half: the times of `block` for each micro-batch, PERIOD later than the one before."""
+    """V-Min and V-Half: each micro-batch has the times of `block`, PERIOD later than the micro-batch before it."""
     near, far = rank, 2 * p - 1 - rank
     kinds = ("F", near), ("F", far), ("B", far), ("B", near), ("W", far), ("W", near)
     starts = zip(block(p, delays)[rank], kinds, strict=True)

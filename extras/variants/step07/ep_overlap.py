@@ -1,18 +1,18 @@
-"""Hides the all-to-alls of experts behind the experts themselves (`--ep-overlap N`; Hwang et al. 2023, "Tutel").
+"""Hides the all-to-alls of experts behind the computation of experts (`--ep-overlap N`; Hwang et al. 2023, "Tutel").
 
-Each block of rows that go to one expert is cut into N chunks. While the rows of one chunk travel, a rank computes those
-of another. With N = 2:
+The rows that a rank sends to one expert are a block, which is cut into N chunks. While the rows of one chunk are sent,
+a rank computes those of another. With N = 2:
 
     all-to-all    dispatch 0 | dispatch 1 | combine 0 | combine 1
     compute                  |  experts 0 | experts 1 |
 
 Law: of N dispatches and N combines, all but the first dispatch and the last combine are under way while experts
 compute, in forward and in backward. The bytes are the same, in N times as many messages. The counts are exchanged once,
-because both sides cut a block at the same rows. An expert computes N smaller matrix products, and adds up N gradients
-of its weights, so a large N costs time.
+because sender and receiver cut a block at the same rows. An expert computes N smaller matrix products, and adds up N
+gradients of its weights, so a large N costs time.
 
-No code is needed to order backward. Autograd first runs the nodes that forward created last. So if start and wait are
-separate nodes, it goes through the figure from right to left: the backward of `Wait` starts the exchange of the
+No code is needed to order backward. Autograd first runs the nodes that forward created last. Since start and wait are
+separate nodes, backward goes through the figure from right to left: the backward of `Wait` starts the exchange of the
 gradients, and the backward of `Start` waits for it.
 
 DeepSeek-V3 (3.2) and Megatron hide the messages behind another micro-batch instead, which the rank computes at the same
@@ -42,13 +42,13 @@ class Exchange:
         self.group, self.in_rows, self.out_rows = group, in_rows, out_rows
 
     def start(self, rows: Tensor, back: bool = False):
-        """Begin to send rows or, if `back`, gradients of received rows."""
+        """Begin to send rows or, if `back`, the gradients of the rows that were received."""
         in_rows, out_rows = (self.out_rows, self.in_rows) if back else (self.in_rows, self.out_rows)
         self.received = rows.new_empty(sum(out_rows), rows.shape[1])
         self.pending = all_to_all(self.received, rows.contiguous(), self.group, in_rows, out_rows)
 
     def wait(self) -> Tensor:
-        """The received rows, or gradients."""
+        """Wait for the exchange -> the received rows, or gradients."""
         self.pending.wait()
         received, self.received = self.received, None  # so that memory is not kept until backward
         return received
@@ -59,7 +59,7 @@ class Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
-        """Returns the tensor that will have the received rows, for `Wait`."""
+        """Returns the tensor into which the rows are received; `Wait` takes it."""
         ctx.exchange = exchange
         exchange.start(rows)
         return exchange.received
@@ -81,19 +81,19 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Start sending. `grad` is returned only for its shape; `Start.backward` returns the received gradients."""
+        """Start to send `grad`. Return it only for its shape: `Start.backward` returns the received gradients."""
         ctx.exchange.start(grad, back=True)
         return grad, None
 
 
 def chunks_of(counts_Ge: Tensor, n: int) -> np.ndarray:
-    """Cut each block of rows into n chunks of almost equal size: int64 [G, e] -> the sizes, int64 [n, G, e]."""
+    """Cut each block of rows into n chunks of almost equal size: block sizes int64 [G, e] -> chunk sizes [n, G, e]."""
     counts = np.reshape(counts_Ge.flatten().tolist(), counts_Ge.shape)
     return np.diff(np.arange(n + 1)[:, None, None] * counts // n, axis=0)
 
 
 def visit_in_chunks(n: int, experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-    """Replaces `visit_experts` of step 7: the same, in n chunks."""
+    """Replaces `visit_experts` of step 7: the same result, but in n chunks that overlap."""
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
@@ -116,7 +116,7 @@ def visit_in_chunks(n: int, experts: Callable, group: Group, sorted_ND: Tensor, 
 class Flags:
     """Messages of experts."""
 
-    ep_overlap: int = 1  # chunks of an expert's rows: while one is computed, others travel; 1: no overlap
+    ep_overlap: int = 1  # chunks of an expert's rows: while one is computed, others are sent; 1: no overlap
 
 
 TRIED = dict(ep_overlap=2)
@@ -124,7 +124,7 @@ NEEDS = [("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
 
 
 def attach(config: Any, parts: Parts):
-    """Let the experts of all layers be visited in chunks."""
+    """Let the rows of all layers visit experts in chunks."""
     for module in parts.model.modules() if config.ep_overlap > 1 and config.ep > 1 else ():
         if isinstance(module, MoE):
             plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group

@@ -1,8 +1,8 @@
 """Models with experts (`--model tiny-moe`, `mixtral-8x7b`, `deepseek-v3-like`), which also set step 7's flags.
 
-A preset is a ModelConfig, but experts are set by flags: a flag with its default gets the model's value. In step 7 these
-would be entries of PRESETS. (deepseek-v3-like has plain instead of latent attention: 672e9 weights, of which a token
-uses 38e9.)
+A ModelConfig has no experts: flags of step 7 set them. A flag that still has its default gets the model's value.
+In step 7 these would be entries of PRESETS. (deepseek-v3-like has plain attention, not DeepSeek's latent attention:
+672e9 weights, of which a token uses 38e9.)
 """
 
 from dataclasses import fields
@@ -21,7 +21,7 @@ EXPERTS: dict[str, dict[str, int]] = {
     "deepseek-v3-like": dict(experts=256, experts_per_token=8, expert_dim=2048, shared_experts=1, dense_layers=3)
     | dict(expert_groups=8, groups_per_token=4),
 }
-SINCE = object  # every step has these models; `settle` refuses them in earlier ones
+SINCE = object  # every step lists these models; before step 7, `settle` refuses them
 
 
 def settle(config: Any, world: int):

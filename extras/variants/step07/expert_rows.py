@@ -1,27 +1,27 @@
 """Other ways to send tokens to experts: `--ep-mode rows`, `allgather` and `nodes`. Step 7 sends a row for each choice.
 
-    rows        a token is sent once to each rank that has experts for it, together with its gates. That rank also
-                weights and sums the experts' outputs, so as many rows return
-    nodes       the same in two levels, once over each slow link (DeepEP: DeepSeek-V3, 3.2.2). Of the ranks of ep,
-                --ep-inside N neighbours are in a node. A token that visits experts on three ranks of another node is
-                sent once, to the rank of that node that has the same place as its own, which forwards it inside:
-                node 0, rank 1 -> node 1, rank 1 -> ranks 0, 1, 3 of node 1. One row a node returns
+    rows        a token is sent once to each rank that has experts for it, together with its gates (scores). That
+                rank also weights and sums the experts' outputs, so it returns one row for the token
+    nodes       the same in two levels, so each slow link carries a token once (DeepEP: DeepSeek-V3, 3.2.2). A node is
+                --ep-inside N neighbouring ranks of ep. A token that visits experts on three ranks of another node is
+                sent once, to the rank there that has the same place as its own rank, which forwards it inside:
+                node 0, rank 1 -> node 1, rank 1 -> ranks 0, 1, 3 of node 1. Each node returns one row
     allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
                 sorting of messages, but ranks also receive tokens that none of their experts needs
 
-Bytes that a rank sends over ep in a layer and micro-batch, forward: h = dim, e bytes an element, w a gate (4; fp64: 8),
-T tokens of the rank, R rows sent to other ranks, A received, K = ep / N nodes. Backward sends as many.
+Bytes sent over ep by a rank in a layer's forward of a micro-batch (in backward, R and A swap, and there are no counts);
+h = dim, e bytes an element, w a gate (4; fp64: 8), T tokens here, R rows sent to others, A received, K = ep / N nodes:
 
     rows             R (h e + E/ep w) + A h e     and 8 (ep-1) for the counts
     nodes, between   R (h e + E/K w) + A h e      and 8 (K-1): R and A as if a node were a rank
     nodes, inside    R (h e + E/ep w) + A h e     and 8 (N-1): R and A of the tokens that have come to this rank
     allgather        (ep-1) T (2 h e + E w)
 
-For each level of `rows`, and once for the rows of each expert, the CPU waits for a GPU to count what arrives.
+In each level of `rows` or `nodes`, the CPU waits once for the GPU's row counts; in all modes, once for the experts'.
 
 When to use which: of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if
 choices are independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. With --groups-per-token
-M, and no group on two ranks (or nodes), it sends at most M. `allgather` is for tokens that visit nearly all ranks.
+M, and no group on two ranks (or nodes), at most M rows are sent. `allgather` is for tokens that visit nearly all ranks.
 
 In step 7, `by_gates` would be `MoE.forward`.
 """
@@ -44,16 +44,16 @@ from step07_moe_ep import DISPATCH, AddLoss, MoE
 
 
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
-    """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
+    """Sums rows [any number, dim], each at its `place` (int64) -> [n, dim], in fp32 or wider, in a fixed order.
 
-    In another order, ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
+    Otherwise ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
     """
     sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
 
 
 def visit_local(experts: Callable, tokens: Tensor, gates: Tensor, send: bool = False) -> Tensor:
-    """Computes our experts: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide.
+    """Applies `experts`: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide.
 
     `send`: `experts` is `visit_experts` of step 7, which sends the rows, and before that their counts, to other ranks.
     """
@@ -61,7 +61,7 @@ def visit_local(experts: Callable, tokens: Tensor, gates: Tensor, send: bool = F
     counts = visits.sum(1)
     known = counts.cpu()  # the only wait of the CPU
     expert, token = torch.nonzero_static(visits, size=sum(known.tolist())).unbind(1)  # sorted by expert, no wait
-    out = experts(tokens[token], counts if send else known)  # NCCL sends from a GPU
+    out = experts(tokens[token], counts if send else known)  # NCCL sends counts from a GPU
     return add_rows(out * gates[token, expert][:, None], token, len(tokens))
 
 
@@ -73,7 +73,7 @@ def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) 
 
 
 def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, visit: Callable = visit_local) -> Tensor:
-    """As `visit_local`, with experts on several ranks. `visit` computes the tokens that have arrived."""
+    """Like `visit_local`, with experts on several ranks. `visit` computes the tokens that a rank has received."""
     gates = gates.unflatten(1, (group.size, -1))
     visits = (gates != 0).any(-1).T
     leaving = visits.sum(1)
@@ -89,7 +89,7 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, vi
 
 
 def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """As `send_rows`, by an all-gather and a reduce-scatter: step 4's f and g, over ep."""
+    """Like `send_rows`, but by an all-gather and a reduce-scatter: step 4's f and g, over ep."""
     tokens, gates = (enter_block(x[None], group, sp=True)[0] for x in (tokens, gates))
     part = visit_local(experts, tokens, gates.chunk(group.size, 1)[group.rank])
     return leave_block(part.to(tokens.dtype)[None], group, sp=True)[0]
@@ -113,7 +113,7 @@ DISPATCH["rows"] = DISPATCH["nodes"] = DISPATCH["allgather"] = at_home
 
 @dataclass
 class Flags:
-    """Nodes of experts."""
+    """Nodes of expert parallelism."""
 
     ep_inside: int = 2  # with --ep-mode nodes: number of neighbouring ep ranks in a node
 
@@ -129,7 +129,7 @@ def check(config: Any, world: int):
 
 
 def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
-    """Create a group for each level. Returns `send_rows` over both."""
+    """Create a group for each of the two levels. Returns `send_rows` over both levels."""
     rows = mesh.ranks.reshape(-1, ep // inside, inside)  # [ep groups, nodes, ranks of a node]
     mesh.enter("ep inside", rows.reshape(-1, inside), urgent=True)
     mesh.enter("ep between", rows.swapaxes(1, 2).reshape(-1, ep // inside), urgent=True)
@@ -137,7 +137,7 @@ def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
 
 
 def attach(config: Any, parts: Parts):
-    """Let layers send tokens this way; with --capacity-factor in any mode, so that ignored choices are not sent."""
+    """Let layers use `by_gates`; with --capacity-factor in any mode, so that ignored choices are not sent."""
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return

@@ -1,9 +1,9 @@
 """Multiplies all experts of a layer in one grouped matmul, if a kernel supports it (`--expert-matmul grouped`).
 
-torch's kernel takes numbers of at most 32 bits, in rows of a multiple of 16 bytes; on GPUs, only bf16 on Hopper and
-Blackwell. (On other GPUs it would copy the offsets to the host for each product, and loop there.) Otherwise experts are
-multiplied one by one, as in step 7. The host never waits for the GPU here, because it knows the counts from the
-dispatch. In step 7, `ExpertLinear.forward` would be `multiply`.
+torch's kernel accepts numbers of at most 32 bits, in rows of a multiple of 16 bytes. On GPUs it is used only for bf16
+on Hopper and Blackwell. (On other GPUs it would copy the offsets to the host for each product, and loop over experts
+there.) Otherwise experts are multiplied one by one, as in step 7. The host never waits for the GPU here, because it
+knows the counts from the dispatch. In step 7, `ExpertLinear.forward` would be `multiply`.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from extras.variants import Parts
 
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
-    """Returns where each expert's rows end, int32 [experts]. They are copied from pinned memory, without a wait."""
+    """Returns where each expert's rows end, int32 [experts]. A GPU's copy comes from pinned memory, without a wait."""
     where = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     return where.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else where
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes these tensors. Of a dry run's, which have no data, it takes only bf16."""
+    """Whether torch's kernel accepts these tensors. If they are a dry run's, without data, it accepts only bf16."""
     if isinstance(tensors[0], FakeTensor) and tensors[0].dtype != torch.bfloat16:
         return False
     if tensors[0].is_cuda:
@@ -38,18 +38,18 @@ def can_group(*tensors: Tensor) -> bool:
 
 
 def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor:
-    """Multiplies by expert: rows [n, in], the first counts[0] by weights[0] [in, out], and so on -> [n, out]."""
+    """Multiplies rows [n, in] by expert: the first counts[0] rows by weights[0] [in, out], and so on -> [n, out]."""
     if way == "grouped" and can_group(rows, weights, weights.mT):
         return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
 
 
 def outer(a: Tensor, b: Tensor, counts: list[int], way: str) -> Tensor:
-    """Multiplies by expert: a [n, out], b [n, in] -> [experts, out, in], a^T b over its rows, zero if it has none."""
+    """Computes a^T b over the rows of each expert: a [n, out], b [n, in] -> [experts, out, in]; zero without rows."""
     if way == "grouped" and can_group(a, b):
         offs = ends(counts, a)
         products, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
-        return products.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these
+        return products.masked_fill_(empty[:, None, None], 0)  # which the kernel may leave uninitialised
     return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
 
 
@@ -68,7 +68,7 @@ def of_experts(way: str, counts: list[int]) -> Product:
 
 
 class ProductLinear(torch.autograd.Function):
-    """A linear layer with the given `Product`. With `later`, backward calls `later(weight, function for dW)`."""
+    """A linear layer with the given `Product`. With `later`, backward calls `later(weight, f)`; f() computes dW."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, product: Product, later: Callable | None = None) -> Tensor:
@@ -88,13 +88,13 @@ class ProductLinear(torch.autograd.Function):
 
 
 def multiply(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
-    """Replaces `ExpertLinear.forward`."""
+    """Replaces `ExpertLinear.forward`: one grouped product for all experts."""
     return ProductLinear.apply(rows, linear.weight, of_experts("grouped", counts))
 
 
 @dataclass
 class Flags:
-    """Products of experts."""
+    """Matrix products of experts."""
 
     expert_matmul: Literal["each", "grouped"] = "each"  # a matmul for each expert, or one for all if there is a kernel
 

@@ -1,6 +1,6 @@
 """More ways to route tokens: expert groups, capacity, z-loss, shared experts; no balancing, or balancing by bias.
 
-    --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
+    --expert-groups        a token's experts come from at most --groups-per-token of the groups (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
                            (Fedus et al. 2021) and ignores the others. The cp x tp ranks gather their choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
@@ -8,10 +8,10 @@
     --balance none         no auxiliary loss
     --balance bias         no auxiliary loss; experts are chosen by p + b, and weighted by p (Wang et al. 2024,
                            "auxiliary-loss-free"). After each step, b_e of each expert moves by --bias-speed: up if all
-                           ranks chose e less often than the mean, else down. b has no gradient, but is part of the
+                           ranks chose e less often than the mean, down if more. b has no gradient, but is part of the
                            model: a buffer `bias` [experts], fp32, of each layer
 
-In step 7, each of these would be one to four lines of `MoE.route`, as in `RoutedMoE.route`; the biases would be updated
+In step 7, most of these would be one to four lines of `MoE.route`, as in `RoutedMoE.route`; the biases would be updated
 after `optimizer.step`.
 """
 
@@ -37,13 +37,13 @@ SUMMED = ("data", "tp", "mirror")  # dimensions whose ranks route different toke
 
 
 class RoutedMoE(MoE):
-    """Step 7's MoE layer, whose router has these options."""
+    """Step 7's MoE layer with the options above."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.config = config
         self.positions: Tensor | None = None  # of this rank's tokens, int64 [seq/n]
-        self.z_coeff = config.z_loss * config.micro_batch_size / config.global_batch_size  # as `coeff`
+        self.z_coeff = config.z_loss * config.micro_batch_size / config.global_batch_size  # scaled as `coeff`
         self.coeff *= config.balance == "loss"
         self.register_buffer("bias", None)  # [experts], with --balance bias
         if config.shared_experts:
@@ -87,7 +87,7 @@ class RoutedMoE(MoE):
         return scores.topk(self.top_k).indices
 
     def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
-        """Keeps each expert's first choices, in order of the tokens: int64 [tokens, top_k] -> bool, True if kept."""
+        """Which choices fit an expert's capacity, first tokens first: int64 [tokens, top_k] -> bool, same shape."""
         if self.group.size > 1:
             order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
             chosen = gather_tokens(chosen.unflatten(0, (-1, len(self.positions))), self.group)[:, order]
@@ -116,7 +116,7 @@ class Flags:
     """Routing."""
 
     z_loss: float = 0.0  # coefficient of the router's z-loss
-    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
+    capacity_factor: float = 0.0  # limit on an expert's choices, as a multiple of the mean; 0: no limit
     expert_groups: int = 1  # number of groups of experts
     groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
     shared_experts: int = 0  # number of experts that every token visits
@@ -133,7 +133,7 @@ NEEDS = [
 
 
 def check(config: Any, world: int):
-    """Groups must be equally large, and have enough experts. Raises UserError."""
+    """Raises UserError unless groups are equally large, and --groups-per-token of them have enough experts."""
     groups, most = config.expert_groups, config.groups_per_token
     if config.experts % groups:
         raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
@@ -151,7 +151,7 @@ def prepare(config: Any, parts: Parts):
 
 
 def attach(config: Any, parts: Parts):
-    """Tell the layers which tokens of a sequence this rank has, and give them biases."""
+    """Tell each layer which tokens this rank has; with --balance bias, also give it a bias, updated after each step."""
     layers = [module for module in parts.model.modules() if isinstance(module, RoutedMoE)]
     for moe in layers:
         moe.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]
