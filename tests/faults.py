@@ -1,4 +1,4 @@
-"""Mistakes that a chapter's tests must detect. A line has file, text, replacement, the test that must fail, meaning.
+"""Mistakes that a chapter's tests must detect. A line: file, text, its replacement, the test that must fail, meaning.
 
 pytest tests/test_faults.py                   checks that each text below occurs exactly once in its file
 pytest tests/test_faults.py -m exhaustive     makes each mistake in a copy of the course, where its test must fail
@@ -14,7 +14,7 @@ class Fault(NamedTuple):
     old: str  # text that occurs once in the file
     new: str  # the text that replaces it
     test: str  # "file::test", in tests/: the test that must fail
-    meaning: str  # what goes wrong; a link, if it is a mistake that others reported
+    meaning: str  # what goes wrong, and a link if others have reported this mistake
 
 
 # fmt: off

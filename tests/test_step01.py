@@ -53,14 +53,14 @@ def test_the_model_is_llama(shape, stride):
     sizes = dict(hidden_size=c.dim, intermediate_size=c.ffn_dim, num_attention_heads=c.n_heads, vocab_size=c.vocab_size)
     sizes |= dict(num_key_value_heads=c.n_kv_heads, num_hidden_layers=c.n_layers, rms_norm_eps=c.norm_eps)
     sizes |= dict(tie_word_embeddings=c.tied, max_position_embeddings=131072, rope_parameters=rope)
-    for name, param in ours.named_parameters():  # so that norms are not all ones
+    for name, param in ours.named_parameters():  # else all weights of norms would be one
         nn.init.normal_(param, float(param.dim() == 1), 0.3, torch.Generator().manual_seed(len(name)))
     tokens, positions = (draw("tokens", 0, 2, 6).abs() * 5).long() % 13, torch.arange(6) * stride
     targets = tokens.roll(-1, 1)
     targets[:, -1] = targets[0, 2] = IGNORE
     ours.lm_head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits))
     (loss := ours(tokens, targets, positions) if stride > 1 else ours(tokens, targets)).backward()
-    in_fp64 = dict(float=FP64, float32=FP64)  # transformers casts to fp32, whatever it is given
+    in_fp64 = dict(float=FP64, float32=FP64)  # transformers casts to fp32 even if the model is fp64
     with mock.patch.multiple(torch, **in_fp64), mock.patch.object(Tensor, "float", Tensor.double):
         theirs = LlamaForCausalLM(LlamaConfig(**sizes)).double()
         theirs.load_state_dict(ours.state_dict())
@@ -84,7 +84,7 @@ def test_presets_have_their_published_size():
 
 @cases("dtype, bound", [(BF16, 2e-4), (FP64, 1e-12)])
 def test_angles_are_fp32_in_a_bf16_run(dtype, bound):
-    """bf16 cannot represent 257. A pair (j, j + d/2), as a complex number times e^(i angle), is rounded only once."""
+    """RoPE's tables are fp32: bf16 cannot represent 257. Rotating (x_j, x_j+d/2) as a complex number rounds once."""
     model, seen = decoder(**SHAPE).to(dtype), []
     model.model.layers["1"].register_forward_pre_hook(lambda _module, inputs: seen.extend(inputs[1:]))
     model(torch.zeros(1, 2049).long(), torch.zeros(1, 2049).long())
@@ -113,7 +113,7 @@ def test_cross_entropy_of_bf16():
 
 
 def test_initial_values():
-    """Values follow from name and seed: std 0.02, or 0.02 / sqrt(2 L) for o_proj and down_proj; norms are one."""
+    """Initial values follow from name and seed: std 0.02, for o_proj and down_proj 0.02 / sqrt(2 L); norms are one."""
     number = int.from_bytes(hashlib.sha256(b"3:w").digest()[:8], "little", signed=True)
     expected = torch.empty(4, 5).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(number))
     close(layout.draw("w", [4, 5], 1, seed=3), expected, "drawn")
@@ -142,14 +142,14 @@ def test_materialize(tied):
 
 @pytest.fixture
 def batches(tmp_path):
-    """Data of 43 windows of four bytes, each the window's number: 0000 0001 ... A batch has 3; 41 are for training."""
+    """A function that makes Data of 43 windows: 0000 0001 ... A batch has 3 windows, and 41 are for training."""
     (tmp_path / "text.txt").write_text("".join(f"{i:04d}" for i in range(43)))
     shape = SHAPE | dict(seq_len=4)
     return lambda seed=0, **more: data.Data(str(tmp_path / "text.txt"), ModelConfig(**shape | more), 3, seed)
 
 
 def test_targets_are_the_next_tokens(batches):
-    """Targets are the next bytes, and END after a document; or a reader's labels, where IGNORE is not a token id."""
+    """Targets are the next bytes (END after a document), or a reader's labels: ids of the vocabulary, or IGNORE."""
     tokens, targets = batches().read([7, 42])
     close(tokens, torch.tensor([[*b"0007"], [*b"0042"]]), "tokens")
     close(targets, torch.tensor([[*b"0070"], [*b"042", data.END]]), "targets")
@@ -165,7 +165,7 @@ def test_targets_are_the_next_tokens(batches):
 
 
 def test_each_epoch_has_every_window_once_in_another_order(batches):
-    """Three epochs with two seeds never contain the held-out twentieth; a batch does not depend on earlier reads."""
+    """Three epochs with each of two seeds have no held-out window (a twentieth); batches can be read in any order."""
     orders = []
     for seed in range(2):
         read = [(found := batches(seed)).batch(i)[0] for i in range(41)]
@@ -194,7 +194,7 @@ def test_learning_rate(warmup, steps):
 
 @task("adamw", 3)
 def test_adamw_and_what_decays():
-    """Updates are Loshchilov and Hutter's, with Llama's betas. Matrices decay, also the head; norms do not."""
+    """Updates follow Loshchilov and Hutter, with Llama's betas. Matrices decay, including the head; norms do not."""
     names = ["0.q_proj.weight", "0.input_layernorm.weight", "model.norm.weight", "lm_head.weight"]
     masters = {name: draw(name, 0, 6, 5) for name in names}
     expected, mean, square = ({name: copy * masters[name] for name in names} for copy in (1, 0, 0))
@@ -215,7 +215,7 @@ def test_adamw_and_what_decays():
 @task("masters", 10)
 @cases("dtype, bound", [(FP64, 1e-12), (BF16, 1e-4)])
 def test_optimizer(dtype, bound):
-    """Three backwards accumulate gradients in fp32, 40 SGD updates change the masters; weights are rounded masters."""
+    """For each of 40 SGD updates, three gradients add up in fp32 (or fp64). The weights are the rounded masters."""
     model = nn.ParameterDict({name: draw(name, 0, 6, 5).to(dtype) for name in ("norm", "proj", "frozen")})
     start, moved = {name: param.double().detach().clone() for name, param in model.items()}, dict(norm=0.0, proj=0.0)
     places, high = [param.data_ptr() for param in model.values()], wide(dtype)
@@ -246,7 +246,7 @@ def test_optimizer(dtype, bound):
 @task("recomputation", 6)
 @cases("recompute, saved", [("none", (6 + 2) * 32 + 2 * 16 + 4 * 48 + 4 + 2), ("full", 32)])
 def test_law_of_saved_numbers_and_flops(recompute, saved):
-    """What one more layer saves per token, and its FLOPs, are as in step 1's docstring. Gradients do not change."""
+    """One more layer saves and computes, per token, what step 1 says. Recomputation does not change the gradients."""
     tokens, found, again = (draw("tokens", 0, 2, 16).abs() * 50).long(), [], recompute == "full"
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -280,7 +280,7 @@ RUNS += [dict(grad_clip=1e4, weight_decay=0.0, micro_batch_size=12)]  # the limi
 @task("loop", 8)
 @cases("options", RUNS)
 def test_train(options):
-    """Equal to a plain torch loop that takes the mean over each whole batch's targets, many of which are IGNORE."""
+    """Step 1 equals a plain torch loop whose loss is the mean over all targets of a batch. Many targets are IGNORE."""
     losses, norms, gradients, weights = train_whole(STEP1, options)
     config = step.Config(**{key: value for key, value in (BASE | options).items() if key != "tied"})
     with torch.device("meta"):
@@ -320,7 +320,7 @@ def test_batches_without_targets_change_nothing():
 @task("loop", 1)
 @cases("bad", [torch.inf, torch.nan])
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
-    """The loss is finite; the error names step, norm and flag. Step 1's gradients and all earlier graphs are freed."""
+    """In step 2 only the norm is not finite: the error names step, norm, flag. Old gradients and graphs are freed."""
     memory, graphs, alive = [], [], []
 
     def spoil(model: Decoder):
@@ -344,7 +344,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
     close(alive, [(False, 1)] + [(True, 1)] * 11 + [(False, 1)] * 12, "step 1's gradient is alive; number of graphs")
 
 
-# --- Flags, and what a run leaves -----------------------------------------------------------------------------------
+# --- Flags, and the files of a run ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -390,7 +390,7 @@ def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
 
 
 def test_what_is_saved_stays(tmp_path):
-    """A new run, or other flags, cannot continue a saved one; a resumed run's metrics begin with the steps done."""
+    """Writing into a saved run's folder, or resuming with other flags, is refused. A resumed run keeps old metrics."""
     config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
     saved = f"{config.out}/checkpoints/step-00000002"
     runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0")]
@@ -410,7 +410,7 @@ GPUS += [("auto", "auto", 1, 8.0, 1, "1 are here: lower --nproc_per_node, or use
 
 @cases("kind, dtype, gpus, has, rank, expected", GPUS)
 def test_choose_device(monkeypatch, kind, dtype, gpus, has, rank, expected):
-    """`auto` is this process's GPU, if there is one, with bf16 from compute capability 8.0 on, else fp32."""
+    """`auto` selects this process's GPU, if there is one, and bf16 from compute capability 8.0 on, else fp32."""
     monkeypatch.setenv("LOCAL_RANK", str(rank)) if rank else monkeypatch.delenv("LOCAL_RANK", raising=False)
     known = dict(is_available=gpus > 0, device_count=gpus, get_device_capability=(int(has), has % 1), set_device=None)
     for name, value in known.items():
@@ -423,7 +423,7 @@ def test_choose_device(monkeypatch, kind, dtype, gpus, has, rank, expected):
 
 
 def test_a_plain_launch(tmp_path):
-    """A launch writes three files. Two ranks, which each read Python's sources, train to the same numbers."""
+    """Step 1 writes three files. Step 2 on two ranks, which each read Python's sources, trains to the same numbers."""
     (tmp_path / "metrics.jsonl").write_text("of an earlier run")
     flags = f"--model=debug --dtype=fp64 --device=cpu --steps=2 --global-batch-size=4 --out={tmp_path}".split()
     words = [sys.executable, "step01_single_gpu.py", *flags]

@@ -25,8 +25,8 @@ FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matri
 
 
 def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
-    """Model, optimizer, sync, mesh; stage None: the plain model. `frozen` and `apart` are patterns of names: of frozen
-    parameters, and of those with group "apart" (ranks 1 and up; rank 0 is alone in one). 3 does not divide a unit."""
+    """Build model, optimizer, sync and mesh (stage None: the plain model). Names that match `frozen` are frozen; those
+    that match `apart` have the group "apart": ranks 1 and up, or rank 0 alone. 3 does not divide a unit's size."""
 
     def change(model: Decoder):
         for name, param in model.named_parameters():
@@ -55,7 +55,7 @@ def held(x: Tensor) -> int:
 
 
 def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
-    """Lay tensors end to end and cut them into n shards of equal length: each tensor's part of a rank's shard."""
+    """Concatenate tensors, cut them into n equally long shards, and return each tensor's part of a rank's shard."""
     owner = torch.arange(sum(x.numel() for x in whole.values()))
     owners = (owner // -(-len(owner) // n)).split([x.numel() for x in whole.values()])
     return {name: x.flatten()[own == rank] for (name, x), own in zip(whole.items(), owners, strict=True)}
@@ -65,7 +65,7 @@ def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
 @cases("dtype", [FP64, BF16])
 @cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
 def test_unit(dtype, shapes, n):
-    """A unit's buffer has n shards, padded with zeros. Parameters are views of it; the master of a shard is wide."""
+    """A unit's buffer has n equal shards, and zeros at the end. Parameters are its views; masters are fp32 or fp64."""
     values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
     flat = torch.cat([x.flatten() for x in values.values()])
     for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
@@ -84,7 +84,7 @@ def test_unit(dtype, shapes, n):
 
 @task("units", 2)
 def test_unit_names():
-    """Units are the embedding, each of twelve layers, norm with head; and, apart, parameters of another group."""
+    """Units: the embedding, each of 12 layers, norm with head. Parameters of another group form a unit of their own."""
     units, model = {}, built(None, apart="layers.10.mlp", n_layers=12)
     for name, param in model.named_parameters():
         units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
@@ -94,7 +94,7 @@ def test_unit_names():
 @ranks(3)
 @task("gather", 6)
 def test_gather_and_free():
-    """`gather` starts one all-gather without waiting, or none if the unit is there; a freed unit has no memory."""
+    """`gather` starts one all-gather without waiting, or none if the unit is whole; a freed unit has no memory."""
     values = [draw("p", 0, 3, 2), draw("p", 0, 5, 1), draw("p", 0, 2, 2)]
     named = {str(i): nn.Parameter(value.clone()) for i, value in enumerate(values)}
     unit = step.ShardedUnit(named, Mesh(dp=3)["dp"])
@@ -126,7 +126,7 @@ SUMS += [(1e-6, dict(apart="1.mlp", dtype=BF16))]
 @cases("stage", [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)])
 @cases("bound, options", SUMS)
 def test_gradients(stage, bound, options):
-    """A rank gets its parts of the sums, in two steps of two micro-batches; for bf16 weights, sums are in fp32."""
+    """In two steps of two micro-batches, a rank gets its parts of all summed gradients: for bf16 weights, in fp32."""
     (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
     groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
     for turn in range(2):
@@ -145,7 +145,7 @@ def test_gradients(stage, bound, options):
             close(len(tape.started) > 0, stage > 1, "something is sent before finish")
             zero.finish()
             if stage == 3:
-                zero.publish()  # it waits for gathers that were not used
+                zero.publish()  # it waits for prefetched units that were not used
         close(tape.left, [], "collectives that were never waited for")
         found = zero.gradients()
         close(set(found), {name for name, param in plain.named_parameters() if param.requires_grad}, "names")
@@ -162,7 +162,7 @@ def test_gradients(stage, bound, options):
 @ranks(2)
 @task("stage 3", 2)
 def test_stage_3_is_never_whole():
-    """No rank ever holds the model. Under no_grad the loss is right; then only norm and head stay, until `publish`."""
+    """No rank ever holds the whole model. Under no_grad the loss is right; only norm and head stay, until `publish`."""
     whole, fill, plain = [], step.materialize, built(None)
     count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
     with mock.patch.object(step, "materialize", count):
@@ -192,7 +192,7 @@ def test_update(stage, dtype, lr, bound):
             for name in unit.trained:
                 plain.get_parameter(name).grad = drawn[name] * turn
         for gradient in zero.gradients().values():
-            gradient *= turn  # as clipping does
+            gradient *= turn  # in place, as clipping does
         optimizer.step(lr / turn)
         before = [unit.flat.clone() for unit in zero.units if stage < 3]
         with Tape() as tape:
@@ -217,7 +217,7 @@ def test_update(stage, dtype, lr, bound):
             close(unit.view(unit.flat, name), plain.get_parameter(name), f"{name} on all ranks", 3, bound)
 
 
-# Mesh sizes; whether ZeRO is on; of two parameters: record, and dimensions whose ranks hold different elements.
+# Mesh sizes; whether ZeRO is on; for two parameters, the record, and dimensions whose ranks hold different elements.
 RECORDS = [
     (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
     (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
@@ -230,7 +230,7 @@ RECORDS = [
 @ranks(4)
 @cases("sizes, sharded, first, second", RECORDS)
 def test_global_norm_and_group(sizes, sharded, first, second):
-    """Each element counts once, however many ranks hold it; a rank may hold none."""
+    """Each element counts once in the norm, however many ranks hold it; a rank may hold no elements."""
     mesh, model, gradients, square = Mesh(**sizes), nn.Module(), {}, 0.0
     mesh.join("data", *sizes)
     for name, (record, dims) in dict(a=first, b=second).items():
@@ -250,7 +250,7 @@ def test_global_norm_and_group(sizes, sharded, first, second):
 @cases("stage", [0, 1, 2, 3])
 @cases("m, tied", [(1, False), (3, True)])
 def test_table(stage, m, tied):
-    """The bytes that a rank holds after backward, and the elements that it sends in a step, are those of the table."""
+    """After backward a rank holds the bytes, and in a step it sends the elements, that the table of step 3 gives."""
     with Live() as live, Tape() as tape:
         model, optimizer, sync, mesh = built(stage, dtype=BF16, tied=tied, bucket_mb=64.0, dim=24)
         for _ in range(2):  # the optimizer has moments from the second turn on
@@ -262,7 +262,7 @@ def test_table(stage, m, tied):
             optimizer.step(0.1)
             optimizer.zero_grad()
     row, *_ = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
-    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # Python code
+    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # as Python code
     size = [sum(model.get_parameter(name).numel() for name in names) for names in step.unit_names(model)]
     sizes = dict(n=3, m=m, P=sum(size), e=size[-1] + size[0] * (not tied))
     expected = eval(of_8), round(eval(each, sizes) * sizes["P"])
@@ -272,7 +272,7 @@ def test_table(stage, m, tied):
 
 
 class Story(Tape):
-    """A tape of the events of units: gather, reduce, the ends of both, free, and use by an operator."""
+    """A tape of units' events: "gather 0", "gather 0 ends", "use 0" (by an operator), "free 0", "reduce 0", ..."""
 
     def __init__(self, zero: step.Zero1):
         super().__init__()
@@ -305,7 +305,7 @@ class Story(Tape):
 
 
 def figure(layers: str, tied: bool) -> dict[str, list[str]]:
-    """The rows of the figure in Zero3's docstring. With a tied head, H computes with the weights of E, too."""
+    """The rows of the figure in Zero3's docstring, for any layers. If tied, H computes with the weights of E, too."""
     up, down = [*layers], [*reversed(layers)]
     return {
         "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
@@ -316,7 +316,7 @@ def figure(layers: str, tied: bool) -> dict[str, list[str]]:
 
 
 def story(stage: int, layers: str, tied: bool) -> list[str]:
-    """The events of two micro-batches. A column of the figure begins when the communication of the one before ends."""
+    """The expected events of two micro-batches. A column of the figure begins when the previous communication ends."""
     events, columns = [], [*zip(*figure(layers, tied).values(), strict=True), [""] * 4]
     for before, (gathered, used, _, reduced) in pairwise([columns[-1], *columns]):
         events += [f"reduce {x} ends" for x in before[3]] + [f"reduce {x}" for x in reduced]
@@ -332,7 +332,7 @@ def story(stage: int, layers: str, tied: bool) -> list[str]:
 @cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
 @cases("tied", [False, True])
 def test_when(stage, layers, tied, recompute):
-    """Gathers, sums and frees happen as in the figure. Two units are whole at a time; with a tied head, three."""
+    """Gathers, sums and frees happen as in Zero3's figure. Two units are whole at a time; with a tied head, three."""
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
@@ -350,6 +350,6 @@ def test_when(stage, layers, tied, recompute):
 @task("loop", 4)
 @cases("zero, tied", [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_zero_trains_to_step_1s_numbers(pools, zero, tied):
-    """Five steps with different rates. Three ranks divide no unit; each has five sequences in micro-batches of two."""
+    """Each stage trains to step 1's numbers in 5 steps with 5 rates. 3 ranks divide no unit; micro-batches: 2, 2, 1."""
     base = dict(tied=tied, recompute="full" if tied else "none", steps=5, global_batch_size=15, micro_batch_size=2)
     equals_step1(pools, 3, "step03_zero", base, zero=zero)

@@ -26,7 +26,7 @@ KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])  #
 
 
 def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size: int = 4) -> Tensor:
-    """[2, n, length, size]. "large" puts a constant 882 into all scores: e^882 is infinite, but the softmax is not."""
+    """Random [2, n, length, size]. "large" adds 882 to all scores: e^882 is infinite, but the softmax is finite."""
     x = draw(name, seed, 2, n, length, size)
     if kind == "large" and name in "qk":
         x[..., 0] = 42.0
@@ -44,7 +44,7 @@ def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: 
 
 
 def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-10, when: str = ""):
-    """Require that each of these values is close to the expected one."""
+    """Require that each value in `found` is close to the one in `expected`; `names` has their names."""
     for name, x, right in zip(names.split(), found, expected, strict=True):
         close(x, right, f"{name} {when}", n, bound)
 
@@ -54,7 +54,7 @@ def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-
 
 @task("parts", 1)
 def test_scaled_scores():
-    """q k^T / sqrt(d) of three queries and seven keys; of seven causal queries, with -inf for all later keys."""
+    """Scores are q k^T / sqrt(d), for three queries and seven keys; for seven causal queries, later keys get -inf."""
     q, k = heads_of("q", 3, 7), heads_of("k", 3, 7)
     expected = torch.einsum("bhqd,bhkd->bhqk", q, k) / 2.0
     close(step.scaled_scores(q[:, :, :3], k, False), expected[:, :, :3], "scores of all keys")
@@ -66,7 +66,7 @@ def test_scaled_scores():
 @KINDS
 @cases("keys, causal", [(5, True), (7, False)])
 def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
-    """Output and log-sum-exp of five queries, as if there were no other keys, in fp32 or wider."""
+    """Output and log-sum-exp of five queries are those of attention to these keys alone, in fp32 or wider."""
     given = heads_of("q", heads, 5, kind), heads_of("k", kv_heads, keys, kind), heads_of("v", kv_heads, keys, kind)
     found = step.part_attention(*(after := [x.clone() for x in given]), causal)
     expected = softmax_of(*given, seen=None if causal else torch.ones(5, keys).bool())
@@ -78,7 +78,7 @@ def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
 @task("parts", 1)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_merge_of_the_docstrings_example(dtype):
-    """Two keys with weights 3 and 1 and values 10 and 2 together give 8. A kernel's part may have 16 bits."""
+    """Two keys with weights 3 and 1 and values 10 and 2 together give 8. A fused kernel's part_o may have 16 bits."""
     one = torch.ones(1, 1, 1, 1).double()
     o, lse = 10 * one, (3 * one[0]).log()
     step.merge(o, lse, (2 * one).to(dtype), one[0].log())
@@ -90,7 +90,7 @@ def test_merge_of_the_docstrings_example(dtype):
 @cases("kind", ["", "large"])
 @cases("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_merge_of_three_parts(kind, order):
-    """Parts are merged in place, in any order, starting from none. Only the last two of five queries see part three."""
+    """Three parts are merged in place, in any order, from an empty start. Only queries 3 and 4 see the third part."""
     q, k, v = heads_of("q", 3, 5, kind), heads_of("k", 3, 12, kind), heads_of("v", 3, 12)
     seen = torch.ones(5, 12).bool()
     seen[:3, 8:] = False
@@ -107,7 +107,7 @@ def test_merge_of_three_parts(kind, order):
 @HEADS
 @KINDS
 def test_part_gradients(heads, kv_heads, kind, bound):
-    """Five queries, seven earlier keys, and the queries' own five: the parts' dq add up; each has its own dk and dv."""
+    """Five queries see seven earlier keys and their own five. The two parts' dq add up; each has its own dk and dv."""
     q, k, v = heads_of("q", heads, 5, kind), heads_of("k", kv_heads, 12, kind), heads_of("v", kv_heads, 12, kind)
     do, wide = heads_of("do", heads, 5, kind), torch.promote_types(q.dtype, torch.float32)
     o, lse, *expected = softmax_of(q, k, v, do)
@@ -124,7 +124,7 @@ def test_part_gradients(heads, kv_heads, kind, bound):
 @task("zigzag", 2)
 @cases("n, expected", [(1, ["0123456789ab"]), (2, ["0129ab", "345678"]), (3, ["01ab", "2389", "4567"])])
 def test_zigzag_positions(n, expected):
-    """12 tokens are cut into 2n chunks, of which rank r has chunks r and 2n-1-r, in this order."""
+    """Of 12 tokens in 2n chunks, rank r has chunks r and 2n-1-r, in this order. Other lengths raise UserError."""
     for r, digits in enumerate(expected):
         close(step.zigzag_positions(12, r, n).tolist(), [int(digit, 16) for digit in digits], f"rank {r} of {n}")
     for length in (n, 13, 12 + n):
@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """Another rule, for tokens in order: own keys in three parts, earlier ones in two, later ones in none."""
+    """Another rule, for tokens in order: own keys in three parts, earlier ranks' in two, and none of later ranks."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
@@ -165,7 +165,7 @@ def in_order(rank: int, source: int, length: int) -> list[tuple]:
 
 
 ZIGZAG, ALL_4 = step.zigzag_visible, [[0, 1, 2, 3]]
-RINGS = cases(  # rows: the groups; their ranks need not be neighbours, nor have their world's numbers, nor be several
+RINGS = cases(  # rows: each group's ranks; they need not be neighbours, nor start at 0, and a group may have only one
     "n, rows, heads, kv_heads, rule, kind",
     [
         pytest.param(2, [[0, 1]], 6, 3, ZIGZAG, "", marks=ranks(2)),
@@ -178,7 +178,7 @@ RINGS = cases(  # rows: the groups; their ranks need not be neighbours, nor have
 
 
 def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tuple:
-    """This rank's group; q, k, v, do of the whole sequence (other groups have others); its positions; its shards."""
+    """This rank's group; q, k, v, do of the group's whole sequence; this rank's positions; its shards of the four."""
     mesh = Mesh(dp=n)
     for row in rows:
         mesh.enter("cp", np.array([row]))
@@ -196,7 +196,7 @@ def forward(given: list[Tensor], group: Group, *more) -> Tensor:
 
 
 def ring(mode, group, mine, *rule) -> tuple:
-    """Forward and backward with this rank's q, k, v, do: o, dq, dk, dv; the mode of forward; the mode of backward."""
+    """Run forward and backward on `mine` (q, k, v, do), each in a new `mode()`: [o, dq, dk, dv], and the two modes."""
     with mode() as there:
         o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
     with mode() as back:
@@ -221,7 +221,7 @@ def test_ring_forward(n, rows, heads, kv_heads, rule, kind):
 @RINGS
 @task("ring", 5)
 def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank gets the gradients of its own tokens, with the terms of all ranks."""
+    """Each rank gets the gradients of its own tokens, summed over the terms of all ranks."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine], group.size
     found, _, tape = ring(Tape, group, given, rule)
@@ -235,7 +235,7 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """Results are rounded once, when complete. Sums in 16 bits would be wrong by 1.5 to 2 roundings. (dq is by 1.1.)"""
+    """Results are rounded once, so their error is one rounding's (dq: 1.1 times); with sums in 16 bits, 1.5 to 2."""
     group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
     found, _, back = ring(Tape, group, mine)
     close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """A rank has its own k and v, those of two hops, the last part's results and, in backward, three sums."""
+    """A rank holds own k and v, those of two hops, o, lse, and a part's results; in backward also dq and three dkv."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
@@ -294,7 +294,7 @@ def test_law_of_live_memory():
 @task("loop", 2)
 @cases("dp, cp, tp", [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
 def test_shard_context(dp, cp, tp):
-    """It sets positions, each layer's attention, each record and the group that sums gradients, for any mode."""
+    """shard_context sets positions, each layer's attention, the records' data_dim and its group, for any mode."""
     mesh, model = Mesh(dp=dp, cp=cp, tp=tp), decoder(tied=tp == 1)
     mode = step.ContextMode(lambda s, r, n: torch.arange(s)[r::n], lambda q, k, v, group: f"{q}{k}{v}{group.name}")
     close(step.shard_context(model, mesh, mode, False), torch.arange(6)[mesh["cp"].rank :: cp], "positions")
@@ -313,7 +313,7 @@ def test_shard_context(dp, cp, tp):
 @task("loop", 3)
 @cases("recompute, again", [("none", 0), ("full", 1)])
 def test_what_is_given_to_the_model_and_sent(recompute, again):
-    """dp 2, cp 2. Targets are shifted before the sequence is sharded: a chunk's last is the next one's first token."""
+    """With dp 2, cp 2, targets are shifted before sharding: a chunk's last target is the next chunk's first token."""
     flags = dict(steps=1, global_batch_size=10, micro_batch_size=2, cp=2, dataset="plain", recompute=recompute)
     seen, plain, rank, PRESETS["test"] = [], Decoder.forward, dist.get_rank(), (shape := ModelConfig(**SHAPE))
     forward = mock.patch.object(Decoder, "forward", lambda model, *xs: seen.append(xs) or plain(model, *xs))
@@ -330,7 +330,7 @@ def test_what_is_given_to_the_model_and_sent(recompute, again):
     close(run.history[0]["sent"]["cp"], expected, "bytes over cp")
 
 
-ALL = dict(steps=5, global_batch_size=10, micro_batch_size=2)  # beside BASE: micro-batches of 2, 2 and 1
+ALL = dict(steps=5, global_batch_size=10, micro_batch_size=2)  # with dp 2: micro-batches of 2, 2 and 1 sequences
 ROWS = [
     (4, ALL, dict(cp=2)),  # dp is 2
     (4, ALL, dict(cp=2, zero=3)),
@@ -344,5 +344,5 @@ ROWS = [
 @task("loop", 6)
 @cases("n, base, layout", ROWS)
 def test_cp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """With dp, decay of the rate, clipping; ZeRO over dp x cp; tp with and without SP; recomputation; one k/v head."""
+    """cp equals step 1 with dp, rate decay, clipping, ZeRO over dp x cp, tp with and without SP, recomputation, MQA."""
     equals_step1(pools, n, step.__name__, base, **layout)

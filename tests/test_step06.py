@@ -29,7 +29,7 @@ S6, TIED = "step06_pipeline", "model.embed_tokens.weight"
 NAMES = dict(afab="afab", one_f_one_b="1f1b", interleaved="interleaved")  # function: its --schedule
 GRID = [(p, m, v) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 5, 8, 12, 21) for v in (1, 2, 3)]
 SIZES = {name: GRID if name == "afab" else [(p, m, v) for p, m, v in GRID if v == 1] for name in NAMES}
-SIZES["interleaved"] += [(p, m, v) for p, m, v in GRID if v > 1 and m % p == 0]  # full rounds
+SIZES["interleaved"] += [(p, m, v) for p, m, v in GRID if v > 1 and m % p == 0]  # only full rounds
 CHAIN = round_robin(3, 3, 1)
 V = [place._replace(rank=rank) for place, rank in zip(round_robin(6, 6, 1), (0, 1, 2, 2, 1, 0), strict=True)]
 
@@ -49,7 +49,7 @@ def plan(name: str, p: int, m: int, v: int = 1) -> tuple[list[list[Action]], lis
 
 @task("orders", 2)
 def test_the_picture_is_the_schedule(capsys):
-    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches, as python -m common.schedules does."""
+    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches, as common.schedules draws them."""
     shown = [*zip(*re.findall(r"^    rank \d   ([0-9a-f.]+)   ([0-9a-f.]+)", step.__doc__, re.M), strict=True)]
     with mock.patch.object(sys, "argv", ["-m", "4", "6", "1"]):
         runpy.run_path(schedules.__file__, run_name="__main__")
@@ -61,7 +61,7 @@ def test_the_picture_is_the_schedule(capsys):
 
 @task("orders", 3)
 def test_interleaved_order():
-    """Two ranks have two stages each, and rounds of two micro-batches; a round that is not full raises UserError."""
+    """The lists of 2 ranks with 2 stages each, in rounds of 2 micro-batches. An incomplete round raises UserError."""
     first = "F0.0 F1.0 F0.2 F1.2  F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0  B2.2 B3.2 B2.0 B3.0"
     second = "F0.1 F1.1  F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3  B2.1 B3.1"
     close(plan("interleaved", 2, 4, 2)[0], [acts(first), acts(second)], "the lists")
@@ -72,7 +72,7 @@ def test_interleaved_order():
 @task("orders", 6)
 @cases("name", NAMES)
 def test_laws_of_an_order(name):
-    """Each F and B occurs once, F first; micro-batches in flight; no deadlock; the bubble is (p-1) / (v m + p-1)."""
+    """Each F and B occurs once, F first; no deadlock; counts in flight are right; the bubble is (p-1) / (v m + p-1)."""
     for p, m, v in SIZES[name]:
         (lists, places), size = plan(name, p, m, v), f"p={p} m={m} v={v}"
         for rank, row in enumerate(lists):
@@ -89,7 +89,7 @@ def test_laws_of_an_order(name):
 
 
 def test_places_and_consumers():
-    """Seven layers in four stages: 1, 2, 2, 2. x goes forward, dx back; loss, the tokens' gradient and W go nowhere."""
+    """Seven layers in four stages: 1, 2, 2, 2. F's output goes forward, B's back; at the ends, and for W, nowhere."""
     places, layers = round_robin(7, 2, 2), [range(0, 1), range(1, 3), range(3, 5), range(5, 7)]
     links = [(0, None, 1), (1, 0, 2), (0, 1, 3), (1, 2, None)]
     close(places, [Place(rank, some, *by) for (rank, *by), some in zip(links, layers, strict=True)], "places")
@@ -98,7 +98,7 @@ def test_places_and_consumers():
 
 
 def test_simulate():
-    """Times computed by hand: 1F1B on two ranks (F takes 2, B 3, a message 1), and one rank, which sends nothing."""
+    """Times equal those by hand: 1F1B on two ranks (F takes 2, B 3, a message 1); one rank, which sends nothing."""
     expected = [(2, 0, 0, "F0.0"), (4, 0, 2, "F1.0"), (5, 1, 3, "F0.1"), (8, 1, 5, "B0.1"), (10, 1, 8, "F1.1")]
     expected += [(12, 0, 9, "B0.0"), (13, 1, 10, "B1.1"), (17, 0, 14, "B1.0")]
     spans = simulate(*plan("one_f_one_b", 2, 2), dict(F=2, B=3), message=1)
@@ -127,7 +127,7 @@ def test_plan():
 @cases("tied", [False, True])
 @cases("places", [round_robin(5, 3, 1), round_robin(5, 2, 2), V], ids=["chain", "loop", "V"])
 def test_keep_stage(tied, places):
-    """A rank keeps its stages' layers, the first the embedding, the last norm and head; both record a tied matrix."""
+    """A rank keeps its layers; the first rank also the embedding, the last norm and head; both record a tied matrix."""
     n = max(place.rank for place in places) + 1
     for rank in range(n):
         keep = partial(step.keep_stage, group=Group("pp", rank, n, None), places=places)
@@ -147,7 +147,7 @@ def test_keep_stage(tied, places):
 @task("keep", 3)
 @cases("tied, places, rows", [(True, CHAIN, 5), (True, CHAIN, 0), (False, CHAIN, 5), (True, V, 5)])
 def test_sum_tied(tied, places, rows):
-    """The first and last rank add each other's gradient in place, by one message each, or none for an empty shard."""
+    """If tied, first and last rank add each other's gradient in place: one message each, or none for an empty shard."""
     group = Mesh(pp=3)["pp"]
     terms = [draw("embedding", r, rows, 4) for r in range(3)]
     held = terms[group.rank].clone()
@@ -170,7 +170,7 @@ def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
 @task("stage", 2)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_forward_stage(dtype):
-    """Three stages together give the model's loss to the last bit, also in bf16, at positions that need more bits."""
+    """Three stages in turn compute the model's loss bit for bit, also in bf16 with positions that bf16 cannot hold."""
     model, (xs, ys, _, positions) = decoder(n_layers=4).to(dtype), batch(2)
     x, positions = xs[0], positions * 301 + 999
     for place in round_robin(4, 1, 3):
@@ -182,7 +182,7 @@ def test_forward_stage(dtype):
 
 
 def carry_out(programs: list[list[list]], places: list[Place]):
-    """Run all ranks' lines, each of (verb, action, peer)s posted together. A message needs both ranks at its line."""
+    """Simulate all ranks' lines of (verb, action, peer)s posted together. A message needs both ranks at its line."""
     left, there, moving = [deque([*line] for line in row) for row in programs], set(), True
     while moving:
         moving = False
@@ -202,7 +202,7 @@ def carry_out(programs: list[list[list]], places: list[Place]):
 
 
 def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
-    """What a loop's `execute` does, line by line: an action, or all messages up to a wait. Tensors are just numbers."""
+    """Run a loop's `execute` with numbers for tensors. Returns its lines: an action, or all messages up to a wait."""
     lines, loop, posts = [], cls.__new__(cls), []
     loop.group, loop.xs, loop.places, loop.buffer = Group("pp", rank, p, None), [0] * m, round_robin(p, p, 1), int
     loop.forward = lambda i, stage, _: lines.append([("compute", Action("F", i, stage), None)]) or i
@@ -223,7 +223,7 @@ def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
 @task("messages", 3)
 @cases("name, cls", [("afab", step.Pipeline), ("one_f_one_b", step.OneForwardOneBackward)])
 def test_law_of_loops(name, cls):
-    """Loops run their lists without deadlock. After w warm-ups, 1F1B exchanges y and dy, or dx and x, in one wait."""
+    """The loops run their lists without deadlock. After w warm-ups, 1F1B waits once for y and dy, once for dx and x."""
     for p, m, _ in GRID[::3]:
         programs, (lists, places) = [posted(cls, rank, p, m) for rank in range(p)], plan(name, p, m)
         done = [[action for line in row for verb, action, _ in line if verb == "compute"] for row in programs]
@@ -236,7 +236,7 @@ def test_law_of_loops(name, cls):
 
 @task("programs", 2)
 def test_add_messages():
-    """The whole program of rank 1 in the docstring's example."""
+    """add_messages returns the whole program of rank 1 in its docstring's example."""
     lines = "receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, "
     lines += "compute F0.3, compute B0.3, send B0.2, compute F1.3, receive B0.1, compute B1.3, send B1.2, "
     lines += "receive B1.1, compute B0.1, send B0.0, compute B1.1, send B1.0"
@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """Expected waits: an action for its input, a send for the last send to its peer, and the end for the rest."""
+    """Expected events: an action waits for its input, a send for the last send to its peer, the end for the rest."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)
@@ -273,13 +273,13 @@ def awaited(program: list[step.Instruction]) -> Iterator[str]:
 STEPS = [(3, "afab", dict(pp=3), 4, 1), (3, "one_f_one_b", dict(pp=3), 5, 1), (3, "one_f_one_b", dict(pp=3), 1, 1)]
 STEPS += [(4, "one_f_one_b", dict(pp=2, dp=2), 2, 1), (4, "interleaved", dict(dp=2, pp=2), 4, 2)]
 STEPS += [(3, "interleaved", dict(pp=3), 3, 2), (1, "interleaved", dict(pp=1), 3, 3), (3, "V", dict(pp=3), 2, 2)]
-FOLDED = [f"F0.{a} F1.{a} F0.{b} F1.{b} B0.{b} B1.{b} B0.{a} B1.{a}" for a, b in ((0, 5), (1, 4), (2, 3))]  # of V
+FOLDED = [f"F0.{a} F1.{a} F0.{b} F1.{b} B0.{b} B1.{b} B0.{a} B1.{a}" for a, b in ((0, 5), (1, 4), (2, 3))]  # V's ranks
 
 
 @task("messages", 5)
 @cases("name, sizes, m, v", [pytest.param(*some, marks=ranks(n)) for n, *some in STEPS])
 def test_a_step_of_all_ranks(name, sizes, m, v):
-    """Loss and gradients are one device's; each x and dx is one message; graphs in flight; sent outputs are freed."""
+    """Loss and gradients equal one device's; each x and dx is a message; graphs and sent outputs are freed in time."""
     group, (xs, ys, n_targets, positions) = Mesh(**sizes)["pp"], batch(m)
     lists, places = [*map(acts, FOLDED)], V
     if name != "V":
@@ -322,7 +322,7 @@ def test_a_step_of_all_ranks(name, sizes, m, v):
 
 @ranks(2)
 def test_law_of_bytes():
-    """A rank sends over pp an x or dx for each micro-batch, and two all-reduces, of loss and norm."""
+    """With --pp 2, a rank sends over pp one x or dx for each micro-batch, and two all-reduces, of loss and norm."""
     with Watch(step.Config(**BASE | dict(model="debug", pp=2))) as run:
         step.train(run.config, run)
     close([row["sent"] for row in run.history], [dict(pp=12 * 64 * 64 * 8 + 2 * 8)] * 3, "bytes by dimension and step")
@@ -342,5 +342,5 @@ LAYOUTS = [
 @task("loop", 5)
 @cases("n, base, layout", LAYOUTS)
 def test_pp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """pp with dp, tp, cp, ZeRO; all schedules; uneven micro-batches and stages; a tied matrix; recomputation."""
+    """pp equals step 1 with dp, tp, cp, ZeRO, all schedules, uneven micro-batches and stages, a tie, recomputation."""
     equals_step1(pools, n, S6, base, **layout)

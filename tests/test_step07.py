@@ -1,4 +1,4 @@
-"""Chapter 7, experts: what each function of step07_moe_ep.py must do. tests/__init__.py explains the words.
+"""Chapter 7, experts: what each function of step07_moe_ep.py must do. tests/__init__.py explains the helpers.
 
 Step 1 has no experts. So this file implements the layer once more, directly by its definition (`Plain`), and uses it in
 step 1's model and loop (`train`, below). All layouts, and step 7 in one process, must train to the same numbers.
@@ -59,7 +59,7 @@ class Plain(nn.Module):
 
 
 def train(config: Config, run: Run):
-    """Step 1's `train` with `Plain` in place of MLPs. The mean of their losses over micro-batches is added."""
+    """Step 1's `train` with `Plain` in place of MLPs, whose auxiliary losses are added, averaged over micro-batches."""
     seen, plain = [], Data.batch
 
     def batch(data: Data, number: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def train(config: Config, run: Run):
 
 
 def config(**flags) -> Config:
-    """Five experts, a strong auxiliary loss, 12 micro-batches."""
+    """Flags for five experts, a strong auxiliary loss and 12 micro-batches."""
     return Config(**BASE | dict(experts=5, aux_loss_coeff=0.3) | flags)
 
 
@@ -126,14 +126,14 @@ def test_experts(counts):
     close(given.tolist(), counts, "the counts after the call")
 
 
-WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: the last expert has none; alike: equal tokens
+WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: expert 4 gets no token; alike: equal tokens
 
 
 @task("layer", 6)
 @cases("k", [1, 2, 4])
 @cases("way", WAYS)
 def test_a_layer_is_its_definition(way, k):
-    """The output, and all gradients, which include those of the auxiliary loss of one of 12 micro-batches."""
+    """Output and gradients equal `Plain`'s, including the auxiliary loss's gradient, divided by 12 micro-batches."""
     ours, theirs = layer(experts_per_token=k), filled(Plain(6, 10, config(experts_per_token=k)))
     given = -draw("x", 0, *WAYS[way]).repeat(*((2, 7, 1) if way == "alike" else (1, 1, 1)))
     x, dy = given.clone().requires_grad_(), draw("dy", 0, *given.shape)
@@ -147,7 +147,7 @@ def test_a_layer_is_its_definition(way, k):
 
 @task("balance", 1)
 def test_aux_loss_by_hand():
-    """E sum_e f_e P_e of 7 tokens, which choose two experts each, to 1e-10 in fp64."""
+    """aux_loss is E sum_e f_e P_e, to 1e-10 in fp64, for 7 tokens that choose two experts each."""
     p, counts = draw("p", 0, 7, 5).softmax(-1), torch.tensor([3, 4, 0, 5, 2])
     expected = 5 * sum(n / 14 * share for n, share in zip(counts.tolist(), p.mean(0).tolist(), strict=True))
     close(layer().aux_loss(p, counts), expected, "the auxiliary loss")
@@ -177,7 +177,7 @@ def test_a_layer_is_mixtrals():
 
 @task("layer", 3)
 def test_a_layer_of_bf16_routes_in_fp32():
-    """In 16 bits some of 64 scores would tie and select other experts. Output and gradient are rounded once."""
+    """Routing is in fp32: in bf16 some of 64 scores would tie, and select other experts. Results are rounded once."""
     ours, x = layer(32, 8, torch.bfloat16, experts=64), draw("x", 0, 4, 64, 32).bfloat16()
     p = (x.flatten(0, 1).float() @ ours.router.weight.float().T).softmax(-1)
     best = p.sort(descending=True)[1][:, :2]
@@ -322,7 +322,7 @@ def sharded(sizes: dict[str, int], sp: bool = True, seq_len: int = 16, **flags) 
 
 
 GROUPS = [
-    (dict(dp=2, tp=2), 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),  # the figure
+    (dict(dp=2, tp=2), 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),  # the ranks of tp share the experts
     (dict(pp=2, cp=2), 2, [[0, 1], [2, 3]], [[0], [1], [2], [3]]),  # an ep group is within a stage
     (dict(dp=4), 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
     (dict(cp=2, tp=2), 4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
@@ -333,7 +333,7 @@ GROUPS = [
 @task("groups", 4)
 @cases("sizes, ep, groups, columns", GROUPS)
 def test_groups(sizes, ep, groups, columns):
-    """ep: neighbours in a stage, which share all experts; expert_data: ranks with the same ones; and the records."""
+    """ep: neighbours in a stage, which share all experts; expert_data: ranks with the same experts; and the records."""
     mesh, layers = sharded(sizes, ep=ep)
     length = mesh["cp"].size * mesh["tp"].size
     rows = dict(ep=groups, expert_data=columns, sequence=[range(r, r + length) for r in range(0, 4, length)])
