@@ -1,4 +1,4 @@
-"""Labs: a chapter as one or two evenings' work. Some functions of its step are removed; a student writes them again.
+"""A lab is a chapter as one or two evenings' work: a student writes functions that were removed from its step.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, whose removed functions raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
@@ -9,8 +9,8 @@ consists of a row of TASKS below and of labN.md. This page has, for each task, i
 three hints. It ends with a question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
-there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so changed
-tests have no effect.
+there. `check` and `grade` take from it only the files from which functions were removed, and everything else from the
+project, so changed tests have no effect.
 """
 
 import ast
@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Lab -> task -> the functions and methods that are taken out; "module:function" if not from the step. A task without
-# holes judges the file as a whole.
+# Lab -> task -> the functions and methods that are removed ("holes"); "module:function" if they are not in the step. A
+# task without holes has tests of the file as a whole.
 TASKS: dict[int, dict[str, str]] = {
     1: {
         "learning rate": "learning_rate",
@@ -85,7 +85,7 @@ def step_of(lab: int) -> str:
 
 
 def holes(lab: int) -> dict[str, dict[str, str]]:
-    """The holes of a lab: file -> {name: task}. A student hands in these files, of which the step is the first."""
+    """The removed functions of a lab: file -> {name: task}. A student hands in these files; the first is the step."""
     found: dict[str, dict[str, str]] = {step_of(lab): {}}
     for task, names in TASKS[lab].items():
         for name in names.split():
@@ -110,7 +110,7 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def hollow(lab: int) -> dict[str, str]:
-    """The files with holes: functions of the tasks raise NotImplementedError; signatures and docstrings remain."""
+    """The files for a student: removed functions raise NotImplementedError, but keep signature and docstring."""
     texts = ours(lab)
     for file, names in holes(lab).items():
         lines, found = texts[file].splitlines(), definitions(texts[file])

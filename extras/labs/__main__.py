@@ -1,4 +1,4 @@
-"""The commands of the labs, such as start and grade: `python -m extras.labs --help`."""
+"""The commands of the labs, start, check and grade: `python -m extras.labs --help`."""
 
 import argparse
 import csv
@@ -11,7 +11,7 @@ from common import UserError
 from extras.labs import TASKS, holes, hollow, step_of
 from extras.labs.judge import chapter, judge, lay_out
 
-COLUMNS = ("folder", "student", "lab", "points", "of", "error", "lost")  # of the table of grades
+COLUMNS = ("folder", "student", "lab", "points", "of", "error", "lost")  # columns of the table of grades
 INTRODUCTION = """# Lab {lab}: {step}
 
 Student: {student}
@@ -38,7 +38,7 @@ Each task has a section with its minutes, what to read, and three hints, from va
 
 
 def start(lab: int, folder: Path, student: str):
-    """Make a student's folder. Raises UserError."""
+    """Make a student's folder. Raises UserError if there is no such lab, or the folder exists already."""
     if lab not in TASKS:
         raise UserError(f"lab {lab}: there are labs 1 to {max(TASKS)}")
     if folder.exists():
@@ -56,7 +56,7 @@ def start(lab: int, folder: Path, student: str):
 
 
 def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
-    """Read a student's folder: its lab, student and files. Raises UserError, or OSError."""
+    """Read a student's folder: (lab, student, {file: text}). UserError for other folders, OSError for missing files."""
     words = (folder / "LAB.md").read_text() if (folder / "LAB.md").is_file() else ""
     found = re.match(r"# Lab ([1-7]):.*\n\nStudent: ?(.*)", words)
     if not found:
@@ -66,7 +66,7 @@ def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
 
 
 def check(folder: Path, seconds: float) -> int:
-    """Print points by task, and why some are missing; returns 0 if none is."""
+    """Print the points of each task, and why tests failed; returns 0 if all tests passed, else 1."""
     lab, _, texts = opened(folder)
     found = judge(lab, texts, seconds)
     for task in TASKS[lab]:
@@ -81,12 +81,12 @@ def check(folder: Path, seconds: float) -> int:
 
 
 def row(folder: Path, seconds: float) -> dict[str, Any]:
-    """Judge a folder, whatever it contains: its row of the table."""
+    """Judge a folder; returns its row of the table of grades. Whatever the folder contains, no exception is raised."""
     lab, student, found, error = 0, "", [], ""
     try:
         lab, student, texts = opened(folder)
         found = judge(lab, texts, seconds)
-    except Exception as problem:  # a file may be a device, or no text: the other folders are graded all the same
+    except Exception as problem:  # such as a file that is no text: the other folders are graded all the same
         error = str(problem) or type(problem).__name__
     lost = " | ".join(f"{r.test}: {r.wrong}"[:200] for r in found if r.wrong)
     points, total = sum(r.points for r in found if not r.wrong), sum(r.points for r in found)

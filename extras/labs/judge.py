@@ -30,12 +30,12 @@ class Result(NamedTuple):
 
 
 def chapter(lab: int) -> str:
-    """The file of the chapter's tests."""
+    """The path of the file with the chapter's tests."""
     return f"tests/test_step{lab:02d}.py"
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Write all files that the chapter needs, with `texts` in place of ours. tests/faults.py quotes solutions."""
+    """Write all files that the chapter needs, `texts` in place of ours; not tests/faults.py, which quotes solutions."""
     others = {"tests/faults.py"} | {f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")} - {chapter(lab)}
     paths = [*ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     paths += [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]
@@ -65,7 +65,7 @@ def run(place: Path, seconds: float, *words: str):
         raise UserError(f"the tests have not ended after {seconds:g} seconds: raise --seconds") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # what is left of the ranks, too
+            os.killpg(job.pid, signal.SIGKILL)  # also ends ranks that are still running
         job.wait()
 
 

@@ -1,15 +1,15 @@
-"""Describes each GPU by a few constants, such as memory, peak and bandwidths, and has some that hold for all GPUs.
+"""The planner's constants: the memory, peak, bandwidths and latencies of each GPU, and some that hold for all GPUs.
 
-A constant comes from a data sheet or from published step times. Those of the second kind are fitted once for each GPU,
-to all published rows on it together, never to a single row.
+They come from data sheets, from published measurements of networks, or from published step times. Constants of the
+last kind are fitted once for each GPU, to all published rows on it together, never to a single row.
 """
 
 from typing import NamedTuple
 
 GIB = 2**30
-ROOM = 0.95  # the part of the memory that a plan may fill, as allocators fragment it; --dry-run decides close cases
-CONTEXT = 1.5 * GIB  # CUDA's context and libraries
-COMMUNICATOR = 0.5e9  # bytes of NCCL's buffers for a group: estimated at 0.3e9 or more, here as an upper bound
+ROOM = 0.95  # part of the memory that a plan may fill: allocators lose some to fragments. For close cases use --dry-run
+CONTEXT = 1.5 * GIB  # bytes of CUDA's context and libraries
+COMMUNICATOR = 0.5e9  # bytes of NCCL's buffers for one group of ranks: estimated at 0.3e9 or more, and rounded up
 NODE = 8  # GPUs of a node
 
 
@@ -21,28 +21,28 @@ class Gpu(NamedTuple):
     single: float  # the same in fp32
     matmul: float  # the part of `flops` that a large matmul reaches
     hbm: float  # bytes/s that an elementwise kernel reaches
-    within: float  # bytes/s that a GPU sends to others of its node, bus bandwidth of NCCL
-    between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do
-    contention: float = 0.0  # each doubling of nodes beyond two adds this part of a byte's time
+    within: float  # bytes/s that a GPU sends to other GPUs of its node (NCCL's bus bandwidth)
+    between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do the same
+    contention: float = 0.0  # each doubling of nodes beyond two adds this part of a byte's time between two nodes
     node: int = NODE  # GPUs of a node
-    number: int = 2  # bytes of an activation or of a weight
-    start: float = 34e-6  # seconds of a message without bytes and hops
+    number: int = 2  # bytes of one element of an activation or of a weight
+    start: float = 34e-6  # fixed seconds of a message, to which those of its bytes and hops are added
     hop: float = 3.4e-6  # seconds from one rank of a ring to the next within a node
     hop_between: float = 14e-6  # and from one node to the next
-    launch: float = 12e-6  # seconds of a kernel that has nothing to do
+    launch: float = 12e-6  # fixed seconds of a kernel, to which those of its work are added
 
 
-# `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.
-# `between`: one 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on
-# NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
-# A100 to Megatron's and vTrain's (with `within`, `hbm`, `start` and `launch`, all together), H100, the 500 W one and
-# B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory. Hops: those of
-# NCCL's own model, for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA, AWS's
-# network: one number for three measured there, 160, 90 and 39 GB/s on 4, 8 and 64 nodes (Ultra-Scale Playbook).
+# `flops`, `single`: data sheets. `hbm`: 80 to 84% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s.
+# `between`: each GPU has one network card of 200 or 400 Gbit/s, the latter less a sixth for protocol. `within`: near
+# NCCL's bus bandwidth on NVLink 3, 4, 5. `matmul` could not be measured, so one number is fitted to all published step
+# times on a GPU: for the A100 those of Megatron and vTrain (together with `within`, `hbm`, `start` and `launch`), for
+# the H100, the 500 W H100 and the B200 those of other software (tests/bench/published). H200: an H100 with its own
+# memory. Hops: NCCL's own model for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA,
+# AWS's network, is one number for three measurements: 160, 90, 39 GB/s on 4, 8, 64 nodes (Ultra-Scale Playbook).
 #
-# `COMMUNICATOR`: among more than two H100s NCCL notes 288 MiB a rank for NVLink SHARP alone (vllm-project/vllm, issue
-# 9699); buffers of its channels come to that. Not in it: an all-to-all connects all pairs. Within eight H100s one took
-# 3.3 GB more (NVIDIA/nccl, issue 1685).
+# `COMMUNICATOR`: among more than two H100s, NCCL reports 288 MiB a rank for NVLink SHARP alone (vllm-project/vllm,
+# issue 9699), and its channels have buffers, too. An all-to-all connects all pairs of ranks and may need more, which is
+# not included: among eight H100s, one took 3.3 GB more (NVIDIA/nccl, issue 1685).
 GPUS = {
     "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
     "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node

@@ -16,8 +16,8 @@ from common.trainer import among
 from extras.theory.gpus import NODE
 from extras.theory.shapes import Shape, divisors, visited_weights
 
-RECOMPUTE = ("none", "elementwise", "full")  # no "selective": it drops scores, and fused attention keeps none
-BOTH_ENDS = ("zigzag", "allgather", "usp")  # a rank has a chunk of each half of the sequence
+RECOMPUTE = ("none", "elementwise", "full")  # no "selective": it recomputes scores, and fused attention stores none
+BOTH_ENDS = ("zigzag", "allgather", "usp")  # modes in which a rank has a chunk of each half of the sequence
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Network(NamedTuple):
 
 
 # Dimension -> (number of ranks, distance of neighbours). tp is innermost, then cp, dp, pp. ZeRO shards over dp x cp.
-# tp shards no experts. ep neighbours share them, and ZeRO shards each over the dp x cp x tp / ep ranks that have it.
+# tp does not shard experts: ep distributes them, and ZeRO shards each over the dp x cp x tp / ep ranks that have it.
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
@@ -176,14 +176,14 @@ def has_chunks(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """How many layers each of n stages has, to minimise the largest cost of a stage, then the sum of squared costs.
+    """How many layers each of n stages has, to minimise the largest cost of a stage, then (nearly) the sum of squares.
 
     A layer's cost is the multiply-adds of its matrices and attention for one token; the last layer's includes the head.
     """
     costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
     costs[-1] += m.vocab_size * m.dim
-    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # in a best split, no stage costs more
-    best = {0: (0, 0, ())}  # layers dealt -> (cost of the costliest stage, sum of squares, layers of each)
+    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage of a best split costs more
+    best = {0: (0, 0, ())}  # number of layers so far -> (largest cost of a stage, sum of squares, layers of each stage)
     for stage in range(n):
         best = {
             stop: min(

@@ -5,9 +5,9 @@
     moment      what an action needs in addition, while it runs
 
 A number has e = 2 bytes; gradients that accumulate, and logits, have w = 4. T: tokens. h: dim. V: a rank's rows of the
-vocabulary. f: its part of ffn_dim. Numbers of a matrix: N = V h for the head or the embedding, M for a layer's largest;
-of a whole layer: U. From ZeRO 2 on, Z = w, because a unit's gradients are copied into a buffer, which is freed when the
-next unit's gradients are sent; else Z = 0. While activations wait, the moment is the largest of these four:
+vocabulary. f: its part of ffn_dim. A rank has N = V h numbers of the head or of the embedding, M of a layer's largest
+matrix, U of a whole layer. From ZeRO 2 on, Z = w, because a unit's gradients are copied into a buffer, which is freed
+when the next unit's gradients are sent; else Z = 0. While activations wait, the moment is the largest of these four:
 
     loss        3 w T V: logits, their logarithms, their gradient. If the loss is computed in chunks of C tokens,
                 3 w C V + w N
@@ -15,14 +15,14 @@ next unit's gradients are sent; else Z = 0. While activations wait, the moment i
                 and loss have kept is free by then, and is subtracted
     layer       3 e T f + e T h: gradients of SwiGLU's products and of the output. A layer that is recomputed adds its
                 own activations
-    weights     (e + w) M: the largest gradient, as autograd makes it and accumulated. Z U is added, if W is a separate
-                action, else to the larger one of layer and weights
+    weights     (e + w) M: the largest gradient, as autograd makes it and accumulated. If W is a separate action, Z U
+                is added here, else to the larger one of layer and weights
 
     embedding   (e + w) N, when no activation waits any more. w N more if there is one more copy: a tied head's
                 gradient, which autograd keeps; or, if W is separate, the gradient that ZeRO 2 copies into its buffer
     always      Z U for the unit that is being sent (Z N, if more, on ranks with embedding or head). ZeRO 3 adds 2 e U
                 for the gathered weights of two layers
-    update      w for each summed number in a new tensor: ZeRO 1's shards, and weights that a pair of ranks shares
+    update      w for each number of gradients summed into new tensors: ZeRO 1's shards, or weights of a pair of ranks
 
 The dry run counts every tensor. Of 200 random layouts, 199 are within 20% of its count, one 29% above (test_plan.py).
 """
@@ -100,9 +100,9 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
     """Bytes that one layer keeps until its backward. tp shards what is inside the blocks, SP also what is between them.
 
     Each of two norms keeps `MicroBatch.norm`. Attention keeps its input, q, k, v, its output and a number per head; an
-    MLP its input, gate, up, silu(gate) and silu(gate) up. Experts keep the same and their outputs, for each choice of a
-    token, and the router its results. Full recomputation keeps only the layer's input; elementwise recomputation also
-    keeps the outputs of matrices and attention. (With step01/attention_scores.py a layer may keep the scores, too.)
+    MLP its input, gate, up, silu(gate) and silu(gate) up. Experts keep the same and their outputs, once for each expert
+    of a token, and the router its results. Full recomputation keeps only the layer's input; elementwise recomputation
+    also keeps the outputs of matrices and attention. (With step01/attention_scores.py a layer may keep scores, too.)
     """
     m, e, cheap = p.m, NARROW, recompute == "elementwise"
     if recompute == "full":
@@ -220,7 +220,7 @@ def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
 
 
 def held(m: Shape, x: Layout) -> Held:
-    """Bytes that a layout's fullest rank holds on a GPU. All pipeline ranks are tried or, of more than eight, five.
+    """Bytes that a layout's fullest rank holds on a GPU. If there are over eight pipeline ranks, only five are tried.
 
     This includes CUDA's context and the buffers of communicators, which PyTorch's allocator does not see. There is a
     communicator for all ranks, and one for each dimension or product of dimensions over which the trainer sends.

@@ -3,10 +3,10 @@
     python -m extras.theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m extras.theory.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
 
-It prints the ten best layouts of the course's own trainer, or the given one: memory, time, why the obvious others lose,
-answers to the usual questions with their laws, and a line that launches it. GPUs are in nodes of 8; tp is
-innermost, then cp, dp, pp. Memory is bounded (memory.py), and a step's --dry-run counts it. Time is predicted
-(seconds.py), and `python -m extras.tests.bench plan` compares it with published runs. search.py finds the best.
+It prints the memory and time of the ten best layouts of the course's own trainer, or of the given one; how obvious
+alternatives compare; answers to the usual questions, with their laws; and a launch line. Nodes have 8 GPUs; tp is the
+innermost dimension, then cp, dp, pp. Memory is estimated (memory.py); a step's --dry-run counts it. Time is predicted
+(seconds.py); `python -m extras.tests.bench plan` compares it with published runs. search.py finds the best layouts.
 """
 
 import json
@@ -41,15 +41,15 @@ class Flags:
     model: str = "llama3-8b"  # a preset of the course, or one of gpt3-22b, gpt3-175b, gpt3-530b, gpt3-1t
     gpus: int = 8  # number of GPUs, in nodes of 8
     gpu: str = among(GPUS, "h100-80")  # kind of GPU
-    seq_len: int = 0  # tokens of a sequence; 0: the model's
-    global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens
+    seq_len: int = 0  # tokens of a sequence; 0: the model's own number
+    global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens, but at least one for each GPU
     layout: str = ""  # report on this layout instead of the best ones: "--tp 8 --pp 4 ..."
     json: str = ""  # write the layouts, their memory and their seconds to this file
 
 
 def models() -> dict[str, Shape]:
     """All models by name: the presets, with their experts, and GPT-3's."""
-    seam.plugins()  # techniques add presets with experts, and schedules
+    seam.plugins()  # importing the techniques adds their presets with experts, and their schedules
     return {name: shape_of(m, SimpleNamespace(**EXPERTS.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 
 
@@ -68,7 +68,7 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
 
 
 def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
-    """The layout of --layout. Raises UserError, also if the steps would refuse it."""
+    """The layout that --layout describes. Raises UserError if step 7 would refuse it, or the planner cannot time it."""
     try:
         x = parse(Layout, shlex.split(flags.layout))
         inner = x.pp * x.cp * x.tp
@@ -91,7 +91,7 @@ def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
 
 
 def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
-    """The layout of --layout, or else the best layouts. Raises UserError if no layout fits."""
+    """Evaluate --layout or, without it, find the best layouts. UserError if --layout is wrong, or no layout fits."""
     gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]
@@ -111,7 +111,7 @@ def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; a user's mistake gives one line and exit status 2."""
+    """Run the command; returns its exit status. A user's mistake prints one line, and the status is 2."""
     try:
         flags, known = parse(Flags, argv), models()
         m, batch = asked(flags, known)

@@ -1,4 +1,4 @@
-"""Writes the planner's report: tables of the best layouts, why others lose, and answers to the usual questions.
+"""Writes the planner's report: tables of the best layouts, how others compare, and answers to usual questions.
 
 Each question is answered by the law from a step's chapter, with this model's and this cluster's numbers, and by the
 flags of the best layout. The last line launches that layout.
@@ -22,7 +22,7 @@ from extras.theory.tables import table
 
 
 def command(m: Shape, pipeline: bool) -> tuple[str, str]:
-    """The step that trains this model, and the flags of a launch that are the same for all its layouts."""
+    """The file of the step that trains this model, and launch flags that are not part of a layout."""
     flags = "--pp-split cost " * pipeline + f"--loss-chunk {CHUNK} --prefetch"
     if m.experts:
         return "step07_moe_ep.py", f"{flags} --expert-matmul grouped"
@@ -35,7 +35,7 @@ def gib(n_bytes: float) -> str:
 
 
 def rates(m: Shape, one: Found, gpu: Gpu) -> tuple[float, float, float]:
-    """MFU (the model's FLOPs), HFU (all executed FLOPs), and tokens/s per GPU."""
+    """MFU (which counts the model's FLOPs), HFU (which counts all executed FLOPs), and tokens/s per GPU."""
     x = one.layout
     tokens = x.global_batch_size * m.seq_len / x.world / one.seconds.step
     model, executed = flops_per_token(m, x.recompute == "full")
@@ -43,7 +43,7 @@ def rates(m: Shape, one: Found, gpu: Gpu) -> tuple[float, float, float]:
 
 
 def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
-    """The best layouts: their flags, memory and time."""
+    """Format the best layouts as tables of their flags, memory and time."""
     parts = [part for part in Seconds._fields if any(getattr(one.seconds, part) for one in best)]
     memory = [["", *best[0].held._fields, "GiB of a GPU"]]
     times = [["", *parts, "step, s", "MFU", "HFU", "tokens/s of a GPU"]]
@@ -62,7 +62,7 @@ def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
 
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
-    """Yield a line for each obvious change of the best layout: its name, and why it loses."""
+    """Yield a line for each obvious change of the best layout: its flags, and why it fails or how its time differs."""
     x, alone = best.layout, dict(tp=1, pp=1, cp=1)
     tries = [dict(tp=1), alone | dict(tp=NODE), alone | dict(tp=2 * NODE), dict(pp=1), dict(pp=2 * x.pp), dict(ep=1)]
     tries += [alone | dict(zero=3, micro_batch_size=1), dict(zero=0), dict(recompute="none"), dict(recompute="full")]
@@ -93,14 +93,14 @@ def can_fit(m: Shape, x: Layout, gpu: Gpu) -> bool:
 
 
 def largest(known: dict[str, Shape], m: Shape, x: Layout, gpu: Gpu) -> str:
-    """The name of the largest model that fits on a mesh with these sequences."""
+    """The name of the largest known model that fits on a mesh with sequences as long as those of `m`, or "none"."""
     others = {name: replace(other, seq_len=m.seq_len) for name, other in known.items()}
     fitting = [name for name, other in others.items() if can_fit(other, x, gpu)]
     return max(fitting, key=lambda name: total_weights(others[name]), default="none")
 
 
 def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
-    """The most tokens of a sequence that fit on a mesh, to an eighth of a power of two; 0 if not even 1,024 fit."""
+    """The longest sequence, in tokens, that fits on a mesh, to an eighth of a power of two; 0 if not even 1,024 fit."""
     lengths = ((8 + part) << doubled for doubled in range(7, 24) for part in range(8))
     legal = (s for s in lengths if leanest(replace(m, seq_len=s), x))
     return max(takewhile(lambda s: can_fit(replace(m, seq_len=s), x, gpu), legal), default=0)
@@ -183,7 +183,7 @@ def launch(name: str, m: Shape, x: Layout) -> str:
 
 
 def report(name: str, known: dict[str, Shape], m: Shape, best: list[Found], gpu: Gpu) -> str:
-    """The whole report; only a preset gets a launch line."""
+    """The whole report. Only a preset gets a launch line, because the steps train no other models."""
     one = best[0]
     mfu, _, tokens = rates(m, one, gpu)
     lines = [tables(m, best, gpu), "", "the obvious alternatives to layout 1:"]

@@ -42,7 +42,7 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """The layouts of a mesh that may need the least memory: with 1f1b and, where legal, with the V of v-min."""
+    """The layouts of a mesh that may need the least memory: with the schedule 1f1b and, where legal, v-min."""
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, zero=zero_ways(m, mesh)[-1]) for name in names]
     return [x for x in each if not illegal(m, x)]

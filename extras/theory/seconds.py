@@ -69,7 +69,7 @@ class Seconds(NamedTuple):
 
 
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
-    """Seconds of `count` products [rows, inner] x [inner, outer] in one launch, or of a gradient of one factor."""
+    """Seconds of `count` products [rows, inner] x [inner, outer] in one launch. A factor's gradient takes as long."""
     flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
     return count * (flops / (gpu.flops * gpu.matmul) + gpu.number * numbers / gpu.hbm) + gpu.launch
 
@@ -95,7 +95,7 @@ def ring(net: Network, n_bytes: float) -> float:
 
 
 def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float = 1) -> float:
-    """Seconds of gathering (or reducing and scattering) `n_bytes` in `messages`, while other groups do the same."""
+    """Seconds to gather (or reduce and scatter) `n_bytes` in so many `messages`, while other groups do the same."""
     if net.ranks == 1:
         return 0.0
     bandwidth = min(gpu.within, net.in_node * card(gpu, net)) if net.leaves else gpu.within
@@ -185,14 +185,14 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> list[float]:
 
 @lru_cache(maxsize=100_000)
 def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
-    """Seconds under a `layer_layout`, by kind of layer: [layer without experts, layer with experts, head; part]."""
+    """Seconds of a layer without experts, of one with experts, and of the head: [3, part]. `x`: a `layer_layout`."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
     layers = [layer_work(m, x, gpu, recipe, kind and m.experts > 0) for kind in (False, True)]
     return np.array([*layers, head_work(m, x, gpu)])
 
 
 def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> np.ndarray:
-    """Seconds of one micro-batch in the whole model: [part]."""
+    """Seconds of one micro-batch in the whole model, by the parts of `layer_work`: [part]."""
     return np.array([*layer_counts(m).values(), 1]) @ works(m, layer_layout(x), gpu, recipe)
 
 
@@ -205,7 +205,7 @@ def layer_layout(x: Layout) -> Layout:
 def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int, int]) -> np.ndarray:
     """Seconds of one micro-batch on the busiest rank, for a `layer_layout`: [part].
 
-    If micro-batches pass the ranks in two directions, half of them take each.
+    If micro-batches pass the ranks in two directions, half of them go each way.
     """
     loads = []  # of each rank: its layers without experts, those with experts, and heads
     for places in rank_places(m, *way):
@@ -216,7 +216,7 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int
 
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
-    """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
+    """Makespan of `n` micro-batches on `p` ranks. The result, b, w and `message` are in units of a stage's forward.
 
     Only the first micro-batches of a long step are simulated, because after 2 p each further p add the same time.
     """
@@ -243,7 +243,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 def pipeline_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool) -> tuple[float, float]:
     """Seconds of the bubble, and of messages over pipeline boundaries that nothing hides.
 
-    All stages are like the mean one. Unless `simulated`, the bubble is `least_bubble`.
+    All stages are assumed to cost as much as the mean one. Unless `simulated`, the bubble is `least_bubble`.
     """
     pipeline, work = pipeline_of(*x.way), model_work(m, x, gpu, recipe)
     f, w = work[5] / pipeline.depth, work[6] / pipeline.depth

@@ -12,12 +12,12 @@ from common.model import ModelConfig
 class Shape(ModelConfig):
     """The sizes of a decoder, with the experts of step 7, or with GPT-3's differences (Brown et al. 2020)."""
 
-    experts: int = 0  # in each layer that has them instead of an MLP
+    experts: int = 0  # number of experts in each layer that has them instead of an MLP; 0: no layer has experts
     experts_per_token: int = 2
     expert_dim: int = 0  # width of an expert; 0: ffn_dim
     shared_experts: int = 0
     moe_every: int = 1
-    dense_layers: int = 0  # the first ones, without experts
+    dense_layers: int = 0  # number of layers at the start that have no experts
     gpt: bool = False  # an MLP of two matrices, and dropout; learned positions and biases are not counted
 
     @property
@@ -27,7 +27,7 @@ class Shape(ModelConfig):
 
     @property
     def kv_dim(self) -> int:
-        """Channels of the keys, and of the values."""
+        """The number of channels of the keys, which is also that of the values."""
         return self.n_kv_heads * self.head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -43,7 +43,7 @@ def shape_of(m: ModelConfig, flags: Any) -> Shape:
 
 
 def gpt(dim: int, n_layers: int, n_heads: int, vocab_size: int = 51200, seq_len: int = 2048, ffn_dim: int = 0) -> Shape:
-    """GPT-3's shape: an MLP of width 4 dim, a tied head."""
+    """A shape like GPT-3's, with a tied head. The width of the MLP is 4 dim unless `ffn_dim` is given."""
     return Shape(dim, n_layers, n_heads, n_heads, ffn_dim or 4 * dim, vocab_size, seq_len, tied=True, gpt=True)
 
 
@@ -62,7 +62,7 @@ def mlp_weights(m: Shape, width: int) -> int:
 
 def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
     """Number of weights of one layer on one rank: (those replicated over dp x cp, those of its experts)."""
-    kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same head
+    kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbouring tp ranks may hold the same key/value head
     shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
     if not experts:
         return shared + mlp_weights(m, m.ffn_dim) / tp, 0.0
@@ -71,7 +71,7 @@ def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[fl
 
 
 def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:
-    """Weights of the embedding, and of an untied head with the final norm."""
+    """Weights of the embedding on one tp rank, and those of an untied head with the final norm."""
     rows = -(-m.vocab_size // tp) * m.dim
     return rows, rows + m.dim
 
@@ -91,7 +91,7 @@ def layer_counts(m: Shape) -> dict[bool, int]:
 
 
 def visited_weights(m: Shape, experts: bool) -> int:
-    """Weights of one layer's matrices that a token is multiplied with."""
+    """The number of weights in one layer's matrices by which a token is multiplied."""
     attention = 2 * m.dim * (m.dim + m.kv_dim)
     if not experts:
         return attention + mlp_weights(m, m.ffn_dim)
@@ -101,11 +101,11 @@ def visited_weights(m: Shape, experts: bool) -> int:
 def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
     """FLOPs of training on one token: (model, executed).
 
-    A token is multiplied once with each weight that it visits, 2 FLOPs, and backward takes twice as many: 6 in all.
-    Attention to seq_len keys takes 4 seq_len dim in forward, and three times that in all; by convention masked keys
-    count, too (Chowdhery et al. 2022, appendix B). Executed FLOPs include the scores that flash attention's backward
-    computes again and, with recomputation, a layer's forward: up to its last matrix, whose output is not needed, or,
-    with experts, to its end.
+    Each weight by which a token is multiplied takes 2 FLOPs in forward and 4 in backward, 6 in all. Attention to
+    seq_len keys takes 4 seq_len dim in a layer's forward, and three times that in all; by convention masked keys count,
+    too (Chowdhery et al. 2022, appendix B). Executed FLOPs include the scores that flash attention's backward computes
+    again. With recomputation they also include a second forward of each layer: up to its last matrix, whose output is
+    not needed, or, with experts, to its end.
     """
     layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
     attention = 4 * m.n_layers * m.seq_len * m.dim

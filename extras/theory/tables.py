@@ -1,8 +1,8 @@
-"""Tables of text."""
+"""Formats tables as text."""
 
 
 def table(rows: list[list[str]]) -> str:
-    """Rows of cells, the first a header, as an aligned text table."""
+    """Format rows of cells as an aligned text table. The first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

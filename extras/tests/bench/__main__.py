@@ -19,7 +19,7 @@ MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
 
 
 def main(argv: list[str]) -> int:
-    """Take the measurement that argv[0] names; returns the exit status. A mistake is one line."""
+    """Run the measurement that argv[0] names; returns the exit status. A user's mistake prints one line."""
     try:
         if not argv or argv[0] not in MODULES:
             raise UserError(f"name one measurement: {', '.join(MODULES)}")

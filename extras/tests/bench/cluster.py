@@ -3,8 +3,8 @@
     python -m extras.tests.bench cluster-bytes
 
 The nodes are network namespaces of this machine (services/cluster.py) with one rank each, so all traffic crosses the
-cable. `counted` is the payload that node 0 sends and receives in a step, without the packets' headers; `law` is what
-`comm.observer` reports on both ranks. extras/tests/bench/README.md has a table, and says what it shows.
+cable. `counted` is the payload that node 0 sends and receives in a step, without the packets' headers; `law` is the sum
+of what `comm.observer` reports on both ranks. extras/tests/bench/README.md has a table, and explains it.
 """
 
 import os
@@ -28,9 +28,9 @@ from extras.tests.bench.contests import Bare
 from extras.variants.record import spelled
 
 HEADERS = 14 + 20 + 32  # bytes of a packet before its payload: Ethernet, IP, TCP with timestamps
-STEPS = 3  # number of steps that are counted, after one that is not
+STEPS = 3  # number of steps whose bytes are counted, after a first step that is not counted
 SMALL = dict(model="debug", n_layers=4, global_batch_size=4, micro_batch_size=1, dtype="fp32", device="cpu")
-ROWS = [  # what two ranks train
+ROWS = [  # the runs of two ranks: step and flags
     ("step02_ddp", dict(sync="bucket")),
     ("step02_ddp", dict(compress="int8")),
     ("step03_zero", dict(zero=3)),
@@ -51,10 +51,10 @@ def passed() -> int:
 
 
 class Counted(Bare):
-    """A run that reads the interface before its second step and after its last."""
+    """A run that reads the network interface's counters before its second step and after its last."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Count the bytes that pass."""
+        """Yield the steps, and count the bytes of all but the first."""
         self.built(**parts)
         comm.observer = self.count
         yield 0
@@ -64,7 +64,7 @@ class Counted(Bare):
 
 
 def measure(config: "Config"):
-    """One rank: time the cable, train all rows, and let rank 0 print the table."""
+    """Run one rank: time a message over the cable, train all of ROWS, and print the table on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.barrier()
@@ -95,7 +95,7 @@ class Config:
 
 
 def main(name: str, argv: list[str]):
-    """The command line: start two nodes, each of which calls this again. Raises UserError."""
+    """The command line: start two nodes, each of which runs the same command to measure. Raises UserError."""
     config = parse(Config, argv)
     if "RANK" in os.environ:
         measure(config)

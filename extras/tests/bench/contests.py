@@ -1,9 +1,9 @@
 """Compares the speed and memory of a step's variants with one another and with PyTorch's own parallelism.
 
-A contestant is a `train(config, run)`: a step's own, or one of peers.py (`peer`). A contest times whole training steps:
-batch, forward, backward, sums, norm, clipping, update. Each contestant runs in a thread that waits before each step, so
-that several take turns in the same processes: whatever else the machine does slows all of them alike. A ratio compares
-neighbours of the same round. The losses of all contestants must agree.
+A contestant is a function `train(config, run)`: a step's own, or one of peers.py (`peer`). A contest times whole steps:
+batch, forward, backward, reductions, norm, clipping, update. Each contestant runs in a thread that waits before each
+step, so that several take turns in the same processes: whatever else the machine does slows all of them alike. A ratio
+compares two contestants in the same round. The losses of all contestants must agree.
 """
 
 import gc
@@ -31,7 +31,7 @@ from extras.tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """Contestants by name, with their flags; `shared`: flags of all."""
+    """A step, and its contestants: `rows` has the flags of each by name, `shared` the flags that all have."""
 
     ranks: int
     step: str
@@ -73,15 +73,15 @@ CONTESTS = {
 class Config:
     """Flags of all contestants."""
 
-    model: str = "tiny"  # preset
-    rounds: int = 8  # turns of each contestant, after one to warm up
+    model: str = "tiny"  # name of a preset
+    rounds: int = 8  # turns of each contestant that are timed, after one to warm up
 
 
 class Result(NamedTuple):
     """The numbers of one contestant."""
 
     seconds: list[float]  # of a step on the slowest rank, by round
-    peak: int  # bytes of rank 0's tensors, at most, in the second step
+    peak: int  # most bytes of rank 0's tensors at any time in the second step
 
 
 class Bare(OpenRun):
@@ -98,25 +98,25 @@ class Bare(OpenRun):
             self.train = getattr(importlib.import_module("extras.tests.bench.peers"), peer)
 
     def built(self, **parts: Any):
-        """Attach the techniques to the parts of a step's own `train`."""
+        """Attach the techniques to the parts of the run, unless a peer trains."""
         self.began = time.perf_counter()
         if not self.peer:
             self.open(**parts)
 
 
 class AllTensors(MemoryTimeline):
-    """Also sees the local tensors of DTensors, whose operators call those of local tensors."""
+    """A memory timeline for DTensors, too: it records their local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Skip operators of DTensors, which call those of their local tensors."""
-        theirs = any(kind.__name__ == "DTensor" for kind in types)  # importing it takes a second
+        """Skip an operator on DTensors, because it calls operators on their local tensors, which are recorded."""
+        theirs = any(kind.__name__ == "DTensor" for kind in types)  # by name: importing DTensor takes a second
         return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Contestant(Bare):
-    """A `train` that waits before each step; `step()` lets it do one. Its record is then the last of `history`.
+    """Runs `train` in a thread that waits before each step. `step()` lets it do one; its record is then `history[-1]`.
 
-    `peak`: the most bytes of tensors in its second step, without what kernels allocate inside.
+    `peak`: the most bytes of tensors in the second step, without memory that kernels allocate and free inside.
     """
 
     def __init__(self, *entry: Any):
@@ -126,7 +126,7 @@ class Contestant(Bare):
         self.wait()
 
     def work(self):
-        """Train, in the thread."""
+        """Train; this method runs in the thread. An exception is passed on to `wait`."""
         try:
             with ExitStack() as self.watching, self:
                 self.timeline = self.watching.enter_context(AllTensors())
@@ -140,7 +140,7 @@ class Contestant(Bare):
             raise error
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Wait before each step. The first two are watched, so they take longer."""
+        """Wait before each step. The memory of the first two is recorded, so they take longer."""
         self.built(**parts)
         for step in range(self.config.steps):
             if step == 1:
@@ -178,7 +178,7 @@ def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float
 
 
 def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, Result]:
-    """Runs on every rank. `entries`: arguments of `Bare`. Raises RuntimeError if losses ever differ by over `bound`."""
+    """Time `entries` (name -> arguments of `Bare`) on all ranks. RuntimeError if losses ever differ by over `bound`."""
     made, found = {}, {}
     for name, entry in entries.items():
         gc.collect()
@@ -196,7 +196,7 @@ def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, R
 
 
 def report(found: dict[str, Result], beside: dict[str, str]) -> str:
-    """The table of a contest. `beside`: for each name, the one by whose times its own are divided, round by round."""
+    """The table of a contest. `beside`: name -> the contestant by whose times its own are divided, round by round."""
     rows = [["", "step time", "beside", "time, and its range", "peak memory"]]
     for name, (seconds, peak) in found.items():
         ratios = [a / b for a, b in zip(seconds, found[beside[name]].seconds, strict=True)]
@@ -206,7 +206,7 @@ def report(found: dict[str, Result], beside: dict[str, str]) -> str:
 
 
 def main(name: str, argv: list[str]):
-    """One contest: train all of its rows, and print the table."""
+    """Run one contest: train all of its rows in turns, and print the table."""
     config, (ranks, step, rows, shared) = parse(Config, argv), CONTESTS[name]
     shared = dict(model=config.model, micro_batch_size=4, global_batch_size=16) | shared
     entries, beside, before = {}, {}, ""

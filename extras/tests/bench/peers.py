@@ -1,7 +1,7 @@
 """Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
 
-Only the code between the batch and the update differs from the steps. Each `build` makes it: a module, and a function
-`backward(xs, ys, n_targets)` that adds up gradients and returns the loss.
+Only the code between the batch and the update differs from the steps. Each function `build_...` makes that code: a
+module, and a function `backward(xs, ys, n_targets)` that accumulates gradients and returns the loss.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from step06_pipeline import forward_stage, keep_stage, plan
 
 
 def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut: str, config: Any, run: Run):
-    """The steps' training loop around a peer that shards along the dimension `cut`."""
+    """The steps' training loop, with the parallelism that `build` makes along one dimension of the mesh, `cut`."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -56,7 +56,7 @@ def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut
 
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Group matrices, norms and DTensors of each: PyTorch's fused kernels take no mixture."""
+    """Group parameters into matrices and norms, DTensors and others: PyTorch's fused kernels accept no mixture."""
     sets: dict[tuple, list[nn.Parameter]] = {}
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
@@ -64,7 +64,7 @@ def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """PyTorch's clipping; with pipeline stages (`mesh`), the squares of their norms are summed. Returns the norm."""
+    """Clip with PyTorch's functions; returns the norm. With a `mesh`, squared norms are summed over pipeline stages."""
     square = 0.0
     for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -78,7 +78,7 @@ def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
 
 
 def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-    """Forward and backward of one micro-batch after another; returns the sum of the losses."""
+    """Run forward and backward of one micro-batch after another; returns the sum of the losses."""
     total = 0.0
     for x, y in zip(xs, ys, strict=True):
         loss = module(x, y) / n_targets
@@ -88,7 +88,7 @@ def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_ta
 
 
 def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """DistributedDataParallel in buckets of --bucket-mb. A communication hook sums gradients; its default is a mean."""
+    """DistributedDataParallel, buckets of --bucket-mb. A communication hook sums gradients: by default DDP averages."""
     materialize(model, config.seed, *choose_device(config))
     ddp = DistributedDataParallel(model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True)
 
@@ -106,7 +106,7 @@ def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Calla
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """FSDP2: each layer is a unit, the rest another, freed after use; gradients are summed, not averaged."""
+    """FSDP2: each layer is a unit, and so is the rest. It frees weights after use, and sums gradients (no mean)."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
     options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
@@ -122,7 +122,7 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Call
 def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """PyTorch's tensor parallelism; with --sp, its SequenceParallel on the norms.
 
-    Each block, not each matrix, makes its input a DTensor, which takes less time.
+    The input of each block becomes a DTensor once, not again for each of its matrices, which takes less time.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
@@ -160,7 +160,7 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
 
 
 class Stage(nn.Module):
-    """A stage of step 6 as PyTorch's runtime wants it: its own parameters alone, and logits for a loss."""
+    """A stage of step 6 for PyTorch's runtime: it has only its own parameters, and the last one returns logits."""
 
     def __init__(self, model: Decoder, place: Place, positions: Tensor):
         super().__init__()
@@ -170,11 +170,11 @@ class Stage(nn.Module):
         self.compute = partial(forward_stage, model, place, targets=None, positions=positions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens or hidden -> hidden or logits."""
+        """Tokens (in the first stage) or hidden states -> hidden states or logits (in the last stage)."""
         return self.compute(x)
 
 
-TORCH_SCHEDULES = {  # our schedule -> theirs
+TORCH_SCHEDULES = {  # the course's schedule -> PyTorch's
     "afab": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
@@ -182,11 +182,11 @@ TORCH_SCHEDULES = {  # our schedule -> theirs
     "zbv": "ZBVZeroBubble",
     "dualpipe": "DualPipeV",
 }
-CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # two stages on a rank, where ours has one or two whole models
+CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # theirs: two stages a rank; ours: one, or one in each model copy
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """`torch.distributed.pipelining`: the schedule nearest to `--schedule`, gradients not scaled."""
+    """`torch.distributed.pipelining` with the schedule nearest to `--schedule`; it does not scale gradients."""
     device, dtype = choose_device(config)
     cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
     places, _ = plan(type(config)(**vars(config) | dict(schedule=cut)), m)

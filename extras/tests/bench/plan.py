@@ -4,9 +4,9 @@
     python -m extras.tests.bench plan --rows FILE --vtrain FILE --json predictions.json
 
 published/README.md describes the files; other files with the same columns work, too. The first letter of a row's id
-stands for the software of the run. S and K are Megatron; the planner has recipes for it and for vTrain (RECIPES). Rows
-of other software are predicted as if the course's trainer had run them, so their errors are not those of a recipe.
-Memory is that of the course's trainer for all rows; no source of S, K or vTrain gives it.
+stands for its source. S and K are runs of Megatron, for which the planner has recipes (RECIPES), as it has for vTrain.
+Other rows are predicted as if the course's trainer had run them, so the difference between the two trainers adds to
+their errors. Memory is predicted for the course's trainer in all rows; the sources of S, K and vTrain do not give it.
 """
 
 import csv
@@ -27,7 +27,7 @@ from extras.theory.seconds import COURSE, Recipe, step_seconds
 from extras.theory.shapes import Shape, flops_per_token, gpt, total_weights
 from extras.theory.tables import table
 
-# By the first letter of a row's id. The switches come from papers, and hold for every run of a software.
+# By the first letter of a row's id. The switches come from papers, and are the same for all runs of one source.
 RECIPES = {
     "S": Recipe("megatron-2021", library=0.92),  # on CUDA 11.0: S9 took 10% longer than K5 a year later
     "K": Recipe("megatron-2022", overlap_tp=True),
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent / "published"
 KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
 CHIPS = {"A100-80": "a100-80", "H100": "h100-80", "H100-80": "h100-80", "H100-96-500W": "h100-96-500w", "B200": "b200"}
 FIGURES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu", "mem_gib")
-NAMED = {  # sizes of a model that its rows lack
+NAMED = {  # sizes that the rows of these models lack
     "deepseek-v3": dict(ffn_dim=18432, vocab_size=129280, experts=256, experts_per_token=8, expert_dim=2048)
     | dict(shared_experts=1, dense_layers=1),
     "mixtral": dict(ffn_dim=14336, vocab_size=32000, experts=8, experts_per_token=2),
@@ -52,8 +52,8 @@ too small: the allocator's fragments; too slow: kernels that hide a message behi
 class Config:
     """The files to compare with."""
 
-    rows: str = str(HERE / "rows.csv")  # runs, one a line; the columns of published/rows.csv
-    vtrain: str = str(HERE / "vtrain_multi_node.csv")  # step times, the columns of published/vtrain_multi_node.csv
+    rows: str = str(HERE / "rows.csv")  # runs, one a line, in the columns of published/rows.csv
+    vtrain: str = str(HERE / "vtrain_multi_node.csv")  # step times, in the columns of published/vtrain_multi_node.csv
     json: str = ""  # write all predictions to this file
 
 
@@ -71,7 +71,7 @@ class Case(NamedTuple):
 def rows_of(path: str) -> list[dict[str, str]]:
     """Read the lines of a file that are not empty: cells by column, and the line's number from 1 on. Raises UserError.
 
-    A cell is stripped, and "" if it is not a number ("nan").
+    Cells are stripped, and a cell "nan" becomes "".
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
@@ -97,7 +97,7 @@ def real(row: dict[str, str], name: str, default: float | str = "") -> float:
 
 
 def shape_of(row: dict[str, str]) -> Shape:
-    """The model of a row. Sizes that it does not give are those of the model that it names."""
+    """The model of a row. A size that the row lacks comes from NAMED, if its model is there, or else is a default."""
     dim, layers, heads, seq = (
         int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
     )
@@ -118,8 +118,8 @@ def layout_of(row: dict[str, str]) -> Layout:
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
     dp = int(real(row, "dp", real(row, "n", pp * tp * cp) // (pp * tp * cp)))
     gbs = int(real(row, "gbs", dp))
-    whole = gbs // dp // mbs % pp == 0  # as an interleaved schedule wants it
-    some = "selective" if megatron else "elementwise"  # all others fuse attention
+    whole = gbs // dp // mbs % pp == 0  # whether pp divides the micro-batches, as an interleaved schedule needs
+    some = "selective" if megatron else "elementwise"  # all others fuse attention, which stores no scores
     kind = {"sel+SP": some, "sel": some, "full": "full"}.get(recompute, "none")
     way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
     sp = not megatron or recompute == "sel+SP"
@@ -136,13 +136,13 @@ def read_rows(path: str) -> list[Case]:
         published = {figure: real(row, figure) for figure in FIGURES if row.get(figure)}
         m, layout, gpu = shape_of(row), layout_of(row), GPUS[CHIPS[chip]]
         if not row.get("recompute") and held(m, layout).total > gpu.memory:
-            layout = replace(layout, recompute="full")  # not stated, and without it the run does not fit
+            layout = replace(layout, recompute="full")  # the source does not say, but without it the run does not fit
         cases.append(Case(name, m, layout, gpu, RECIPES.get(name[0], COURSE), published))
     return cases
 
 
 def read_vtrain(path: str) -> list[Case]:
-    """The lines of a file; the id is the line's number, the header not counted."""
+    """The runs of a file such as vTrain's. A run's id is the number of its line, not counting the header."""
     cases, took = [], "iteration time (ms)"
     for row in rows_of(path):
         gbs, mbs, dim, heads, layers, seq, tp, dp, pp = (int(real(row, name)) for name in COLUMNS)
@@ -154,7 +154,7 @@ def read_vtrain(path: str) -> list[Case]:
 
 
 def counted_flops(case: Case) -> float:
-    """FLOPs of a token as a row's source counts them: S with recomputation, L and A half of attention's square."""
+    """FLOPs of a token as a row's source counts them: S with recomputation, L and A without masked attention scores."""
     m, letter = case.shape, case.id[0]
     if letter == "S":  # 96 B s l h^2 (1 + s / 6h + V / 16 l h), Narayanan et al., section 5.1
         return 96 * m.n_layers * m.dim**2 * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
@@ -171,13 +171,13 @@ def predict(case: Case) -> dict[str, float]:
 
 
 def error(case: Case, predicted: dict[str, float], name: str) -> float:
-    """The relative error of a figure; for a rate, that of the time behind it."""
+    """The relative error of a figure; for a rate (such as tokens/s), that of the time from which it follows."""
     ratio = predicted[name] / case.published[name]
     return (ratio if name in ("step_s", "mem_gib") else 1 / ratio) - 1
 
 
 def time_figure(case: Case) -> str:
-    """The figure by which a row's time is judged: the first that it has."""
+    """The figure by which a row's time is judged: the first of FIGURES, without memory, that is given, or ""."""
     return next((name for name in FIGURES[:4] if name in case.published), "")
 
 
