@@ -1,21 +1,21 @@
-"""Further techniques, one file each. If its flag is set, a file changes a step of the course from outside. The rules:
+"""Further techniques, one file each. A file changes a step of the course from outside, if its flag is set. The rules:
 
  1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
     about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
  2  It applies to the step of its folder and to later ones, unless SINCE names the Config of another first step.
- 3  Importing a file adds its entries to menus, as values of a flag: SYNCS["tree"] = TreeSync adds --sync tree.
- 4  `settle(config, world)` may set flags. No other function may.
+ 3  Importing a file adds its entries to menus. Example: SYNCS["tree"] = TreeSync adds the value `tree` to --sync.
+ 4  `settle(config, world)` may set flags. No other function may. `world` is the number of ranks.
  5  NEEDS and REFUSES declare which flags cannot be combined; `check(config, world)` raises UserError for sizes that do
-    not fit. Both are applied before anything is built.
- 6  `prepare(config, parts)` runs before the step builds. It may change menu entries until the step has built.
+    not fit. A run applies the declarations and calls `check` before it builds anything.
+ 6  `prepare(config, parts)` runs before the step builds its objects. It may change menu entries until they are built.
  7  `attach(config, parts)` runs before the first training step. It may change the objects that the step has built.
- 8  Methods and menu entries are changed only by `parts.instead`, which replaces one (at most one file may), and by
-    `parts.around`, which wraps it. The nesting does not depend on which file attaches first. Innermost is the step's
+ 8  Methods and menu entries are changed only by `parts.instead`, which replaces one (only one file may replace it), and
+    by `parts.around`, which wraps it. The nesting does not depend on which file attaches first. Innermost is the step's
     own method or its replacement, then come the techniques in ORDER, then services and tests.
  9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
-10  `parts.kept` maps a file's name to what its `attach` returned. Services use what they find there: checkpoints call
-    `state()` (JSON, the same on all ranks) and `restore(state)`, save `owed` (tensors by bucket or unit), and wait
-    while `between` is true (ranks of dp have different weights); validation calls `look(tokens)`.
+10  `parts.kept` maps a file's name to what its `attach` returned. If this has them, checkpoints call `state()` (JSON,
+    the same on all ranks) and `restore(state)`, and save `owed` (tensors by bucket or unit); validation calls
+    `look(tokens)`; and a run stops only if `between` is false (true: ranks of dp have different weights).
 """
 
 from collections import Counter
@@ -50,12 +50,12 @@ class Change(NamedTuple):
     by: str  # the file's __name__
     how: str  # "instead of", "around"
     call: Callable
-    plain: Callable  # the step's own method
+    plain: Callable  # the step's own method, or the menu's own entry
     text: str  # describes the change, for the screen
 
     @property
     def place(self) -> int:
-        """Where the wrapper nests: a wrapper with a larger number is further outside. Services have the largest."""
+        """Orders a method's changes, innermost first: -1 for a replacement, then as in ORDER, then services."""
         if self.how == "instead of":
             return -1
         return ORDER.index(name_of(self.by)) if self.by.startswith(f"{__name__}.") else len(ORDER)
@@ -90,7 +90,7 @@ class Progress:
         self.starts()
 
     def act(self, right: Callable, i: int, *rest: Any) -> Any:
-        """Wraps a pipeline's forward and backward of micro-batch i: set `now`. (Backward may recompute layers.)"""
+        """Wraps a pipeline's forward and backward of micro-batch i: set `now`, also for recomputation in backward."""
         self.now = i
         self.starts()
         return right(i, *rest)
@@ -118,7 +118,7 @@ class Parts:
 
     @property
     def units(self) -> list:
-        """ZeRO's units, if there are any."""
+        """The units of step 3's ZeRO; without ZeRO, an empty list."""
         return getattr(self.optimizer, "units", [])
 
     @property
@@ -131,7 +131,7 @@ class Parts:
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of actions in this rank's list; empty if the pipeline does not follow lists."""
+        """The kinds of actions in this rank's program (step 6); empty if its pipeline has no program."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
 
     def keeps(self, what: str) -> list[Any]:
@@ -139,11 +139,11 @@ class Parts:
         return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def instead(self, owner: Any, name: Any, call: Callable, by: str):
-        """Replace `owner.name(...)`, or `owner[name](...)` of a menu. Raises UserError if another file has done so."""
+        """Replace `owner.name`, or a menu's `owner[name]`, by `call`. Raises UserError if another file has done so."""
         self.change(owner, name, by, "instead of", call)
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
-        """Wrap the same: a call becomes `call(inner, ...)`; `inner` is the method with all wrappers inside this one."""
+        """Wrap a method or entry: it becomes `call(inner, ...)`; `inner` is the method with all inner wrappers."""
         placed = not by.startswith(f"{__name__}.") or name_of(by) in ORDER
         assert placed, f"{by} wraps a method: insert it in ORDER of variants/__init__.py"
         self.change(owner, name, by, "around", call)
@@ -161,7 +161,7 @@ class Parts:
         new.put(plain)
 
     def named(self, owner: Any, name: Any) -> str:
-        """Names a method like `Decoder.loss`, and an entry of a menu like its flag, `--zero 2`."""
+        """The name of a method, such as `Decoder.loss`, or the flag of a menu entry, such as `--zero 2`."""
         if not isinstance(owner, dict):
             return f"{type(owner).__name__}.{name}"
         flags = [flag.name for flag in fields(self.run.config) if flag.metadata.get("menu") is owner]

@@ -17,7 +17,7 @@ this table from the files.
 
 | technique | flags | source | step |
 | --- | --- | --- | --- |"""
-FLAG_OF = {  # a menu of the course: the flag that takes its entries
+FLAG_OF = {  # the name of each menu of the course -> the flag whose values are its entries
     menu: name
     for path in HERE.parents[1].glob("step0*.py")
     for name, menu in re.findall(r"(\w+): \w+ = among\((\w+),", path.read_text())
@@ -26,7 +26,7 @@ WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|
 
 
 def flags(module: ModuleType, text: str) -> list[str]:
-    """Returns the flag values that a file adds and its own flags, or else the first flag in its docstring."""
+    """Returns a file's flags: values that it adds to menus (`--sync tree`) and its own; or else the first in `text`."""
     entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
     found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
     found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []
@@ -34,7 +34,7 @@ def flags(module: ModuleType, text: str) -> list[str]:
 
 
 def row(path: Path) -> str:
-    """Returns a file's row of the table, which begins with its docstring's first sentence without brackets."""
+    """Returns a file's row of the table: first sentence (without brackets), flags, sources, step; "" for a library."""
     module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
     doc = " ".join(module.__doc__.split())
     if doc.startswith("A library"):

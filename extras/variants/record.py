@@ -4,13 +4,13 @@
     TRIED      values that tests combine with all other flags, besides the defaults. Switches, Literals and menus need
                none, because tests try all their values
     BESIDE     values that tests give to other flags, so that the flags of the file have an effect
-    COMPUTED   True if the flags change the result: then the one process that a test compares with has them, too
+    COMPUTED   True if the flags change the result: then the single process that a test compares with gets them, too
     NEEDS      (flag, other, values...): the flag may be set only if the other one has one of these values; without
-               values, if the other one is set
+               values, only if the other one is set
     REFUSES    Refusal(flags, why): flags that cannot be combined, or a value that a flag cannot have
 
-A run applies these declarations (extras/services/seam.py), and tests combine flags by them (extras/tests/pairs.py). A
-file's function `check` tests other conditions, such as that one size divides another.
+A run applies these declarations (extras/services/seam.py), and tests combine flags accordingly (extras/tests/pairs.py).
+A file's function `check` tests other conditions, such as that one size divides another.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def spelled(name: str, value: Any) -> str:
 class Refusal(NamedTuple):
     """Flags that cannot be combined, and why; or one flag with values that it cannot have."""
 
-    flags: dict[str, Any]  # each has SET, HAS, a tuple of values, `But` or a function: refused where all of these hold
+    flags: dict[str, Any]  # a condition on each: SET, HAS, a tuple of values, `But` or a function; refused if all hold
     why: str  # what would go wrong; after a semicolon, what to do
     shows: dict[str, Any] | None = {}  # noqa: RUF012  # other flags with which a test shows the error; None: no test
     needs: str = ""  # instead of `why`: the flags without which the first flag has no effect
@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
         return all(self.meets(name, value(name) if name in plain else None, plain) for name in self.flags)
 
     def meets(self, name: str, value: Any, plain: dict[str, Any]) -> bool:
-        """Whether this value of a flag meets the condition."""
+        """Whether the value meets the condition; if the step lacks the flag, whether a tuple has its value in OFF."""
         condition = self.flags[name]
         if name not in plain:
             return type(condition) is tuple and name in OFF and OFF[name] in condition

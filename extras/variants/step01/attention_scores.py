@@ -3,8 +3,8 @@
 Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a stored score for each pair of tokens. The scores
 are most of what a layer keeps for backward, but little of its work. Selective activation recomputation (Korthikanti et
 al. 2022, section 5) keeps q, k and v, and recomputes scores and softmax, which takes no weights and no messages. A
-fused kernel does the same in tiles, so nothing remains to be saved. With h = dim, k = kv heads x head_dim, f = ffn_dim,
-a = heads, s tokens and e bytes an element, a layer keeps for each token
+fused kernel does this itself, in tiles: nothing is left to gain. With h = dim, k = kv heads x head_dim, f = ffn_dim,
+a = heads, s tokens and e bytes an element, a layer keeps for each token these bytes:
 
     fused                          e (6 h + 2 k + 4 f) + 4 a + 8
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
@@ -52,7 +52,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Replace, or recompute, the attention of every layer."""
+    """Replace the attention of every layer, or let backward recompute it, or both."""
     for layer in parts.model.model.layers.values():
         if config.attention == "scores":
             parts.instead(layer.self_attn, "attend", attend, by=__name__)

@@ -61,7 +61,7 @@ TRIED = dict(loss_chunk=5)
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the loss where there is a head: on the last stage of a pipeline."""
+    """Wrap the head and the loss, on ranks that have a head: with a pipeline, on the last stage."""
     model, head = parts.model, parts.model.lm_head
     if head is None or not config.loss_chunk:
         return

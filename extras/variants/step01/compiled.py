@@ -2,8 +2,8 @@
 
 All layers share one graph. It breaks where a layer communicates (steps 4, 5, 7); TORCH_LOGS=graph_breaks shows where.
 In step 1 this would follow `RECOMPUTE[config.recompute](model)`, so recomputation is part of the graph. That is
-impossible if the graph breaks: then recomputation stays outside, and each graph of a layer is recomputed to its end.
-(Without --compile the product with down_proj is not recomputed, because backward does not need its output.)
+impossible if the graph breaks. Then recomputation stays outside, and computes each graph of a layer to its end, also
+the product with down_proj. (Without --compile it stops before that product, whose output backward does not need.)
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from extras.variants.record import HAS, SET, Refusal
 def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Tensor, **how: Any) -> Tensor:
     """Run a layer's forward while its parameters have no `.grad`.
 
-    Dynamo inspects `.grad`. If that is fp32 and the weight bf16, it compiles no operation with this weight. In steps 2
-    to 7, `.grad` is an fp32 view of a buffer from the beginning.
+    Dynamo, which traces for torch.compile, inspects `.grad`. If that is fp32 and the weight bf16, it compiles no
+    operation with this weight. From step 2 on, `.grad` is by default an fp32 view of a buffer even before a backward.
     """
     gradients = [param.grad for param in params]
     for param in params:
@@ -50,15 +50,15 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Compile the forward of every layer inside its hooks. Where messages break its graph, recomputation stays outside.
+    """Compile each layer's forward, not its hooks. If messages break its graph, recomputation is not compiled either.
 
-    The function that counts messages stays outside graphs, where sizes may be symbols, which it cannot add up.
+    `run.count`, which adds up bytes of messages, is not compiled: in a graph, sizes may be symbols, not numbers.
     """
     if not config.compile:
         return
     broken = max(getattr(config, dim, 1) for dim in ("tp", "cp")) > 1
     for layer in parts.model.model.layers.values():
-        forward = layer.forward  # partial(checkpoint, ...) of step 1, or a like one that offloads
+        forward = layer.forward  # if it recomputes or offloads: a partial, such as step 1's partial(checkpoint, ...)
         outside = config.recompute == "offload" or (config.recompute == "full" and broken)
         compiled = torch.compile(forward.args[0] if outside else forward)
         graph = partial(without_gradients, list(layer.parameters()), compiled)

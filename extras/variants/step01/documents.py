@@ -2,12 +2,12 @@
 
 A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). Token i attends
 to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2). RoPE is relative, so its positions
-need not restart. A document ends with --end-token; the target there, the next document's first token, counts in the
-loss. In step 5 this would be another `visible`. No mask is built: in whole sequences a document is a causal triangle.
+need not restart. A document ends with --end-token, whose target, the next document's first token, counts in the loss.
+In step 5 this would be another `visible`. No mask is built: in whole sequences each document is a causal triangle.
 
     keys ->    a a b | b c c      Consecutive tokens of a rank: one causal triangle for each document. Earlier keys,
-    queries a  #     |            also consecutive: one rectangle or none, because only the document of the last of
-            a  # #   |            them can continue in these queries.
+    queries a  #     |            also consecutive: one rectangle or none, because only the last key's document
+            a  # #   |            can continue in these queries.
             b      # |
             ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
             b      # | #          however the sequence is sharded. This needs no messages: each rank reads the whole
@@ -31,23 +31,23 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """Splits tokens by document: int64 [seq], int64 [s] -> runs (start, stop, position of the first, document)."""
-    documents = numbers[positions]
+    """Splits tokens by document: numbers int64 [seq], positions int64 [s] -> runs (start, stop, position, document)."""
+    documents = numbers[positions]  # the document of each token
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
-    runs = pairwise([0, *borders.tolist(), len(positions)])
+    runs = pairwise([0, *borders.tolist(), len(positions)])  # of adjacent tokens in one document
     return [(start, stop, int(positions[start]), int(documents[start])) for start, stop in runs]
 
 
 class MicroBatch:
-    """The documents of a micro-batch. Every rank that shares its sequences computes the same."""
+    """The documents of a micro-batch. All ranks that share its sequences find the same documents."""
 
     def __init__(self, tokens: Tensor, end: int, positions: Tensor):
         """tokens int64 [batch, seq], on the CPU; positions int64 [n, s/n]: those of each rank's tokens."""
         rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
-        self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: of documents
+        self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: each token's document
         self.places = positions + rows[:, None, None] * tokens.shape[1]  # [batch, n, s/n], in concatenated sequences
         self.lengths = self.numbers.flatten().unique_consecutive(return_counts=True)[1].tolist()
-        self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
+        self.found: dict[int, list[tuple]] = {}  # by source rank; the same in all layers, forward and backward
 
     def visible(self, rank: int, source: int, _length: int) -> list[tuple[slice, slice, bool]]:
         """Replaces `zigzag_visible` of step 5: for any positions, and for several concatenated sequences."""
@@ -78,14 +78,14 @@ class Documents:
         parts.progress.starts = self.enter
 
     def within(self, core: Callable) -> Callable:
-        """Returns a wrapper for this kind of attention: it passes `visible`, or calls `attend` on whole sequences."""
+        """Returns a wrapper of `core`, which passes it `visible` or, if sequences are whole, uses `self.attend`."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences are concatenated
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Like `attend` of common/model.py, with a call for each document. (On GPUs, one varlen call would do.)"""
+        """Like `attend` of common/model.py, with a call for each document. (A GPU's varlen kernel needs one call.)"""
         split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
         return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
@@ -97,12 +97,12 @@ class Documents:
         return tokens, targets
 
     def enter(self):
-        """Before a forward or backward: in training, take the current micro-batch."""
+        """Called before a forward or backward: in training, set `now` to the current micro-batch."""
         if torch.is_grad_enabled():
             self.now = self.all[self.progress.now]
 
     def look(self, tokens: Tensor):
-        """Before validation: take whole sequences, int64 [batch, seq] on the CPU."""
+        """Called before validation: set `now` to these whole sequences, int64 [batch, seq] on the CPU."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
 
 
@@ -110,7 +110,7 @@ class Documents:
 class Flags:
     """Documents."""
 
-    documents: Literal["off", "mask"] = "off"  # mask: attention within documents alone
+    documents: Literal["off", "mask"] = "off"  # mask: attention only within a document
     end_token: int = 256  # with --documents: the token that ends a document (0: token 0); 256 is the course's own
 
 

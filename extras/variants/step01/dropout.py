@@ -1,19 +1,19 @@
-"""Dropout (`--dropout P`) zeroes each activation with probability P in training, else divides it by 1 - P.
+"""In training, dropout (`--dropout P`) zeroes activations with probability P, and divides the others by 1 - P.
 
 It is applied after the embedding, attention and the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4). Every
 layout must drop the same numbers, or it would not train as one process does. A generator with a state cannot do this,
 because its next number depends on earlier draws. So a mask is a pure function of
 
     key      seed, step
-    counter  four channels of one token: channel // 4; position; sequence in the global batch; layer and place
+    counter  for 4 channels of a token: channel // 4; position; sequence in the global batch; layer and place
 
 by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"; also cuRAND's): ten rounds of
-multiplying and mixing turn each counter into four random words. A rank evaluates it for its own tokens; recomputation
-gets the same mask again. Validation drops nothing.
+multiplying and mixing turn each counter into four random words. A rank draws the masks of its own tokens alone, and
+recomputation draws the same masks again. Validation drops nothing.
 
-Law: for backward a rank keeps 2 L + 1 masks [batch, tokens, dim] of a byte a number. Without SP each tp rank draws and
-keeps whole masks, with SP 1/tp of them, which is one reason for SP (Korthikanti et al. 2022, section 4). In step 1,
-`DecoderLayer.forward` would call `drop` around each block.
+Law: with L layers, a rank keeps 2 L + 1 masks [batch, tokens, dim] for backward, of a byte a number. Without SP each tp
+rank draws and keeps whole masks, with SP 1/tp of them, which is one reason for SP (Korthikanti et al. 2022, section 4).
+In step 1, `DecoderLayer.forward` would call `drop` around each block.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ WORD = 2**32 - 1
 
 
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Turns four words (int64 tensors) into four random ones. int64 wraps around, so a product keeps all 64 bits."""
+    """Turns four 32-bit words, held in int64, into four random ones. A product wraps around, and keeps all 64 bits."""
     (a, b, c, d), (k0, k1) = counter, key
     for _ in range(10):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
@@ -41,14 +41,14 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tenso
 
 
 def mask(p: float, key: tuple[int, int], sequences: Tensor, positions: Tensor, place: int, dim: int) -> Tensor:
-    """Draws a mask: int64 [batch], int64 [1 or batch, tokens] -> bool [batch, tokens, dim], True for kept numbers."""
+    """Draw a mask: int64 sequences [batch], positions [1 or batch, tokens] -> bool [batch, tokens, dim], True: kept."""
     channels = torch.arange(-(-dim // 4), device=positions.device)
     words = philox((channels, positions[..., None], sequences[:, None, None], place), key)
     return torch.stack([word < round((1 - p) * 2**32) for word in words], -1).flatten(-2)[..., :dim]
 
 
 class Dropout:
-    """Drops numbers in the outputs of a model's blocks."""
+    """Drops numbers in the outputs of the embedding and of all blocks."""
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.mesh, self.progress, trunk = config, parts.mesh, parts.progress, parts.model.model

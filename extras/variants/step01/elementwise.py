@@ -2,15 +2,14 @@
 
 Full recomputation repeats the whole forward of a layer. This keeps the outputs of matrix products and attention, and
 repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e bytes an
-element, a layer keeps for each token:
+element, a layer keeps for each token these bytes:
 
     none         e (6 h + 2 k + 4 f) + 4 a + 8
     elementwise  e (5 h + 2 k + 2 f) + 4 a
     full         e h
 
 PyTorch calls this "selective activation checkpointing"; what papers call selective recomputation is `--recompute
-selective` (attention_scores.py). In step 1 `recompute_layers` would pass to `checkpoint` the operators whose outputs it
-keeps.
+selective` (attention_scores.py). In step 1 `recompute_layers` would pass the kept operators to `checkpoint`.
 """
 
 from collections.abc import Callable
@@ -33,7 +32,7 @@ ATTENTION = [
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 ]
-CHOICE = [aten.topk.default]  # of a router (step 7): recomputed, it might differ, and tokens would go elsewhere
+CHOICE = [aten.topk.default]  # a router's choice (step 7): if computed again, it might send tokens to other experts
 RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # `attach` does the rest
 
 
@@ -43,7 +42,7 @@ def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
 
 
 def attach(config: Any, parts: Parts):
-    """Set what layers keep. With `full`, those with a router keep its choice; others keep nothing, to save time.
+    """Set which outputs layers keep. With `full`, routers' choices are kept; other layers are unchanged, to save time.
 
     With --cp, attention and its messages are repeated, because step 5 changes an operator's output in place.
     """

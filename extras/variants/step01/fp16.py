@@ -35,7 +35,7 @@ class LossScaling:
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Use both from the next forward on, and scale the losses that MoE layers add."""
+        """Use this scale and count from the next forward on. Scale the extra losses of MoE layers by the same scale."""
         for module, name in product(self.parts.model.modules(), ("coeff", "z_coeff")):
             if hasattr(module, name):
                 setattr(module, name, getattr(module, name) * state["scale"] / self.scale)

@@ -1,9 +1,9 @@
 """Lets matmuls accumulate gradients (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
 
 For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. These operations
-move 2, 2 + 4 and 4 + 4 + 4 bytes for each number. A matmul that accumulates in fp32 moves 4 + 4 bytes, and does not
-round dW to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and
-adds them. Here each matmul adds to the same dx: dx = dv Wv, dx += dk Wk, dx += dq Wq.
+move 2, 2 + 4 and 4 + 4 + 4 bytes for each number of dW. A matmul that accumulates in fp32 moves 4 + 4 bytes, and does
+not round dW to 16 bits first. Also, q, k and v share one input, as do gate and up: autograd computes one dx for each of
+them and adds these. Here each matmul adds to the same dx: dx = dv Wv, dx += dk Wk, dx += dq Wq.
 
 This covers the matrices of layers and an untied head. Only CUDA can add a product of 16-bit matrices to fp32; elsewhere
 autograd's three operations remain. In step 1, `Optimizer` would replace each `F.linear` by `SummingLinears`.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 
-TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", "lm_head"]  # each line has one input
+TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", "lm_head"]  # each entry shares an input
 
 
 def adds_to_wide(weight: Tensor) -> bool:
@@ -55,9 +55,9 @@ class SummingLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:
-        """x [..., in] -> an output [..., out] of each. Autograd must not see the weights: it would call their hooks."""
+        """x [..., in] -> each layer's output [..., out]. Autograd must not see weights: it would call their hooks."""
         ctx.save_for_backward(x)
-        ctx.arguments = [linear.weight for linear in linears], fused  # the parameters: values may move
+        ctx.arguments = [linear.weight for linear in linears], fused  # parameters, whose values may move
         return tuple(F.linear(x, linear.weight) for linear in linears)
 
     @staticmethod
@@ -85,9 +85,9 @@ def multiply(linears: list[nn.Linear], ready: list[Tensor], fused: bool, i: int,
 
 @dataclass
 class Flags:
-    """Sums of gradients."""
+    """Fused gradient accumulation."""
 
-    fused_gradients: bool = False  # matmuls add to the gradients of matrices, and of an input that several share
+    fused_gradients: bool = False  # matmuls add to gradients in place: of matrices, and of an input that several share
 
 
 EITHER = "both replace the matmuls of a block; choose one of them"
@@ -95,7 +95,7 @@ REFUSES = [Refusal(dict(fused_gradients=SET, tp_overlap=SET), EITHER)]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the forward of each matrix, together with those that have the same input."""
+    """Replace the forward of each linear layer; those with the same input are computed together."""
     if not config.fused_gradients:
         return
     fused = adds_to_wide(next(parts.model.parameters()))

@@ -7,8 +7,8 @@ momentum M of a matrix W [out, in], learning rate lr and weight decay d:
     O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations
     W = (1 - lr d) W - lr 0.2 sqrt(max(out, in)) O             number by number, on each shard
 
-0.2 sqrt(max) gives an update the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so --lr and
---weight-decay mean the same for both. Muon updates the hidden matrices, `*_proj.weight`; AdamW updates norms,
+The factor 0.2 sqrt(max) makes an update as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so
+--lr and --weight-decay mean the same for both. Muon updates the hidden matrices, `*_proj.weight`; AdamW updates norms,
 embedding, head and router. In step 1 it would be one more entry of OPTIMIZERS. With shards, an update has four parts:
 
     1  each rank computes U of its shard                           nothing is sent
@@ -16,8 +16,8 @@ embedding, head and router. In step 1 it would be one more entry of OPTIMIZERS. 
     3  the shards of a matrix are all-gathered over tp             (tp-1)/tp S          where tensor parallelism shards
     4  each rank computes O of the matrices of which it has a shard, and keeps its own part
 
-S: the bytes that are gathered, 2 a number. U is rounded to bf16 before it is sent, because the iterations would round
-it anyway, so in fp32 layouts differ by this rounding. In fp64 nothing is rounded.
+S: the bytes of the gathered tensor, 2 a number. U is rounded to bf16 before it is sent, because the iterations would
+round it anyway. So in fp32 the results of two layouts may differ by such a rounding. In fp64 nothing is rounded.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def rounded(dtype: torch.dtype) -> torch.dtype:
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Matrices [n, rows, columns] -> with singular values near 1; an odd polynomial keeps the singular vectors."""
+    """Set singular values of matrices [n, rows, columns] to about 1; an odd polynomial keeps the singular vectors."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
@@ -67,12 +67,12 @@ class Muon:
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
     def see(self, parts: Parts):
-        """Before the first step: store the objects that are needed to gather whole matrices."""
+        """Before the first step: store what `gather` needs. `firsts`: where this rank's shard of a parameter begins."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All-gathers the updates of a unit: those of this rank's shards -> those of whole parameters, flat."""
+        """All-gathers a unit's updates U, by parameter name: this rank's shards -> whole parameters, flat."""
         dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}
@@ -115,7 +115,7 @@ class Muon:
             momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
             momentum.lerp_(shard.grad, 1 - MOMENTUM)
             updates[name] = shard.grad.lerp(momentum, MOMENTUM)
-        for unit in self.units:  # also without a shard of ours; offloading has one with gradients at a time
+        for unit in self.units:  # also if no shard is ours; with offloading, one unit at a time has gradients
             if unit.grad_shard is not None and any(map(is_hidden, unit.trained)):
                 updates |= self.gather(unit, updates)
         rate, decay = self.group["lr"], self.group["weight_decay"]

@@ -1,11 +1,11 @@
-"""Activations that wait on the host until backward (`--recompute offload`; Rhu et al. 2016, "vDNN").
+"""Stores activations on the host until backward (`--recompute offload`; Rhu et al. 2016, "vDNN").
 
 What a layer saves for its backward is copied into pinned memory of the host, and backward copies it to the GPU again.
-Weights and RoPE's tables stay, because the GPU holds them anyway. A tensor that several operators save is sent for each
-of them: the input of q_proj, k_proj and v_proj three times. With h = dim, k = kv heads x head_dim, f = ffn_dim, a =
-heads, and e bytes an element, e (10 h + 2 k + 4 f) + 4 a + 8 bytes of a token and layer are sent to the host, and back.
-Copies are on the stream that computes, so they are in order and the host never waits, but the GPU computes nothing
-meanwhile. (Frameworks copy on a stream of their own.) In step 1 RECOMPUTE would have one more entry.
+Weights and RoPE's tables stay, because the GPU holds them anyway. A tensor that several operators save is sent once
+for each of them: the input of q_proj, k_proj and v_proj three times. With h = dim, k = kv heads x head_dim, f =
+ffn_dim, a = heads, and e bytes an element, a layer sends e (10 h + 2 k + 4 f) + 4 a + 8 bytes a token to the host, and
+back. Copies run on the stream that computes, so they are in order and the host never waits, but meanwhile the GPU
+computes nothing. (Frameworks copy on a stream of their own.) In step 1 RECOMPUTE would have one more entry.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from step01_single_gpu import RECOMPUTE
 
 
 def to_host(here: set[int], tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """What autograd keeps instead of a tensor that it saves: a copy, unless the tensor's storage stays `here`."""
+    """Called when autograd saves a tensor: returns its device and a copy on the host, or itself if it stays `here`."""
     if tensor.untyped_storage()._cdata in here:
         return tensor.device, tensor
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -29,12 +29,12 @@ def to_host(here: set[int], tensor: Tensor) -> tuple[torch.device, Tensor]:
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """What backward computes with."""
+    """Copy a saved tensor back to its device, before backward computes with it."""
     return tensor.to(device, non_blocking=True)
 
 
 def offloaded(forward: Callable, x: Tensor, *tables: Tensor, layer: nn.Module) -> Tensor:
-    """Replaces a layer's forward."""
+    """Replaces a layer's forward: what it saves goes to the host, except its parameters and RoPE's `tables`."""
     here = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *tables)}
     with saved_tensors_hooks(partial(to_host, here), lambda saved: to_device(*saved)):
         return forward(x, *tables)

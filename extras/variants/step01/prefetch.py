@@ -1,4 +1,4 @@
-"""Reads the next step's batch in a thread while this one is computed (`--prefetch`), which helps if a GPU computes.
+"""Reads the next step's batch in a thread during the current step (`--prefetch`), which helps if a GPU computes.
 
 A batch is a pure function of the step, so it does not matter when it is read. Without a GPU the cores are busy anyway.
 In step 1 the loop would ask for the batch of `step + 1` before it waits for the loss.
@@ -30,6 +30,6 @@ class Flags:
 
 
 def attach(config: Any, parts: Parts):
-    """Let a thread read ahead."""
+    """Let a thread read the batches ahead."""
     if config.prefetch:
         parts.around(parts.data, "batch", partial(batch, ThreadPoolExecutor(1), {}), by=__name__)

@@ -1,9 +1,9 @@
 """Two update rules of torch.optim: gradient descent (`--optimizer sgd`) and Adafactor (`--optimizer adafactor`).
 
-SGD without momentum keeps nothing. It reveals a wrongly scaled gradient, which Adam hides. Adafactor (Shazeer and Stern
+SGD without momentum has no state. It reveals a wrongly scaled gradient, which Adam hides. Adafactor (Shazeer and Stern
 2018) stores the n m second moments of a matrix in n + m numbers: it keeps the mean of each row and of each column of
-the squared gradients, and estimates second moments by their products, without first moments. Rows and columns must be
-whole. In step 1 these would be entries of OPTIMIZERS.
+the squared gradients, and estimates second moments by their products. It keeps no first moments. A rank must have whole
+rows and columns. In step 1 these would be entries of OPTIMIZERS.
 """
 
 from typing import Any

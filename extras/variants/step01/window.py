@@ -8,10 +8,10 @@
     query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, its HALO: W-1 tokens.
 
 Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
-rank before it, and sends back the gradients in backward. With b bytes of k and v a token, a rank in the middle sends
-(W-1) b forward and (W-1) b backward in a layer and micro-batch, and computes at most W s/n pairs for its s/n tokens:
-neither grows with s. With --cp-mode ulysses sequences are whole and need no halo. In common/model.py `attend`, and in
-step 5 `ring_attention`, would be `windowed_attention`.
+rank before it, and sends its gradients back in backward. With b bytes of k and v a token, a rank in the middle sends
+(W-1) b forward and (W-1) b backward in a layer and micro-batch, whatever s is, and computes at most W s/n pairs for its
+s/n tokens: these grow as s, not as s^2. With --cp-mode ulysses sequences are whole and need no halo.
+`windowed_attention` would replace `attend` in common/model.py, and `ring_attention` in step 5.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ TURNED = "turned"
 
 
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
-    """Splits the pairs with 0 <= query - key < window into parts: (queries, keys, and False, True or TURNED).
+    """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), each one kernel call.
 
-    The queries are those of the last tokens. Slices count from the first query, and from the first key.
+    The queries are the last tokens. Slices count from the first query, or key. Shape: False (#), True (+), TURNED (x).
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -51,7 +51,7 @@ def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool 
 
 
 def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
-    """Extend a kernel (allgather.py) to TURNED parts: causal ones, with queries and keys in reverse order."""
+    """Extend a kernel (step05/allgather.py) to TURNED parts: causal, if queries and keys are in reverse order."""
 
     def turning(function: Callable, *given: Any) -> tuple[Tensor, ...]:
         *tensors, shape = given
@@ -63,7 +63,7 @@ def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
 
 
 def add_halo(kv: Tensor, group: Group, halo: int) -> Tensor:
-    """Receives the halo: k and v [2, batch, own, kv_heads, d] -> the same, preceded by `halo` earlier tokens."""
+    """Exchange halos: k and v [2, batch, own, kv_heads, d] -> the same, preceded by `halo` tokens, except on rank 0."""
     last, received = kv[:, :, -halo:].contiguous(), torch.empty_like(kv[:, :, -halo:])
     before, after = group.rank > 0, group.rank + 1 < group.size  # whether there is a neighbour
     exchange([(last, group.rank + 1)] * after, [(received, group.rank - 1)] * before, group).wait()
@@ -96,7 +96,7 @@ def windowed_attention(
 class Flags:
     """Sliding windows."""
 
-    window: int = 0  # number of tokens that each token attends to, itself included; 0: all before it
+    window: int = 0  # number of tokens that each token attends to, itself included; 0: no limit
 
 
 TRIED = dict(window=5)

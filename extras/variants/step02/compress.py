@@ -5,15 +5,15 @@ Descent"; Karimireddy et al. 2019). So the error arrives late, but is not lost.
 
     bf16   16 bits                                                      1/2 of the bytes of fp32
     int8   8 bits, and an fp32 scale for 256 values                     (1 + 4/256) / 4
-    topk   the largest --topk-fraction of the values, with their places 2 x fraction; 1 loses nothing, and sends more
+    topk   the largest --topk-fraction of the values, with their places 2 x fraction (1: no loss, twice the bytes)
 
-Sums in so few bits would be rounded at every rank, or overflow. So rank r receives shard r of every gradient
-(all-to-all) and adds in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r then
-compresses its shard of the sum, keeps the error, and all ranks gather the shards. This begins when the next bucket is
-sent, or at the end, so that the first message overlaps with backward.
+Sums in so few bits would be rounded at every rank, or overflow. So rank r receives shard r of every rank's
+gradient (all-to-all), and adds these in full precision: a reduce-scatter, which is all that ZeRO needs. For an
+all-reduce, rank r then compresses its shard of the sum, keeps the error, and all ranks gather the shards. The gather
+starts when the next bucket is sent, or at the end, so that the all-to-all overlaps with backward.
 
 In step 2 `Compression.send` would be BucketSync.send, in step 3 `.reduce` would be Zero1.reduce. The errors (`owed`)
-take a gradient's memory on each rank, also in ZeRO 2 and 3. Checkpoints contain them.
+take as much memory as a whole gradient on each rank, also in ZeRO 2 and 3. Checkpoints contain them.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from extras.variants.record import SET, But, Refusal
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
-BLOCK = 256  # numbers with one scale
+BLOCK = 256  # numbers that share one scale
 
 
 def in_blocks(values: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def in_blocks(values: Tensor) -> Tensor:
 
 
 def quantise(values: Tensor) -> Tensor:
-    """Rounds [..., length] floats to int8 [..., length + 4 blocks]: multiples of a scale, then the scales, fp32."""
+    """Rounds [..., length] floats to int8 [..., length + 4 x blocks]: multiples of a scale, then the scales (fp32)."""
     blocks = in_blocks(values)
     scales = (blocks.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
     whole = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : values.shape[-1]]
@@ -50,13 +50,13 @@ def quantise(values: Tensor) -> Tensor:
 
 def dequantise(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantise`."""
-    scales = message[..., length:].clone(memory_format=torch.contiguous_format)  # a copy begins at a whole float
+    scales = message[..., length:].clone(memory_format=torch.contiguous_format)  # a copy is aligned, as fp32 needs
     values = in_blocks(message[..., :length]) * scales.view(torch.float32)[..., None]
     return values.flatten(-2)[..., :length].to(dtype)
 
 
 def pick(values: Tensor, fraction: float) -> Tensor:
-    """Picks the largest values: [n, length] floats -> int32 [n, k], each row with their bits, then their places."""
+    """Picks the largest absolute values: [n, length] floats -> int32 [n, words], in a row their bits, then places."""
     places = values.abs().topk(max(1, int(fraction * values.shape[-1]))).indices
     return torch.cat((values.gather(-1, places).view(torch.int32), places.int()), dim=-1)
 
@@ -70,10 +70,10 @@ def put_back(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 class Compression:
-    """Sums in fewer bits. `owed` has the error of each bucket or unit that is still to be sent, [n shards, length]."""
+    """Sums gradients in fewer bits. `owed`: the error of each bucket or unit that is still to be sent, [n, length]."""
 
     def __init__(self, config: Any, sync: Any):
-        self.sync, self.last = sync, Pending()  # the first message of the newest bucket
+        self.sync, self.last = sync, Pending()  # the all-to-all of the newest bucket
         self.narrow, self.widen = {
             "bf16": (Tensor.bfloat16, lambda message, length, dtype: message.to(dtype)),
             "int8": (quantise, dequantise),
@@ -82,7 +82,7 @@ class Compression:
         self.owed: dict[Bucket | Unit, Tensor] = {}
 
     def scatter(self, key: Bucket | Unit, values: Tensor, then: Callable[[Tensor], None]) -> Pending:
-        """Start to send row r of values [n, length] to rank r. Its wait calls `then` with our row of the sum."""
+        """Start to send row r of values [n, length] to rank r. Waiting for it calls `then` with our row of the sum."""
         values = values.to(wide(values.dtype)) + self.owed.get(key, 0.0)
         length, dtype = values.shape[-1], values.dtype
         message = self.narrow(values)
@@ -93,7 +93,7 @@ class Compression:
         return pending
 
     def gather(self, bucket: Bucket, total: Tensor):
-        """Start to fill a bucket with all ranks' shards of the sum. `total` [length] is this rank's."""
+        """Start to fill a bucket with all ranks' shards of the sum. `total` [length] is this rank's shard."""
         flat, group, length, dtype = bucket.flat, bucket.group, len(total), total.dtype
         message = self.narrow(total[None])
         self.owed[bucket][group.rank] += total - self.widen(message, length, dtype)[0]
@@ -103,7 +103,7 @@ class Compression:
         self.sync.pending.append(pending)
 
     def send(self, plain: Callable, bucket: Bucket):
-        """Wraps `BucketSync.send`: wait for the previous bucket's first message, which backward has hidden."""
+        """Wraps `BucketSync.send`: first wait for the previous bucket's all-to-all, which backward has hidden."""
         n = bucket.group.size
         if n == 1:
             return plain(bucket)
@@ -113,7 +113,7 @@ class Compression:
         self.sync.pending.append(self.last)
 
     def reduce(self, plain: Callable, unit: Unit) -> Pending:
-        """Wraps `Zero1.reduce`: compress the message."""
+        """Wraps `Zero1.reduce`: send the gradient in fewer bits."""
         n = unit.group.size
         if n == 1:
             return plain(unit)

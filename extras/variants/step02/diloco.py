@@ -1,8 +1,8 @@
-"""DiLoCo: the ranks of dp meet once in H steps (`--sync diloco --inner-steps H`; Douillard et al. 2023).
+"""DiLoCo: the ranks of dp synchronise once in H steps (`--sync diloco --inner-steps H`; Douillard et al. 2023).
 
-Some ranks are joined by slow links, as in two data centres. So each rank of dp trains alone for H *inner steps* on its
-share of the batch, with moments of its own. Then all *meet*, and average how far they have moved from the weights w of
-the last meeting. This mean is the gradient of an *outer step*, SGD with Nesterov momentum:
+Links between some ranks may be slow, as between data centres. So each dp rank trains alone for H *inner steps* on its
+share of the batch, with moments of its own. Then all *meet*: they average how far they have moved from w, the weights
+after the last meeting. This mean is the gradient of an *outer step*, SGD with Nesterov momentum:
 
     each of n ranks    w_r = w after H inner steps
     one all-reduce     d = 1/n sum_r (w - w_r)
@@ -10,12 +10,12 @@ the last meeting. This mean is the gradient of an *outer step*, SGD with Nestero
 
 With eta = 1 and mu = 0, weights are averaged (local SGD: Stich 2018). If also H = 1, with plain SGD and no clipping, it
 is step 2. A meeting sends 2 (n-1)/n S over dp, with S bytes of masters: on average 1/H of step 2's gradients. A rank
-holds 2 S more, w and m. Checkpoints and signals wait for a meeting; each rank's moments are saved ("exp_avg@1").
+holds 2 S more, w and m. A run saves, and ends after a signal, only at meetings, with all ranks' moments ("exp_avg@1").
 
-The price: H > 1 needs more tokens for a loss. Between meetings there are n models, and the loss and the validation loss
-are means over them. The gradient norm is that of gradients which are not summed over dp. In step 2, each rank clips by
-its own norm, and rank 0's is recorded; from step 3 on, all clip by the root mean square of the ranks' norms
-(`global_norm`). A rank whose norm is not finite ends, and then torchrun ends the others.
+The price: H > 1 needs more tokens to reach the same loss. Between meetings there are n models, and the loss and the
+validation loss are means over them. The gradient norm is that of gradients which are not summed over dp. In step 2,
+each rank clips by its own norm, and rank 0's is recorded; from step 3 on, all clip by the root mean square of the
+ranks' norms (`global_norm`). A rank whose norm is not finite ends, and then torchrun ends the others.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class DilocoSync(NaiveSync):
     between = False
 
     def finish(self):
-        """Make each gradient the mean over this rank's share: scale it, and sum it over the ranks of the share."""
+        """Make each gradient the mean over this rank's share: scale it, and sum it over ranks that split the share."""
         for param in self.params:
             param.grad.mul_(self.mesh["dp"].size)  # the loss was divided by the number of all targets
             share = {"data": "cp", "expert_data": "sequence"}.get(layout_of(param).data_dim)  # data_dim without dp
@@ -47,7 +47,7 @@ class DilocoSync(NaiveSync):
                 self.sum_up(param.grad, self.mesh[share])
 
     def step(self, config: Any, optimizer: Any, progress: Progress, update: Callable, lr: float):
-        """Around `Optimizer.step`: an inner step; after H of them the ranks meet and take the outer step."""
+        """Wraps `Optimizer.step`: take an inner step; after H of them, meet the other ranks and take the outer step."""
         masters, state, dp = optimizer.masters, optimizer.torch_optimizer.state, self.mesh["dp"]
         if not self.between:
             self.met = {name: master.clone() for name, master in masters.items()}
@@ -86,7 +86,7 @@ REFUSES = [
 
 
 def check(config: Any, world: int):
-    """A run ends, and is saved, at meetings: in between the ranks' weights differ. Raises UserError."""
+    """Raises UserError unless a run is saved and ends at meetings, because in between the ranks' weights differ."""
     for name in ("steps", "stop_after", "save_every") if config.sync == "diloco" else ():
         if getattr(config, name) % config.inner_steps:
             flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
@@ -94,7 +94,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts) -> DilocoSync | None:
-    """Let ranks meet after the last update of each phase."""
+    """Let the ranks of dp meet after each H-th update."""
     if config.sync != "diloco":
         return None
     call = partial(parts.sync.step, config, parts.optimizer, parts.progress)

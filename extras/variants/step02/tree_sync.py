@@ -6,16 +6,16 @@
                    round 2                         4->0              rank 0 has the sum
     down           the same messages in the opposite direction, last one first
 
-A ring takes 2 (n-1) rounds of S/n bytes, this tree 2 ceil(log2 n) rounds of S. With latency t a round and bandwidth w
-it is faster if t (n-1 - log2 n) > (log2 n - (n-1)/n) S/w, that is, for tensors so small that only latency counts. NCCL
+For a tensor of S bytes a ring takes 2 (n-1) rounds of S/n, this tree 2 ceil(log2 n) rounds of S. With latency t a
+round and bandwidth w, the tree is faster if t (n-1 - log2 n) > (log2 n - (n-1)/n) S/w, that is, for small tensors. NCCL
 has two such trees, in which no rank is an inner node of both (Sanders et al. 2009), so that all links are busy.
 
-With `server`, rank 0 is the parent of all others: a parameter server, the first way to train on several machines (Li et
+With `server`, rank 0 is the parent of all others: a parameter server, an early way to train on several machines (Li et
 al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; there the server also updates, and sends
-weights, which have as many bytes). All bytes pass through one link, so the sum takes n/2 times as long as a ring's.
+weights, which have as many bytes). All bytes pass one link, so with t = 0 the sum takes n times as long as a ring's.
 
-Every rank but 0 sends S up, and each sends S down to all its children: together 2 (n-1) S, as in the ring, but
-unevenly. With a server, rank 0 sends (n-1) S, and any other rank S. In step 2, this would be another `sum_up`.
+Every rank but 0 sends S up, and every rank sends S down to each child. Together they send 2 (n-1) S, as in the ring,
+but unevenly. With a server, rank 0 sends (n-1) S, and any other rank S. In step 2, this would be another `sum_up`.
 """
 
 import torch
@@ -26,7 +26,7 @@ from step02_ddp import SYNCS, NaiveSync
 
 
 class TreeSync(NaiveSync):
-    """Sums gradients one by one, by a binomial tree."""
+    """Sums gradients one by one, each over a binomial tree of ranks."""
 
     def rounds(self, n: int) -> list[list[tuple[int, int]]]:
         """Returns the messages up the tree as (child, parent), by round."""
@@ -47,7 +47,7 @@ class TreeSync(NaiveSync):
 
 
 class ServerSync(TreeSync):
-    """Sums gradients one by one, on rank 0."""
+    """Sums gradients one by one on rank 0, which sends the sums to all others."""
 
     def rounds(self, n: int) -> list[list[tuple[int, int]]]:
         """One round, in which all other ranks send to rank 0."""

@@ -1,14 +1,14 @@
 """Keeps ZeRO's tensors in host memory (`--offload-optimizer`, `--offload-params`).
 
-    --offload-optimizer cpu     masters and moments are in host memory, and are updated there ("ZeRO-Offload", Ren et
-                                al. 2021)
+    --offload-optimizer cpu     masters and moments are in host memory, updated there ("ZeRO-Offload", Ren et al. 2021)
     --offload-params cpu        besides, in stage 3, the shards of the weights are in host memory ("ZeRO-Infinity",
                                 Rajbhandari et al. 2021; they use disks, too). The GPU holds one or two units of
                                 weights, the gradients' shards, and activations
 
-The units are updated one by one, because update rules skip parameters without gradients. In step 3 this would be
-`Zero1.step`. On a GPU, copies use streams of their own: gradients of later units are copied while the host updates one,
-and shards are copied and gathered while the GPU computes. (Pinned memory is rounded up to a power of two.)
+The host updates one unit at a time: only this unit has gradients, and update rules skip parameters without gradients.
+In step 3, `Update.step` would be `Zero1.step`. On a GPU, copies use streams of their own: gradients of later units are
+copied while the host updates one, and shards are copied and gathered while the GPU computes. (Pinned memory is rounded
+up to a power of two.)
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Move a unit's master to other memory. The update rule's tensors remain the same objects, views of the master."""
+    """Move a unit's master to other memory, `master`. The update rule keeps its tensor objects, now views of it."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:
@@ -39,7 +39,7 @@ def move(zero: Zero1, unit: Unit, master: Tensor):
 
 
 class Update:
-    """Updates ZeRO's units one by one, where their masters are."""
+    """Updates ZeRO's units one by one, in the memory that has their masters."""
 
     def __init__(self, optimizer: Zero1):
         self.optimizer, self.first = optimizer, True
@@ -56,12 +56,12 @@ class Update:
         return there, arrived.synchronize
 
     def step(self, lr: float):
-        """Replaces `Zero1.step`."""
+        """Replaces `Zero1.step`: wait for each unit's gradient and update its masters; then publish all weights."""
         zero, rule = self.optimizer, self.optimizer.torch_optimizer
         for group in rule.param_groups:
             group["lr"] = lr
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())  # which sums the gradients
+            self.stream.wait_stream(torch.cuda.current_stream())  # until gradients are summed
         gradients = [unit.grad_shard for unit in self.units]  # the list keeps their memory until all are copied
         for unit in self.units:
             unit.grad_shard = None  # only the unit that is updated has one, so that rules recognise it
@@ -73,7 +73,7 @@ class Update:
                 master.grad = unit.view_shard(gradient, name)
             rule.step()
             rule.zero_grad()
-            for master in masters.values() if self.first else ():  # it has just got its moments
+            for master in masters.values() if self.first else ():  # this update created its moments
                 rule.state[master] |= {key: to_host(t) for key, t in rule.state[master].items() if t.dim()}
             unit.grad_shard = None
         self.first = False

@@ -2,11 +2,11 @@
 
     backward of the last micro-batch     H   1   0   E                units in the order in which gradients are complete
     step 3's stage 1                                     H 1 0 E      all reduce-scatters after it
-    with --zero-overlap                      H   1   0   E            a unit's, while the next one is computed
+    with --zero-overlap                      H   1   0   E            each unit's, during the next one's backward
 
 A unit's sum starts when that unit and all before it have the gradients of all micro-batches, so all ranks send in the
 same order. Only the sum of E is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count
-additions as `BucketSync` of step 2 does.
+the additions to gradients, as `BucketSync` of step 2 does.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Early(BucketSync):
 
 @dataclass
 class Flags:
-    """Sums of ZeRO 1."""
+    """Overlapped sums of ZeRO 1."""
 
     zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
 

@@ -3,10 +3,10 @@
 With shards over all dp ranks every all-gather waits for the slowest link. With R replicas, dp / R neighbours (those of
 a node, say) share the weights and gather them among themselves; R ranks hold the same shard.
 
-    dp = 4, R = 2:     shard 0-1, 2-3         replicas 0-2, 1-3
+    dp = 4, R = 2:     groups "shard": ranks 0 1, 2 3        groups "replicas": ranks 0 2, 1 3
 
     gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
-    once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
+    once a step                over replicas: all-reduce of shards' sums   2 (R-1)/R P R/n elements a rank; n = dp
 
 A shard takes R times the memory; with R = dp nothing is sharded. In stage 1 these are the collectives of a two-level
 (hierarchical) all-reduce (BlueConnect: Cho et al. 2019). In step 3 a unit's group would be "shard", and `finish` would
@@ -30,7 +30,7 @@ from step03_zero import STAGES
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Wraps a stage of ZeRO: let it shard over the dimension "shard". Experts keep their own group."""
+    """Wraps a stage of ZeRO: create both groups, and let it shard over "shard". Experts keep their own group."""
     rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
     shards = rows.reshape(len(rows), config.zero_replicas, -1)
     mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
@@ -42,7 +42,7 @@ def with_replicas(
 
 
 def finish(parts: Parts, sum_over_shard: Callable):
-    """Wraps `Zero1.finish`: also sum over the replicas."""
+    """Wraps a stage's `finish`: also sum the shards' gradients over the replicas."""
     sum_over_shard()
     shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
     for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:
