@@ -1,4 +1,4 @@
-"""Runs started from the command line: each step's launch line, mistakes at the start, a lost rank, shared GPUs."""
+"""Tests runs from the command line: launch lines, mistakes at the start, a killed rank, two ranks with one GPU."""
 
 import os
 import re
@@ -21,7 +21,7 @@ TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --glo
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """Flags of a short run. The default text takes longer to read."""
+    """Flags of a short run on a small text, the source of the steps. (Reading the default text would take longer.)"""
     text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_text("".join(path.read_text() for path in ROOT.glob("step0*.py")))
     return f"{TINY} --dataset {text}"
@@ -31,10 +31,10 @@ def tiny(tmp_path_factory) -> str:
     "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
 )
 def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
-    """Run the line in its docstring. (Each chapter's tests compare the numbers of layouts with one process.)"""
+    """A step's launch line, as a short run, trains to the end. (tests/ compares layouts' numbers with one process.)"""
     doc = (ROOT / f"{step}.py").read_text()
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
-    flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
+    flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has only two layers, for four stages
     words = f"{step}.py {tiny} {flags} --out {tmp_path / 'out'}".split()
     status, text = run(int(ranks or 0), words, tmp_path / "log")
     assert status == 0 and "3/3" in text and "tok/s" in text, text
@@ -44,7 +44,7 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
 
 NO_NET = "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9")
 LEFT = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-MISTAKES = [  # "-m extras", if the run has services
+MISTAKES = [  # "-m extras" if the run has services; step, ranks, flags, a part of the error, variables
     ("", "step02_ddp", 2, "", *NO_NET),
     ("", "step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {}),
     ("-m extras", "step02_ddp", 2, "", *NO_NET),
@@ -57,11 +57,11 @@ MISTAKES = [  # "-m extras", if the run has services
 
 @pytest.mark.parametrize("extras, step, ranks, flags, named, env", MISTAKES)
 def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, extras, step, ranks, flags, named, env):
-    """The line names the flag, or what else to correct. The exit status is not 0."""
+    """The run prints one line that names the flag, or whatever else is wrong. The exit status is not 0."""
     words = f"{extras} {step}.py {tiny} --out {tmp_path} {flags}".split()
     status, text = run(ranks, words, tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
-    if not ranks:  # torchrun prints more
+    if not ranks:  # torchrun itself prints more lines
         assert status == 2 and "Traceback" not in text, text
 
 
@@ -84,7 +84,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
 
 
 def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch):
-    """Ranks compare the ids of their GPUs, because each may see only its own."""
+    """Ranks compare the UUIDs of their GPUs, not the numbers: each may see only its own GPU, which then is number 0."""
     store = dist.HashStore()
     store.set("the GPU of rank 1", "a")
     monkeypatch.setattr(devices, "fresh_store", lambda _: store)

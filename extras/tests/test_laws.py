@@ -1,7 +1,7 @@
 """Tests the laws in the docstrings of techniques: bytes, calls, kernels, memory. (tests/ has the laws of the steps.)
 
-A law is a row of LAWS. The dry run counts what a rank sends, computes and holds, just as real ranks do
-(extras/tests/test_dry_run.py). Only laws that depend on numbers, or on the order of waits, use real ranks here.
+A law is a row of LAWS. A dry run counts what a rank sends, computes and holds; extras/tests/test_dry_run.py shows that
+real ranks give the same counts. Laws about the order of messages are tests of their own, after `test_law`.
 """
 
 import importlib
@@ -25,14 +25,14 @@ D, FFN, VOCAB, SEQ, HEADS, KV = (
 )
 L, M = 2, 2  # layers; micro-batches of all ranks together
 B = 8  # bytes of an element in fp64
-HIDDEN = 2 * D * D + 2 * D * D * KV // HEADS + 3 * D * FFN  # the matrices of a layer
+HIDDEN = 2 * D * D + 2 * D * D * KV // HEADS + 3 * D * FFN  # elements of the matrices of a layer
 LAYER = HIDDEN + 2 * D
-ENDS = 2 * VOCAB * D + D  # the embedding, the last norm and the head
-P, PARAMS = L * LAYER + ENDS, 9 * L + 3  # elements, and how many tensors
+ENDS = 2 * VOCAB * D + D  # elements of the embedding, the last norm and the head
+P, PARAMS = L * LAYER + ENDS, 9 * L + 3  # the model's elements, and its number of tensors
 A = SEQ * D * B  # an activation of a micro-batch of one sequence
 KEYS = 12 * 2 * KV * (D // HEADS) * B  # bytes of k and v of 12 tokens
 INT8, SCORES = dict(compress_activations="int8"), dict(attention="scores")
-NORMS = 2 * B * (1 + D)  # of a token on a CPU, beside their inputs: a statistic, and the normalised input
+NORMS = 2 * B * (1 + D)  # bytes of a token that norms keep on a CPU, beside inputs: a statistic, the normalised input
 
 
 def reduced(n: int, size: float) -> float:
@@ -41,10 +41,10 @@ def reduced(n: int, size: float) -> float:
 
 
 class Law(NamedTuple):
-    """What one rank sends, computes and holds in a step with `flags`; with `than`, how much more than with those flags.
+    """What a rank sends, computes and holds in a step with `flags`; if `than` is given, its excess over `flags | than`.
 
-    Keys of `has`: "dp", bytes that are sent over a dimension; "dp send", by one operation; "dp send calls";
-    "held moments", bytes, "peak", of all; "add kernels", how often an operator runs; "flops" of all matmuls.
+    Examples of keys in `has`: "dp", bytes sent over a dimension; "dp send", those of one operation; "dp send calls";
+    "held moments", bytes of a kind; "peak", of all kinds; "add kernels", runs of an operator; "flops", of all matmuls.
     """
 
     step: str
@@ -56,7 +56,7 @@ class Law(NamedTuple):
 
 
 def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
-    """Dry-run a step of one rank; returns the numbers by the keys of a law."""
+    """Dry-run a step of one rank; returns all its numbers, under the keys that `Law.has` uses."""
     config = equal.config_of(step, dict(global_batch_size=M, n_layers=L, dry_run=ranks) | options)
     seen = run_rank(importlib.import_module(step).train, config, rank)
     found = Counter({f"held {kind}": n_bytes for kind, n_bytes in seen.held.items()})
@@ -73,13 +73,13 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
 
 
 def swapped(n: int, kv_heads: int = KV) -> int:
-    """Bytes that Ulysses sends over n ranks for q, k, v and output of 12 tokens a rank. Few k and v are copied."""
+    """Bytes that a rank sends for 12 tokens in Ulysses, forward and backward. Fewer than n kv heads are copied to n."""
     q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, n // kv_heads)))
     return 2 * (n - 1) * (2 * q + kv) // n
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Ulysses over `swap` ranks, and a ring over n / swap ranks, which has `swap` times fewer hops than one over n."""
+    """Ulysses over `swap` ranks, and a ring over n / swap ranks, with n / swap - 1 hops; a ring over n has n - 1."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -89,27 +89,27 @@ def usp_law(n: int, swap: int, kv_heads: int) -> Law:
 
 
 def window_law(n: int, rank: int, window: int, seq: int) -> Law:
-    """k and v of W-1 tokens come from the rank before, and as many gradients go back, however long the sequence is."""
-    tokens = (window - 1) * ((rank + 1 < n) + (rank > 0))  # forward, and back
+    """A rank sends k and v of W-1 tokens to the next rank, and as many gradients to the one before, whatever s is."""
+    tokens = (window - 1) * ((rank + 1 < n) + (rank > 0))  # forward; backward
     has = {"cp send": M * L * tokens * KEYS // 12}
     return Law("step05_cp_ring", n, dict(cp=n, cp_mode="ring", window=window, seq_len=seq), has, rank=rank)
 
 
 def tp_law(flags: dict) -> Law:
-    """tp sends (n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; norms' gradients and square.
+    """A micro-batch sends over tp (n-1)/n of 8 activations a layer and 4 at the ends; for the loss, 2 numbers a token.
 
-    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256.
+    With overlap, backward gathers the input of a block once more. int8: a byte a value, 4 more for each 256 of a token.
     """
     gathers, block = (4 + 2 * ("tp_overlap" in flags)) * L, SEQ * (D + 4) if "compress_activations" in flags else A
     sent = M * ((gathers + 4 * L) * block // 2 + 4 * A // 2 + 2 * SEQ * B)
-    has = {"tp": sent + reduced(2, (2 * L + 1) * D * B) + reduced(2, B)}
+    has = {"tp": sent + reduced(2, (2 * L + 1) * D * B) + reduced(2, B)}  # norms' gradients, squared norm
     if block == A:
         has |= {"tp all_gather calls": M * (gathers + 3), "tp reduce_scatter calls": M * (4 * L + 2)}
     return Law("step04_tp_sp", 2, dict(tp=2) | flags, has)
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all four experts, and its gradient returns the same way. Ranks of tp route different tokens."""
+    """Each token visits all four experts. Backward sends as much as forward, but no counts; tp divides the tokens."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
@@ -117,20 +117,20 @@ def experts_law(mode: str, tp: int) -> Law:
 
 
 def nodes_law() -> Law:
-    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and then goes to both ranks.
+    """Each token visits all 8 experts, on two nodes of two ranks: it crosses to the other node once, for both ranks.
 
-    `rows` sends it to each of the other node's ranks, so twice as much crosses.
+    `--ep-mode rows` would send it to each of the two ranks from here, so twice as many bytes would cross.
     """
-    row, gate = 2 * SEQ * D * B, SEQ * B  # there and back; of one expert
+    row, gate = 2 * SEQ * D * B, SEQ * B  # bytes of rows, there and back; of gates for one expert
     flags = dict(ep=4, ep_mode="nodes", experts=8, experts_per_token=8, global_batch_size=2 * 4)
     has = {"ep between": 2 * L * (2 * (row + 4 * gate) + 8), "ep inside": 2 * L * (2 * 2 * (row + 2 * gate) + 8)}
     return Law("step07_moe_ep", 4, flags, has)
 
 
 def fused_law() -> Law:
-    """For each matrix, a cast in each micro-batch and an addition in all but the first are saved; and three sums of dx.
+    """A micro-batch saves a cast of each matrix's gradient, its addition (but the first), and 3 sums of dx a layer.
 
-    Matrices: seven a layer, and the head. The FLOPs of matmuls do not change.
+    The matrices are seven in each layer, and the head. The FLOPs of matmuls do not change.
     """
     matrices, m = 7 * L + 1, 2
     flags = dict(dtype="bf16", global_batch_size=m, fused_gradients=True)
@@ -145,37 +145,37 @@ def kept_law(bytes_of_a_token: int, **flags: Any) -> Law:
 
 
 def mask_law(share: int, **layout: Any) -> Law:
-    """Dropout keeps 2 L + 1 masks of a byte a number; with SP, a rank keeps 1/tp of each."""
+    """Dropout keeps 2 L + 1 masks for backward, one byte for each number; with SP, a rank keeps 1/tp of each mask."""
     flags, has = dict(global_batch_size=4, micro_batch_size=4, dropout=0.2), (2 * L + 1) * 4 * SEQ * D // share
     return Law("step04_tp_sp", layout["tp"], layout | flags, {"held activations": has}, dict(dropout=0.0))
 
 
 KVD = D * KV // HEADS  # width of k and of v
-SIDES = L * (4 * D + 2 * (D + KVD) + 3 * (D + FFN)) + 2 * (VOCAB + D)  # n + m of all matrices n x m
+SIDES = L * (4 * D + 2 * (D + KVD) + 3 * (D + FFN)) + 2 * (VOCAB + D)  # sum of n + m over all matrices n x m
 LAWS: dict[str, Law] = {
-    # rank 0 sends (n-1) S, a message a parameter and rank; any other S
+    # S: bytes of all gradients. Rank 0 sends (n-1) S, to each rank a message per parameter; any other rank sends S
     **{f"server, rank {rank}": Law("step02_ddp", 3, dict(sync="server", global_batch_size=3), {
         "dp send": times * P * B, "dp send calls": times * PARAMS}, rank=rank) for rank, times in ((0, 2), (1, 1))},
-    # in a step with a meeting what step 2 sends, else the loss; a moment more from the first meeting on
+    # if the ranks meet in this step, they send what step 2 sends, else only the loss; the first meeting adds a moment
     **{f"meets, H = {h}": Law("step02_ddp", 2, dict(sync="diloco", inner_steps=h), {
         "dp": reduced(2, meets * P * B + B), "dp all_reduce calls": meets + 1, "held moments": (2 + meets) * P * B})
        for h, meets in ((2, 1), (3, 0))},
-    # each but rank 0 sends up, and down to each that sends to it: 2 (n-1) S together
+    # each rank but 0 sends S to its parent, and each rank sends S to each of its children: together 2 (n-1) S
     **{f"tree of {n}, rank {rank}": Law("step02_ddp", n, dict(sync="tree", global_batch_size=n), {
         "dp send": ((rank > 0) + below) * P * B}, rank=rank)
        for n, all_below in ((3, (2, 0, 0)), (4, (2, 0, 1, 0))) for rank, below in enumerate(all_below)},
-    # 2 (R-1)/R P R/n elements, once a step; over the n/R ranks of a shard what n/R ranks of step 3 send
+    # over replicas 2 (R-1)/R P R/n elements, once a step; over the n/R ranks of shard, what step 3 sends over n/R ranks
     **{f"replicas, zero {zero}": Law("step03_zero", 4, dict(zero=zero, zero_replicas=2, global_batch_size=4), {
         "replicas all_reduce": reduced(2, P * B / 2), "shard all_gather": gathered * B / 2,
         "shard reduce_scatter": P * B / 2}) for zero, gathered in ((1, P), (3, 2 * P - ENDS))},
-    # (m+1) P: an all-gather a unit and step, m reduce-scatters
+    # (m+1) P elements: in a step, each unit has one all-gather and m reduce-scatters
     "kept": Law("step03_zero", 2, dict(zero=3, zero_keep=True, global_batch_size=4), {
         "dp all_gather": P * B / 2, "dp all_gather calls": L + 2,
         "dp reduce_scatter": 2 * P * B / 2, "dp reduce_scatter calls": 2 * (L + 2),
     }),
     "early sums": Law("step03_zero", 2, dict(zero=1, zero_overlap=True), {"dp": 0, "dp reduce_scatter calls": 0},
                       dict(zero_overlap=False)),
-    # of a unit with hidden matrices, or of these, (n-1)/n once a step; 2 bytes a number
+    # once a step (n-1)/n of each layer (dp), or of its hidden matrices (tp), is gathered in bf16: 2 bytes a number
     **{f"muon, {dim}": Law(step, 2, flags | dict(optimizer="muon", dtype="fp32"), {
         f"{dim} all_gather": L * size * 2 / 2}, dict(optimizer="adamw")) for dim, step, flags, size in (
             ("dp", "step03_zero", dict(zero=1), LAYER), ("tp", "step04_tp_sp", dict(tp=2, zero=0), HIDDEN))},
@@ -184,9 +184,9 @@ LAWS: dict[str, Law] = {
                              "sgd": 0}.items()},
     **{name: tp_law(flags) for name, flags in {
         "overlap": dict(tp_overlap=True), "int8": INT8}.items()},
-    # D + 4 bytes a token
+    # D + 4 bytes a token: D numbers and a scale
     "int8, pp": Law("step06_pipeline", 2, dict(pp=2, n_layers=2) | INT8, {"pp send": M * SEQ * (D + 4)}),
-    # (n-1) B forward, (n-1) B + n G backward; k and v travel with their own heads. Gathered: (n-1) G backward
+    # ring: (n-1) B forward, (n-1) B + n G backward, for kv_heads heads. allgather: (n-1) B forward, (n-1) G backward
     **{name: Law("step05_cp_ring", 2, flags | dict(cp=2, seq_len=24), {
         "cp send": M * L * 4 * KEYS, "cp send calls": M * L * 4,
     }) for name, flags in {"flash": dict(cp_kernel="flash"), "ring": dict(cp_mode="ring")}.items()},
@@ -199,15 +199,15 @@ LAWS: dict[str, Law] = {
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 0, 5, 16), (2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
-    # the same bytes, in three times as many messages; the counts of 8 experts, int64, are not kept until backward
+    # the same bytes in 3 times as many messages; two tensors of 8 counts, int64, are not kept until backward
     "experts in chunks": Law("step07_moe_ep", 2, dict(ep=2, ep_overlap=3), {
         "ep": 0, "ep all_to_all calls": M // 2 * L * 4 * 2, "held activations": -L * 2 * 8 * 8}, dict(ep_overlap=1)),
     "fused": fused_law(),
-    # e = 8 bytes; scores are most of it
+    # e = 8 bytes an element; explicit scores are most of what a layer keeps
     **{f"fused attention, {k} kv heads": kept_law(B * (6 * D + 2 * k * D // HEADS + 4 * FFN + HEADS), n_kv_heads=k)
        for k in (2, 4)},
     **{f"scores, {k} kv heads": kept_law(B * (8 * D + 4 * FFN + HEADS * SEQ), **SCORES, n_kv_heads=k) for k in (2, 4)},
-    # sent to the host, whose copies a dry run counts, too; an input once for each matrix that it enters
+    # offloaded to the host, whose copies a dry run counts, too: an input has one for each matrix that it enters
     "offloaded": kept_law(B * (10 * D + 2 * KVD + 4 * FFN + HEADS) + NORMS, recompute="offload"),
     "selective recomputation": kept_law(B * (6 * D + 2 * KVD + 4 * FFN), **SCORES, recompute="selective"),
     "dropout": mask_law(1, tp=1),
@@ -241,7 +241,7 @@ def test_sums_start_in_backward():
 
 
 def test_messages_of_experts_are_hidden():
-    """While experts compute, the next chunk's rows and those of the last one are under way; in backward, too."""
+    """While experts compute a chunk, later chunks arrive and outputs of earlier ones return; likewise in backward."""
     events = []
 
     def all_to_all(output, rows, *_):  # as if the other rank had the same rows
@@ -256,7 +256,7 @@ def test_messages_of_experts_are_hidden():
     with mock.patch.object(ep_overlap, "all_to_all", all_to_all):
         rows = torch.arange(11.0).view(11, 1).requires_grad_()
         home = ep_overlap.visit_in_chunks(3, experts, SimpleNamespace(size=2), rows, torch.tensor([4, 1, 0, 6]))
-        forward = [events.pop(0) for _ in events[:]][2:]  # without the counts
+        forward = [events.pop(0) for _ in events[:]][2:]  # without those of the counts
         home.backward(torch.ones_like(home))
     assert forward == events == 3 * ["start"] + 3 * ["wait", "compute", "start"] + 3 * ["wait"]
     assert torch.equal(home, 2 * rows) and torch.equal(rows.grad, torch.full_like(rows, 2))

@@ -1,4 +1,4 @@
-"""Each row of rows.py behaves as one process does. The behaviours that `Row.does` names are functions here."""
+"""Tests that each row of rows.py does as one process does. The behaviours that `Row.does` names are functions here."""
 
 from pathlib import Path
 from unittest import mock
@@ -22,12 +22,12 @@ def equals(pools, reference, row: Row, folder: Path):
 
 
 def drifts(pools, reference, row: Row, folder: Path):
-    """In fp32, the numbers are equal up to rounding."""
+    """As `equals`, but in fp32: the numbers are equal up to rounding."""
     equals(pools, reference, row._replace(base=row.base | FP32, bound=equal.BOUND["fp32"]), folder)
 
 
 def stays_near(pools, reference, row: Row, folder: Path):
-    """In bf16, losses are near those of one process in bf16, and the same on all ranks."""
+    """In bf16, losses differ from those of one process in bf16 by less than DRIFT, and are the same on all ranks."""
     options = row.base | NEAR
     (expected,) = pools(1).run(equal.record, row.step, options)
     first, *others = pools(row.ranks).run(equal.record, row.step, options | row.layout)
@@ -36,7 +36,7 @@ def stays_near(pools, reference, row: Row, folder: Path):
 
 
 def look_on_rank(step: str, options: dict) -> tuple[float, str]:
-    """Runs on every rank: train; returns the validation loss, and a text generated from the weights."""
+    """Runs on every rank: train; returns the validation loss, and a text generated from the checkpoint."""
     (loss,) = (row["validation_loss"] for row in train_on_rank(step, options | LOOKS) if "validation_loss" in row)
     texts: list[str] = []
     where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
@@ -62,7 +62,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
     options = row.base | row.layout | dict(save_async=True)
     whole, cut = (options | dict(out=str(folder / name)) for name in ("whole", "cut"))
     pools(row.ranks).run(train_on_rank, row.step, whole)
-    number = SIGNALS[int(row.step[4:6]) % len(SIGNALS)]  # so each of them is sent in some row
+    number = SIGNALS[int(row.step[4:6]) % len(SIGNALS)]  # so that some row tests each signal
     for rows in pools(row.ranks).run(train_on_rank, row.step, cut | dict(save_every=0), 3, number):
         assert len(rows) == 3, "every rank leaves after the same step"
     rows = pools(row.ranks).run(train_on_rank, row.step, cut | dict(resume="auto"))[0]
@@ -71,7 +71,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
 
 
 def meets(pools, reference, row: Row, folder: Path):
-    """Losses and final parameters are equal; on the way ranks of dp have gradients and norms of their own."""
+    """Losses and final parameters equal one process's to 1e-10, though ranks of dp have own gradients and norms."""
     right = reference(row)
     for seen in pools(row.ranks).run(equal.record, row.step, row.base | row.layout, equal.Apart):
         assert difference(seen.losses, right.losses) < 1e-10 and seen.parameters.keys() == right.parameters.keys()
@@ -82,7 +82,7 @@ BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evalu
 
 
 def label(row: Row) -> str:
-    """The id of a row's tests."""
+    """The name of a row in the ids of its tests."""
     flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
     return f"{row.step[:6]}-{row.ranks}-{flags}"
 
@@ -99,7 +99,7 @@ def cases() -> list:
 
 @pytest.mark.parametrize("behaviour, row", cases())
 def test_does_what_one_process_does(pools, reference, tmp_path, pytestconfig, behaviour, row):
-    """Call the function of the behaviour."""
+    """Each row passes each behaviour that its `does` names."""
     if "cp_kernel" in row.layout and behaviour == "equals" and pytestconfig.getoption("--device") == "cuda":
         pytest.skip("a GPU has this kernel in 16 bits only")
     BEHAVIOURS[behaviour](pools, reference, row, tmp_path)

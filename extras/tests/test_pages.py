@@ -1,4 +1,4 @@
-"""The web pages of the course: names and links lead to definitions, and pictures obey the chapters' laws."""
+"""Tests the web pages of the course: names and links lead to definitions, pictures obey the laws of the chapters."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}
 FILES |= {f"common.{path.stem}".removesuffix(".__init__"): path for path in sorted((ROOT / "common").glob("*.py"))}
 PICTURED = [step for step in list(FILES)[:7] if step != "step04_tp_sp"]
-LARGEST = 4_000_000  # bytes of all pages together
+LARGEST = 4_000_000  # characters of all pages together
 
 
 @cache
@@ -36,7 +36,7 @@ def all_names() -> Names:
 
 @pytest.mark.parametrize("module", FILES)
 def test_every_function_and_class_that_is_named_is_a_link(module):
-    """The imported module says which function or class a name stands for."""
+    """Each name of a function or class of the course links to its definition, as the imported module tells it."""
     names, loaded = all_names(), import_module(module)
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         value = getattr(loaded, node.id, None) if isinstance(node, ast.Name) else None
@@ -58,18 +58,18 @@ def pages(tmp_path_factory):
     return {path.name: path.read_text() for path in folder.glob("*.html")}
 
 
-HAS = [  # page, what it contains
+HAS = [  # page, a regular expression that its text contains
     ("index", r'<img class=moving src="schedules.gif"[^>]*>\s*<p><a href="step01_single_gpu.html">Begin with step 1'),
     ("index", r"Seven scripts in plain PyTorch"),
     *((step, r'<h2 id="picture-') for step in PICTURED),
     *((here, f'class=next><a href="{following}.html"') for here, following in pairwise(FILES)),
     ("step01_single_gpu", r'href="common.model.html#Decoder.forward"[^>]*>model</a></span><span class=p>\(</span>'),
-    ("step05_cp_ring", r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8"),  # a product in a docstring stays one
+    ("step05_cp_ring", r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8"),  # * in a docstring is a product, not emphasis
 ]
 
 
 def test_pages_have_what_they_must(pages):
-    """Each step and file of common has a page; all are small, load nothing from a network, and match HAS."""
+    """Each step and file of common has a page. All together are small, load nothing from a network, and match HAS."""
     assert sorted(pages) == sorted(f"{page}.html" for page in ("index", *FILES))
     assert sum(map(len, pages.values())) < LARGEST
     assert not [page for page, text in pages.items() if 'src="http' in text]
@@ -77,7 +77,7 @@ def test_pages_have_what_they_must(pages):
 
 
 def test_every_link_leads_somewhere(pages):
-    """Each link leads to a page, and to a definition on it."""
+    """Each link leads to an existing page and, if it names a definition, to that definition on the page."""
     for name, text in pages.items():
         for links in re.findall('(?:href|data-pages)="?([^">]+[.]html[^">]*)', text):
             for link in links.split(" "):
@@ -86,7 +86,7 @@ def test_every_link_leads_somewhere(pages):
 
 
 def test_pictures_obey_the_chapters_laws(pages):
-    """Recordings are compared with what the docstrings say of bytes, sums, shards, pairs, bubbles and experts."""
+    """The recordings obey the docstrings' laws of bytes, sums, shards, pairs in attention, bubbles and routing."""
     text = "".join(pages[f"{step}.html"] for step in list(FILES)[:7])
     recorded = map(json.loads, re.findall("application/json>(.*?)</script>", text, re.DOTALL))
     step, buckets, zero, ring, schedules, routing = recorded
@@ -102,7 +102,7 @@ def test_pictures_obey_the_chapters_laws(pages):
     sums = [{cell[0] for cell in row[1:]} for row in buckets[""]["states"][-1][1].values()]
     assert all(len(of_ranks) == 1 and "under way" not in of_ranks for of_ranks in sums), "all ranks have one sum"
 
-    kinds = ("parameters", "gradients", "masters", "moments")  # 2 and 12 bytes, sharded by stage; 3: two whole units
+    kinds = ("parameters", "gradients", "masters", "moments")  # after the update: 2 and 12 bytes, sharded by stage
     whole = {stage: sum(frame["curve"][kind][-1] for kind in kinds) for stage, frame in zero.items()}
     n_params = zero["1"]["curve"]["parameters"][0] / 2
     assert whole == {"1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}

@@ -16,13 +16,13 @@ from extras.tests.pairs import STEPS, Options, complete, plain, ranks_of, table
 from extras.tests.pool import RankError
 from extras.tests.rows import Row
 
-LAST = STEPS[-1]  # it has all flags, so the other steps are left to the sweep
-# Patches of faults.py with which no flag rounds: tensors that are called 16-bit have 64 bits.
+LAST = STEPS[-1]  # it has all flags; the sweep (exhaustive) also trains those of the other steps
+# With these patches of faults.py no flag rounds: tensors that are called 16-bit have 64 bits.
 EXACT = "wide not_rounded all_sent graphs_without_code"
 
 
 def text_of_refusal(step: str, options: Options) -> str:
-    """The error of a run before anything is built; "" if it would train."""
+    """The error that refuses a run before anything is built; "" if the run is accepted."""
     try:
         check(equal.config_of(step, options), ranks_of(options))
     except UserError as error:
@@ -32,7 +32,7 @@ def text_of_refusal(step: str, options: Options) -> str:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_every_flag_is_combined(step):
-    """Each flag has two values to combine with those of other flags, or is in APART. Tables name only known flags."""
+    """Each flag has two or more values to combine, or is in APART. The tables of pairs.py name only existing flags."""
     flags = table(step)[0]
     for field in fields(compose(import_module(step))):
         known = field.name in pairs.APART or len(flags[field.name].values) > 1
@@ -44,7 +44,7 @@ def test_every_flag_is_combined(step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_pairs_are_refused_in_a_line_that_names_both(step):
-    """For all pairs of values. A run accepts what no file refuses, if it can be compared on four ranks."""
+    """Of all pairs of values that can be compared on four ranks, exactly those that break a rule are refused."""
     for pair in pairs.pairs_of(step):
         options = complete(step, pair)
         text, rule = text_of_refusal(step, options), pairs.broken(step, options)
@@ -54,9 +54,9 @@ def test_pairs_are_refused_in_a_line_that_names_both(step):
 
 
 def goes_wrong(pools, reference, folder: Path, step: str, options: Options, train=equal.on_rank) -> str:
-    """Train with these flags, and compare with one process; returns what differs or fails, or ""."""
+    """Train with these flags, and compare with one process; returns the error, or "" if all numbers are equal."""
     base = {name: value for name, value in options.items() if table(step)[0][name].computed} | dict(patch=EXACT)
-    row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # of the one process
+    row = Row(ranks_of(options), step if step == LAST else STEPS[0], {}, base)  # the reference, of one process
     looked_at = any(options.get(name, values[0]) != values[0] for name, values in pairs.LOOKS.items())
     run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=EXACT)
     kind = equal.Served if looked_at else equal.Watch
@@ -91,7 +91,7 @@ def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
 
 
 def refused_runs() -> list:
-    """For each refusal of flags that would go wrong together: a run with them, in the first step that has them."""
+    """For each refusal of flags that would go wrong together: a run with them, in the first step that has them all."""
     found = {}
     for step in STEPS:
         cls, flags = compose(import_module(step)), table(step)[0]

@@ -1,4 +1,4 @@
-"""What --dataset takes (services/readers.py): every kind of file gives the same stream; mistakes are one line."""
+"""Tests `--dataset` (services/readers.py): every kind of file gives the same stream; a mistake gives one line."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def jsonl(path: Path, **columns) -> Path:
 
 
 def test_all_kinds_give_the_same_stream(tmp_path):
-    """JSONL (also gzipped), Parquet, a folder, a stored data set; a text file is read as the plain reader reads it."""
+    """JSONL (also gzipped), Parquet, a folder and a stored data set give one stream; .txt that of the plain reader."""
     expected = [END if byte == 0 else byte for text in TEXTS for byte in text.encode() + b"\0"]
     names = "a.jsonl", "a.parquet", "stored", "b.jsonl.gz", "folder"
     sources = [tmp_path / name for name in names]
@@ -66,7 +66,7 @@ def test_all_kinds_give_the_same_stream(tmp_path):
     assert read(tmp_path / "b.txt").tokens[0:400].tolist() == read_files([tmp_path / "b.txt"])[0].tolist()
 
 
-BAD = [  # a name, what it holds, what is said
+BAD = [  # name, content (None: no file), a part of the error
     ("nowhere/at/all.txt", None, "no such file, and as ID or ID:CONFIG of the hub: "),
     ("some/corpus", None, "no such file, and as ID or ID:CONFIG of the hub: Couldn't reach 'some/corpus'"),
     ("empty.jsonl", "", "it has no .parquet, .jsonl, "),
@@ -103,7 +103,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """Files of one kind are read, but no hidden files, and no split other than train. A torn file is named."""
+    """Files of one kind are read, but not hidden or held-out ones. A line lists others. An error names a torn file."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()
@@ -134,7 +134,7 @@ def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
     ],
 )
 def test_labels_and_masks(tmp_path, columns, tokens, targets):
-    """Labels are the targets; padding is removed from both; a mask of 0 ignores the loss of predicting this token."""
+    """`labels` are the targets; padding is removed from tokens and targets; loss_mask 0 excludes a target."""
     columns = {name: 20 * rows for name, rows in columns.items()}
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=20 * [[1, 2, 3], [4, 5, 6]], **columns), 10)
     x, y = data.read([0])
@@ -143,7 +143,7 @@ def test_labels_and_masks(tmp_path, columns, tokens, targets):
 
 
 def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
-    """This holds for gzipped files, too, and for another column of the same file."""
+    """A file with a new content but the old time is read again, also if gzipped; so is another column of a file."""
     for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
         source = tmp_path / name
         for word in ("first", "other"):
@@ -164,7 +164,7 @@ def test_held_out_sequences_are_not_trained_on(tmp_path):
 
 
 def test_shape_flags():
-    """They add a preset to the menu, whose name shows them. Sizes that do not fit together give one line."""
+    """Shape flags add a preset to the menu; its name lists them. Sizes that do not fit together give one line."""
     import step01_single_gpu as step01
 
     made = compose(step01)

@@ -1,8 +1,8 @@
-"""Rules that are not torch's own, compared with implementations by others. (Rows compare a rule only with itself.)
+"""Compares rules (updates, loss scaling, routing, rounding, random words) with implementations by others.
 
-Each rule is a function that raises AssertionError if ours differs; README.md lists the implementations, and faults.py
-has mistakes that the rules must notice. Their code rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64
-shows a constant's last digit.
+rows.py compares a rule only with itself. Here each rule is a function that raises AssertionError if ours differs from
+theirs, which README.md lists, and faults.py has mistakes that it must notice. Their code rounds to fp32 or bf16 in
+places, but not under `exact`, so in fp64 even a wrong last digit of a constant shows.
 """
 
 from collections.abc import Callable, Iterator
@@ -90,19 +90,19 @@ THEIRS = dict(
 
 
 def updates(name: str, step: str = "step01_single_gpu", **flags: Any):
-    """Compare losses, gradients and weights of four steps, each with another learning rate."""
+    """Train with our rule and with THEIRS; compare losses, gradients, weights. Each step has another learning rate."""
     flags = dict(steps=4, weight_decay=0.3) | flags
     ours = equal.record(step, flags | dict(optimizer=name))
     with mock.patch.dict(OPTIMIZERS, theirs=THEIRS[name]), exact():
         equal.compare(ours, equal.record(step, flags | dict(optimizer="theirs")), BOUND["fp64"])
 
 
-BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # steps with a gradient like this; three good ones make a scale grow
+BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # step (from 0) -> a gradient's value; 3 good steps: scale grows
 
 
 @contextmanager
 def overflows(bad: dict[int, float]) -> Iterator[list[float]]:
-    """Inside, a number of the gradients of these steps is not finite. The list gets the scale before each step."""
+    """Inside this context, the steps in `bad` get a gradient that is not finite. The list gets each step's scale."""
     scales, plain = [], LossScaling.gradients
 
     def gradients(self, inner: Callable) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ def overflow_on_rank(options: dict) -> list[float]:
 
 @pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """The scale, which is halved when an update is skipped, is halved on all ranks."""
+    """A skipped update halves the scale; after an overflow on the last rank, the scale is halved on all ranks."""
     found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
     assert found == [[2**16, 2**16, 2**15]] * 2
 
@@ -135,7 +135,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
 def scale():
     """The scale before each step is GradScaler's; losses and weights are those of a run that skips the bad steps."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
-    options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # 5e-2 makes roundings grow by 1e5
+    options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # lr 5e-2: roundings grow by 1e5
     with overflows(BAD) as scales, mock.patch.object(fp16, "GROWTH", 3):
         ours = equal.record("step01_single_gpu", options | dict(dtype="fp16", patch="wide"))
     steps = count()
@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy our weights into theirs; returns pairs: a function that picks one of our tensors, and their parameter."""
+    """Copy our weights into theirs. Returns pairs: a function that applies `of` to our weight, and their parameter."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),
@@ -184,7 +184,7 @@ def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
 
 
 def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **methods: Any):
-    """Compare outputs and all gradients, including those of the auxiliary losses: `loss`, of the router's logits."""
+    """Compare outputs and all gradients of both layers. `loss`: their auxiliary losses, from the router's logits."""
     theirs = theirs.double()
     pairs, (x, dy) = paired(moe, theirs), torch.randn(2, 2, 16, 32, dtype=torch.float64)
     x.requires_grad_()
@@ -206,7 +206,7 @@ def shape(**more: Any) -> dict[str, Any]:
 
 
 def mixtral():
-    """Mixtral: two experts a token, scores that sum to one. Its loss counts a token top_k times."""
+    """Mixtral: two experts a token, scores that sum to one. Its auxiliary loss counts a token top_k times."""
     from transformers.models.mixtral import modeling_mixtral as hf
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """DeepSeek-V3, but with softmax: groups ranked by their two best experts, a bias on the choice, shared experts."""
+    """DeepSeek-V3, with softmax: groups are ranked by their two best experts; a bias on the choice; shared experts."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -247,7 +247,7 @@ def switch():
 
 
 def biases():
-    """Wang et al.: p + b chooses experts. After each step, b_e += u sign(mean load - load of e), loads of the step."""
+    """Wang et al. 2024: p + b chooses experts. After a step, with its loads, b_e += u sign(mean load - load of e)."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def biases():
 
 
 def rounding():
-    """Values are rounded to the nearest of 255 steps up to their block's largest. inf and nan do not become finite."""
+    """int8: a value becomes the nearest of 255 multiples of its block's largest / 127. inf and nan stay not finite."""
     send = lambda x: dequantise(quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]
@@ -316,5 +316,5 @@ RULES: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_what_others_wrote(rule):
-    """README.md says what each rule is compared with."""
+    """Our rule equals theirs, up to its bound. README.md says what each rule is compared with."""
     RULES[rule]()

@@ -1,4 +1,4 @@
-"""Schedules of techniques: complete, in order and free of deadlock; the papers' laws of time and memory hold."""
+"""Tests the schedules of techniques: complete, in order, free of deadlock; the papers' laws of time and memory hold."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
 
 plugins()
-TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # these: tests/test_step06.py
+TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # in tests/test_step06.py
 UNIT = dict(F=1, B=1, W=1)
-PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
+PLAIN = dict(F=1, B=2)  # in a schedule without W, B computes both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
 FLAGS = dict(chunks=2, round_size=0)
@@ -41,9 +41,9 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Each micro-batch passes F, B and (if there is any) W once at each stage of its way, in this order.
+    """Assert that each micro-batch has one F, one B and, if the schedule has W, one W at each of its stages, in order.
 
-    With messages in the order of these costs, no rank waits for ever.
+    With messages in the order of a simulation with these costs, no rank waits for ever.
     """
     kinds = "FBW" if any(action.kind == "W" for row in lists for action in row) else "FB"
     starts = [s for s, place in enumerate(places) if place.before is None]
@@ -62,7 +62,7 @@ def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | 
 
 
 def carried_out(programs: list[list[list]], places: list[Place]):
-    """`carry_out` of tests/test_step06.py, without W, which needs no message."""
+    """Call `carry_out` of tests/test_step06.py on these programs without W, which sends and needs no message."""
     carry_out([[[line for line in some if line[1].kind != "W"] for some in program] for program in programs], places)
 
 
@@ -78,14 +78,14 @@ def in_flight(row: list[Action], until: str = "B") -> int:
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_size_is_complete_and_ends(name):
-    """All sizes are checked, with messages in the order of time units and of other costs."""
+    """The lists of all sizes pass `check_lists`, with messages in the order of two different sets of costs."""
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
         check_lists(lists, places, m, dict(F=5, B=2, W=3))
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """A rank idles for (p-1) (f + b - min(f, b, w)): the shortest of the three fills gaps."""
+    """If m >= p, and F, B, W take f, b, w, a rank idles for (p-1) (f + b - min(f, b, w)): the shortest fills gaps."""
     assert [in_flight(row) for row in lists] == [min(m, p - rank) for rank in range(p)]
     assert max(in_flight(row, "W") for row in lists) == min(m, p)
     for costs in COSTS if m >= p else ():
@@ -94,7 +94,7 @@ def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """With 2p-1 micro-batches or more, a rank takes (p-1) max(0, f+b-2w, b-f) longer than its work."""
+    """If m >= 2p-1, a rank needs at most (p-1) max(0, f+b-2w, b-f) more than its work, from first start to last end."""
     assert max(in_flight(row, "W") for row in lists) == min(m, 2 * (p - 1) + 1)
     for costs in COSTS if m >= 2 * p - 1 else ():
         f, b, w = costs.values()
@@ -105,9 +105,9 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def rounds_law(p: int, m: int, *_):
-    """The laws of rounds.py: interleaved's bubble for all m >= p, memory and time for messages that grow with N.
+    """The laws of rounds.py: for m >= p, interleaved's bubble; memory, and the time a message may take, grow with N.
 
-    If m < p, a step takes (v p + m - 1) (f + b). If N = p divides m, the lists are those of interleaved.
+    N: --round-size. If m < p, a step takes (v p + m - 1) (f + b). If N = p divides m, the lists are interleaved's.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)
@@ -119,12 +119,12 @@ def rounds_law(p: int, m: int, *_):
         assert more or m % p or lists == made("interleaved", p, m, chunks=v)[0]
         if stages > 1 and m >= p:
             ends = {action: (start, end) for end, _, start, action in simulate(lists, places, PLAIN)}
-            first = m // max(1, m // (p + more))  # the first round's, whose second stage is still in the warm-up
+            first = m // max(1, m // (p + more))  # first round's size; its second stage is in the warm-up
             assert ends[Action("F", 0, p)][0] - ends[Action("F", 0, p - 1)][1] == first - p
 
 
-# If f = b = w, for schedules with two stages a rank: the units of time of a step, or a range of them; the least m for
-# which this holds; the most half stages (of dualpipe: stages) in flight until W ends
+# Schedules with two stages a rank, if f = b = w = 1: the time of a step, or a range that contains it; the least m for
+# which this time holds; the most half stages (dualpipe: stages) that a rank holds at once, from F to the end of W.
 HALVES = {
     "zbv": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p - 1, lambda p: 2 * p),
     "dualpipev": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p, lambda p: 2 * p + 1),
@@ -135,7 +135,7 @@ HALVES = {
 
 
 def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
-    """Time and memory are as HALVES says."""
+    """The time of a step and the stages in flight are as HALVES says."""
     units, least, most = HALVES[name]
     assert all(in_flight(row, "W") <= most(p) for row in lists)
     if m >= least(p) and p > 1 and not (name == "dualpipe" and m % 2):

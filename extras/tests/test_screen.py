@@ -1,4 +1,4 @@
-"""What a run prints and records: tables, metrics, pictures, hangs, and one line for a mistake."""
+"""Tests what a run prints and records: tables, metrics, pictures, hangs, and one line for a mistake."""
 
 import contextlib
 import importlib
@@ -22,7 +22,7 @@ from extras.theory.gpus import GPUS
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
-    """Runs on every rank: train with all services; returns the text, the records and the memory."""
+    """Runs on every rank: train with all services; returns the printed text, the metrics and the bytes held."""
     step, screen = importlib.import_module(name), io.StringIO()
     config = config_of(name, dict(steps=2) | options | dict(out=out))
     with contextlib.redirect_stdout(screen), ServedRun(config) as run:
@@ -31,7 +31,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
     return SimpleNamespace(text=screen.getvalue(), rows=run.history, held=run.screen.held.most)
 
 
-RUNS = {  # ranks, step, flags; LINES has parts of the screen, with one space between cells
+RUNS = {  # ranks, step, flags; LINES: parts of what is printed, with one space between cells
     "6": (4, "step06_pipeline", dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4)),
     "7": (4, "step07_moe_ep", dict(tp=2, ep=2, experts=4)),
 }
@@ -48,7 +48,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_served_run(pools, tmp_path, name):
-    """Rank 0 shows the placements as they are. All ranks have the metrics, and rank 0 writes them and the pictures."""
+    """Rank 0 prints how parameters are placed. All ranks have the metrics; rank 0 writes them, and draws pictures."""
     (world, step, options), out = RUNS[name], tmp_path / "run"
     found = pools(world).run(serve_on_rank, step, options | dict(global_batch_size=4), str(out))
     text = found[0].text
@@ -67,7 +67,7 @@ def test_a_served_run(pools, tmp_path, name):
 
 
 def test_the_load_of_experts():
-    """One expert of four has all tokens, two have half each, all have the same; and a layer without experts."""
+    """Layers in which one expert gets all tokens, two get half each, or all four the same; and one without experts."""
     counts = torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1], [0] * 4], dtype=torch.float64)
     load = SimpleNamespace(mesh={dim: comm.Group(dim, 0, 1, None) for dim in ("data", "tp", "pp")}, counts=counts)
     right = dict(expert_load_p50=2, expert_load_p90=2 + 0.8 * 2, unused_experts=5)
@@ -75,7 +75,7 @@ def test_the_load_of_experts():
 
 
 def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
-    """The table has the fastest H100; another form of it, whose peak is lower, is timed: here 2 n^3 FLOPs a second."""
+    """The table has the fastest H100. The PCIe form, whose peak is lower, is timed: here 2 n^3 FLOPs in one second."""
     monkeypatch.setattr(devices, "repeat", lambda *_, **__: [1.0])
     monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
     for name, peak in {"NVIDIA H100 80GB HBM3": GPUS["h100-80"].flops, "NVIDIA H100 PCIe": 2 * 8192**3}.items():
@@ -113,7 +113,7 @@ def test_a_hang_ends_the_job(tmp_path):
 
 
 def test_one_line_for_a_mistake():
-    """It names flags that differ, or a full memory."""
+    """The line names the flag that differs between two ranks, or says how much memory the GPU was asked for."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
         devices.require_same_flags([dict(lr=1), dict(lr=2)])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")

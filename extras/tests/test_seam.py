@@ -36,10 +36,10 @@ def test_calls_nest_alike_whoever_comes_first(order):
 
 
 def test_two_replacements_are_refused():
-    """The error is one line. A file that wraps a call needs a place in ORDER."""
+    """Only one file may replace a method of an object. A technique's file that wraps a method must be in ORDER."""
     made, part = Parts(None, None, SimpleNamespace(), None), Part()
     made.instead(part, "add", str, by="extras.variants.step03.offload_optimizer")
-    made.instead(Part(), "add", str, by="extras.variants.step03.offload_params")  # another object's
+    made.instead(Part(), "add", str, by="extras.variants.step03.offload_params")  # of another object: allowed
     with pytest.raises(UserError, match=r"offload_optimizer instead of Part\.add and offload_params instead"):
         made.instead(part, "add", str, by="extras.variants.step03.offload_params")
     with pytest.raises(AssertionError, match="ORDER"):
@@ -47,6 +47,6 @@ def test_two_replacements_are_refused():
 
 
 def test_a_name_is_of_one_file():
-    """A checkpoint keeps a technique's state by its name, so names are unique. ORDER has only such names."""
+    """A checkpoint stores a technique's state under its file's name, so the names differ. ORDER has no other names."""
     names = [name_of(plugin.__name__) for plugin in plugins()]
     assert len(names) == len({*names}) and {*ORDER} <= {*names}

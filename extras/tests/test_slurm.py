@@ -1,6 +1,6 @@
 """Runs extras/launch/slurm.sh under a real SLURM, with two nodes in one machine.
 
-It needs root and `apt-get install slurmctld slurmd slurm-client munge`.
+The test needs root and `apt-get install slurmctld slurmd slurm-client munge`.
 """
 
 import os
@@ -54,7 +54,7 @@ def wait(ready: Callable[[], bool], log: Path):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """`slurm("squeue", ...)` returns what a command prints; two nodes of one CPU wait for jobs."""
+    """Start SLURM on two nodes of one CPU each. Yields a function that runs a command and returns its output."""
     if os.geteuid() or not all(map(shutil.which, NEEDED)):
         pytest.skip(f"needs root, {', '.join(NEEDED)}: apt-get install slurmctld slurmd slurm-client munge")
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_job_saves_at_a_signal_and_is_queued_again(slurm, tmp_path):
-    """Two nodes of one rank each train to one process's losses, though the job is interrupted."""
+    """The job, on two nodes of one rank each, resumes from what it saved and has the losses of one process."""
     (tmp_path / "text.txt").write_text((ROOT / "step01_single_gpu.py").read_text())
     flags = f"{FLAGS} --dataset {tmp_path / 'text.txt'}".split()
     alone = ["-m", "extras", "step01_single_gpu.py", *flags, "--out", str(tmp_path / "one")]

@@ -1,4 +1,4 @@
-"""What techniques do beyond training to equal numbers: delay updates, hide messages, move and free memory."""
+"""Tests what a comparison with one process cannot show: chunks, graphs, overlap, lossy sums, masks, delayed updates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ from tests.tape import Tape
 
 @contextmanager
 def logits_of() -> Iterator[list[int]]:
-    """Inside, the list gets the number of tokens of each product with the head's weight."""
+    """Inside this context, the list gets the number of tokens of each product with the head's weight."""
     sizes, shape = [], (equal.SMALL["vocab_size"], equal.SMALL["dim"])
 
     def linear(x, weight, *bias, right=F.linear):
@@ -44,7 +44,7 @@ def logits_of() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("chunk", [0, 40, 64])
 def test_logits_of_one_chunk_exist(chunk):
-    """Of 64 tokens of a micro-batch, at most `chunk` have logits at a time; with 0, all."""
+    """Of a micro-batch's 64 tokens, at most `chunk` have logits at a time; if it is 0, all 64 have."""
     with logits_of() as sizes:
         equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
     assert max(sizes) == (chunk or 64)
@@ -67,7 +67,7 @@ def graphs_of(step: str, flags: dict) -> int:
 
 @pytest.mark.parametrize("step, layers", [("step01_single_gpu", 10), ("step02_ddp", 2)])
 def test_all_layers_share_one_graph(pools, step, layers):
-    """Dynamo gives up after eight graphs, so ten layers must not need one each. Nor may those that step 2 trains."""
+    """Ten layers share one graph, since Dynamo gives up after eight; so do step 2's, whose `.grad` is an fp32 view."""
     assert pools(1).run(graphs_of, step, dict(n_layers=layers)) == [1]
 
 
@@ -90,7 +90,7 @@ def test_a_router_chooses_once(mode):
 
 
 def order() -> tuple[str, list[int]]:
-    """Runs on every rank: the events of backward, and the shape of the input that is kept for it."""
+    """Runs on every rank: the messages and matmuls of backward, in order, and the shape of the input kept for it."""
     group = Mesh(tp=dist.get_world_size())["tp"]
     x = torch.ones(1, 6 // group.size, 4, requires_grad=True)
     outputs = EnterLinears.apply(x, group, *(torch.ones(5, 4, requires_grad=True) for _ in range(2)))
@@ -101,21 +101,21 @@ def order() -> tuple[str, list[int]]:
 
 
 def test_collectives_hide_behind_matrices(pools):
-    """Backward awaits the all-gather only after dx, and the sum of dx only after dW. It keeps s/n tokens."""
+    """Backward waits for its all-gather only after dx, for the sum of dx only after dW. Forward keeps s/n tokens."""
     events = "start 0, matmul, matmul, start 1, wait 0, matmul, matmul, wait 1"  # dx of two matrices, then dW of both
     assert pools(2).run(order) == [(events, [1, 3, 4])] * 2
 
 
 # --- compressed sums
 
-WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; 1,000 numbers have four scales
-LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # at most, after five sums
+WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; int8: 1,000 numbers have four scales
+LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # largest error allowed, after five sums
 
 
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
-    """Five sums of random gradients, fp32 [3000], as a bucket (`whole`) or a unit.
+    """Runs on every rank: sum random gradients, fp32 [3000], five times, as a bucket (`whole`) or as a unit.
 
-    Returns how much of the true sum is missing, with and without what all ranks owe, and the bytes sent in one sum.
+    Returns how much of all sums together is missing, if what all ranks owe is added and if not; and a sum's bytes.
     """
     group, sent, length = Mesh(dp=dist.get_world_size())["dp"], [], 3000
     compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25), SimpleNamespace(pending=[]))
@@ -127,7 +127,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
         key.flat = key.gradient = drawn[group.rank].clone()
         pending = compression.sync.pending
         pending.append(compression.send(None, key) if whole else compression.reduce(None, key))
-        for message in filter(None, pending):  # it grows
+        for message in filter(None, pending):  # a bucket appends its second one
             message.wait()
         missing = missing + sum(drawn)[mine] - (key.flat if whole else key.reduced_shard)
     comm.observer = None
@@ -139,7 +139,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
 @pytest.mark.parametrize("kind", WORDS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_lost_is_owed(pools, kind, whole):
-    """The values that arrived plus those that are owed equal the true sum. Most have arrived."""
+    """What has arrived, plus what is still owed, is the true sum. What is owed is below LOST. Bytes are as in WORDS."""
     for with_debt, without, n_bytes in pools(3).run(sums_on_rank, kind, whole):
         assert with_debt < 1e-4 < without < LOST[kind]
         assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * 3000 * WORDS[kind])
@@ -156,7 +156,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def test_whole_sequences_equal_a_mask():
-    """Attention to one document after another equals attention with a mask."""
+    """Attention within one document after another equals attention of the whole sequences with an explicit mask."""
     tokens = torch.tensor([[1, 2, 0, 3, 4, 5, 0, 6], [0, 1, 0, 0, 2, 3, 4, 5]])
     batch = MicroBatch(tokens, 0, torch.arange(8)[None])
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
@@ -169,7 +169,7 @@ def test_whole_sequences_equal_a_mask():
 
 @pytest.mark.parametrize("window", [2, 5, 16, 40])
 def test_a_window_equals_a_mask(window):
-    """The output and all gradients are equal."""
+    """Windowed attention has the output and the gradients of attention with an explicit mask."""
     q, k, v = (torch.randn(2, 16, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     apart = torch.arange(16)[:, None] - torch.arange(16)
     right = masked(q, k, v, (apart >= 0) & (apart < window))
@@ -179,13 +179,13 @@ def test_a_window_equals_a_mask(window):
         assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
-# --- ranks that meet every few steps (with H = 1, and resumed: rows.py)
+# --- DiLoCo: ranks that meet every H steps (rows.py tests H = 1, and resuming)
 
 MEETING = dict(steps=6, global_batch_size=4, lr=0.02, save_every=0)
 
 
 def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """One process: two models take three steps of AdamW each, on half of each batch, then torch's SGD an outer step."""
+    """One process: two models, each on half of each batch; after every three AdamW steps, SGD takes an outer step."""
     config = equal.config_of("step01_single_gpu", MEETING)
     parts = equal.watch("step01_single_gpu", MEETING | dict(steps=0)).parts
     shared, models = parts.model, [deepcopy(parts.model) for _ in range(2)]
@@ -212,7 +212,7 @@ def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_ranks_that_meet_are_two_models(pools):
-    """Losses and weights to 1e-10, in six steps of which two meet."""
+    """On two ranks, six steps with two meetings give the losses and weights of `two_models`, to 1e-10."""
     losses, weights = two_models()
     for seen in pools(2).run(equal.record, "step02_ddp", MEETING | dict(sync="diloco", inner_steps=3), equal.Apart):
         assert equal.difference(seen.losses, losses) < 1e-10
@@ -225,7 +225,7 @@ UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
 
 def never_flushed_on_rank() -> tuple:
-    """Runs on every rank: the initial weights, and the `Shown` of updates without and with flushes."""
+    """Runs on every rank: the initial weights, the `Shown` of updates without flushes, and that with them."""
     found, plain, flags = [], pipedream.both, dict(pipedream=8, pp=dist.get_world_size(), lr=0.3, recompute="full")
 
     def both(config, parts):
@@ -255,7 +255,7 @@ def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
 
 
 def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
-    """Losses and weights are those of the formula in one process; versions are p - s."""
+    """Losses and weights are those of `descended`; stage s keeps p - s versions of its weights, with flushes one."""
     ranks = 3
     begin, late, flushed = zip(*pools(ranks).run(never_flushed_on_rank), strict=True)
     for shown, versions, lag in (late, [ranks - s for s in range(ranks)], True), (flushed, [1] * ranks, False):
@@ -271,7 +271,7 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
 
 
 def test_drops_a_share_of_the_numbers():
-    """Masks drop a share P, and differ as independent draws do: within five standard deviations."""
+    """Masks drop a share P of the numbers, and agree as independent draws do: both to five standard deviations."""
     seen = []
     for step, first, place in product((0, 1), (0, 4, 8, 12), (0, 3)):
         sequences = torch.arange(first, first + 4)
