@@ -215,7 +215,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     if config.experts_per_token > config.experts:
         raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
-        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss averages all")
+        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
     if n_tokens % tp.size:
         raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
     for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]

@@ -58,12 +58,8 @@ def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | 
     for row in lists:
         at = {action: n for n, action in enumerate(row)}
         assert all(at[action._replace(kind="B")] < at[action] for action in row if action.kind == "W")
-    carried_out([[[tuple(line)] for line in program] for program in add_messages(lists, places, costs)], places)
-
-
-def carried_out(programs: list[list[list]], places: list[Place]):
-    """Call `carry_out` of tests/test_step06.py on these programs without W, which sends and needs no message."""
-    carry_out([[[line for line in some if line[1].kind != "W"] for some in program] for program in programs], places)
+    programs = add_messages(lists, places, costs)  # those of W need no message
+    carry_out([[[tuple(line)] for line in program if line.action.kind != "W"] for program in programs], places)
 
 
 def makespan(lists: Lists, places: list[Place], costs: dict) -> int:

@@ -100,5 +100,5 @@ def main(name: str, argv: list[str]):
     if "RANK" in os.environ:
         measure(config)
     line = ["extras.services.cluster", "--gbit", str(config.gbit), "--", "-m", "extras.tests.bench", name, *argv]
-    if subprocess.run([sys.executable, "-m", *line], stdin=subprocess.DEVNULL).returncode:
+    if subprocess.run([sys.executable, "-m", *line]).returncode:
         raise UserError("the cluster has failed: see above")

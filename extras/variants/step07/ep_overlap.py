@@ -125,7 +125,7 @@ NEEDS = [("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
 
 def attach(config: Any, parts: Parts):
     """Let the rows of all layers visit experts in chunks."""
-    for module in parts.model.modules() if config.ep_overlap > 1 and config.ep > 1 else ():
+    for module in parts.model.modules() if config.ep_overlap > 1 else ():
         if isinstance(module, MoE):
             plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group
             parts.instead(module.experts, "forward", partial(visit_in_chunks, config.ep_overlap, *plain), by=__name__)
