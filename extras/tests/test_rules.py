@@ -1,4 +1,4 @@
-"""Compares rules (updates, loss scaling, routing, rounding, random words) with implementations by others.
+"""Compares rules (updates, loss scaling, routing, rounding) with implementations by others.
 
 rows.py compares a rule only with itself. Here each rule is a function that raises AssertionError if ours differs from
 theirs, which README.md lists, and faults.py has mistakes that it must notice. Their code rounds to fp32 or bf16 in
@@ -24,7 +24,7 @@ from common.comm import Group
 from extras.tests import equal
 from extras.tests.equal import BOUND, FP64, config_of, difference
 from extras.tests.rows import BIAS, EXPERTS
-from extras.variants.step01 import dropout, fp16
+from extras.variants.step01 import fp16
 from extras.variants.step01.fp16 import LossScaling
 from extras.variants.step02.compress import BLOCK, dequantise, quantise
 from extras.variants.step07.routing import RoutedMoE
@@ -247,7 +247,7 @@ def switch():
 
 
 def biases():
-    """Wang et al. 2024: p + b chooses experts. After a step, with its loads, b_e += u sign(mean load - load of e)."""
+    """Wang et al. 2024: p + b chooses experts (p: scores). After a step, b_e += speed sign(mean load - load of e)."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def biases():
     assert b.any()
 
 
-# --- roundings, and random words
+# --- roundings
 
 
 def rounding():
@@ -285,22 +285,6 @@ def rounding():
         assert not send(y)[0, 3].isfinite() and torch.equal(send(y)[1:], send(x)[1:])
 
 
-# counter, key -> words: Salmon et al., Random123, extras/tests/kat_vectors
-KNOWN_ANSWERS = """
-00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8
-ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd
-243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1
-"""
-
-
-def words():
-    """Philox gives Random123's known answers, to the bit."""
-    for line in KNOWN_ANSWERS.strip().splitlines():
-        *counter, k0, k1 = (int(word, 16) for word in line.split()[:6])
-        found = dropout.philox([torch.tensor(word) for word in counter], (k0, k1))
-        assert [f"{int(word):08x}" for word in found] == line.split()[6:]
-
-
 RULES: dict[str, Callable[[], None]] = {
     **{name: partial(updates, name) for name in ("adafactor", "sgd", "muon")},
     "muon, experts": partial(updates, "muon", "step07_moe_ep", steps=2, **EXPERTS),
@@ -310,7 +294,6 @@ RULES: dict[str, Callable[[], None]] = {
     "switch": switch,
     "biases": biases,
     "int8": rounding,
-    "philox": words,
 }
 
 

@@ -274,8 +274,9 @@ def test_drops_a_share_of_the_numbers():
     """Masks drop a share P of the numbers, and agree as independent draws do: both to five standard deviations."""
     seen = []
     for step, first, place in product((0, 1), (0, 4, 8, 12), (0, 3)):
-        sequences = torch.arange(first, first + 4)
-        seen.append(dropout.mask(0.2, (7, step), sequences, torch.arange(64)[None], place, 90).double())
+        seeds = [(7, step, sequence, place) for sequence in range(first, first + 4)]
+        masks = [dropout.mask(0.2, seed, torch.arange(64), (64, 90)).double() for seed in seeds]
+        seen.append(torch.stack(masks))
     masks = torch.stack(seen).flatten(1) - 0.8
     n, spread = masks.shape[1], (0.2 * 0.8) ** 0.5
     assert masks.mean(1).abs().max() < 5 * spread / n**0.5
