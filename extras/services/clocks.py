@@ -1,7 +1,7 @@
 """Follows the phases of a step, and times each action of a pipeline, by wrapping the calls that begin them.
 
 data       from an update to the first forward      backward   after a forward, until the next phase; or a pipeline's B
-forward    a call of the model, or a pipeline's F   optimizer  a call of the optimizer's `step`
+forward    a call of the model; a pipeline's F, R   optimizer  a call of the optimizer's `step`
 waiting    between a pipeline's actions             weights    a pipeline's W
 
 Each call is also a range in a trace (profile.py): `forward`, `optimizer` or, for an action, `F3.1` (micro-batch.stage).
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from extras.variants import Parts
 from step06_pipeline import ACTS
 
-PHASES = {"F": "forward", "B": "backward", "W": "weights"}
+PHASES = {"F": "forward", "R": "forward", "B": "backward", "W": "weights"}
 
 
 class Clock:

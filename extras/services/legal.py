@@ -45,8 +45,10 @@ def layout_of_flags(config: Any, world: int) -> Layout:
 
 
 def check(config: Any, world: int):
-    """Raises UserError for the first rule of theory/layouts.py that the layout breaks."""
+    """Raises UserError for the first rule of theory/layouts.py, or of the schedule, that the layout breaks."""
     x = layout_of_flags(config, world)
-    v = SCHEDULES[x.schedule](config).v if x.pp > 1 else 1
+    schedule = SCHEDULES[x.schedule](config)
+    v = schedule.v if x.pp > 1 else 1
     for message in broken(shape_of(PRESETS[config.model], config), x, v):
         raise UserError(message)
+    schedule.actions(x.pp, x.micro_batches, v, 0)  # raises it if the schedule cannot have so many micro-batches

@@ -69,6 +69,8 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
     *noticed_by(Row(2, "step06_pipeline", dict(pp=2, recompute="full"), SGD | DROP), "extras.variants",
         ("Progress", 'for act in ("forward", "backward")', 'for act in ("forward",)',
          "a layer that is recomputed drops as the last forward does")),
+    *noticed_by(Row(2, "step06_pipeline", dict(pp=2, schedule="gpipe"), SGD | DROP), "/step06.gpipe",
+        ("ForwardTwice", "self.progress.act(plain, i", "plain(i", "R drops as the last F does")),
     *noticed_by(Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), SGD | TIED), "/step06.dualpipe",
         ("attach", '(*layout_of(param).partial_over, "mirror")', "layout_of(param).partial_over",
          "each copy learns from its own half of the micro-batches")),

@@ -79,7 +79,7 @@ def swapped(n: int, kv_heads: int = KV) -> int:
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Ulysses over `swap` ranks, and a ring over n / swap ranks, with n / swap - 1 hops; a ring over n has n - 1."""
+    """Ulysses over `swap` ranks; a ring over r = n / swap sends k and v r - 1 times each way, gradients r times."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -145,9 +145,13 @@ def kept_law(bytes_of_a_token: int, **flags: Any) -> Law:
 
 
 def mask_law(share: int, **layout: Any) -> Law:
-    """Dropout keeps 2 L + 1 masks for backward, one byte for each number; with SP, a rank keeps 1/tp of each mask."""
-    flags, has = dict(global_batch_size=4, micro_batch_size=4, dropout=0.2), (2 * L + 1) * 4 * SEQ * D // share
-    return Law("step04_tp_sp", layout["tp"], layout | flags, {"held activations": has}, dict(dropout=0.0))
+    """Dropout keeps 2 L + 1 masks for backward, one byte for each number; with SP, a rank keeps 1/tp of each mask.
+
+    A mask takes one draw for each of 4 sequences.
+    """
+    flags, masks = dict(global_batch_size=4, micro_batch_size=4, dropout=0.2), (2 * L + 1) * 4
+    has = {"held activations": masks * SEQ * D // share, "rand kernels": masks}
+    return Law("step04_tp_sp", layout["tp"], layout | flags, has, dict(dropout=0.0))
 
 
 KVD = D * KV // HEADS  # width of k and of v
@@ -186,6 +190,10 @@ LAWS: dict[str, Law] = {
         "overlap": dict(tp_overlap=True), "int8": INT8}.items()},
     # D + 4 bytes a token: D numbers and a scale
     "int8, pp": Law("step06_pipeline", 2, dict(pp=2, n_layers=2) | INT8, {"pp send": M * SEQ * (D + 4)}),
+    # two more micro-batches: no graph, but inputs of stages; tokens and targets, twice
+    **{f"gpipe, rank {rank}": Law("step06_pipeline", 2, dict(pp=2, schedule="gpipe", global_batch_size=4), {
+        "held activations": 0, "peak": 2 * (rank * A + 4 * SEQ * 8)}, dict(global_batch_size=2), rank)
+       for rank in (0, 1)},
     # ring: (n-1) B forward, (n-1) B + n G backward, for kv_heads heads. allgather: (n-1) B forward, (n-1) G backward
     **{name: Law("step05_cp_ring", 2, flags | dict(cp=2, seq_len=24), {
         "cp send": M * L * 4 * KEYS, "cp send calls": M * L * 4,

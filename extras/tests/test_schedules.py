@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from tests.test_step06 import carry_out
 
 plugins()
 TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # in tests/test_step06.py
-UNIT = dict(F=1, B=1, W=1)
+UNIT = dict(F=1, R=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # in a schedule without W, B computes both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
@@ -41,11 +41,11 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Assert that each micro-batch has one F, one B and, if the schedule has W, one W at each of its stages, in order.
+    """Assert that each micro-batch has an F and a B at each of its stages, and perhaps an R before B or a W after it.
 
     With messages in the order of a simulation with these costs, no rank waits for ever.
     """
-    kinds = "FBW" if any(action.kind == "W" for row in lists for action in row) else "FB"
+    kinds = [kind for kind in "FRBW" if any(action.kind == kind for row in lists for action in row)]
     starts = [s for s, place in enumerate(places) if place.before is None]
     expected = Counter()
     for i in range(m):
@@ -57,9 +57,9 @@ def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | 
     simulate(lists, places, costs)  # raises ValueError for a backward before its forward
     for row in lists:
         at = {action: n for n, action in enumerate(row)}
-        assert all(at[action._replace(kind="B")] < at[action] for action in row if action.kind == "W")
-    programs = add_messages(lists, places, costs)  # those of W need no message
-    carry_out([[[tuple(line)] for line in program if line.action.kind != "W"] for program in programs], places)
+        assert all(at[a._replace(kind=one)] < at[a._replace(kind=two)] for a in row for one, two in pairwise(kinds))
+    programs = add_messages(lists, places, costs)  # R and W need no message
+    carry_out([[[tuple(line)] for line in program if line.action.kind in "FB"] for program in programs], places)
 
 
 def makespan(lists: Lists, places: list[Place], costs: dict) -> int:
@@ -77,7 +77,7 @@ def test_every_size_is_complete_and_ends(name):
     """The lists of all sizes pass `check_lists`, with messages in the order of two different sets of costs."""
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
-        check_lists(lists, places, m, dict(F=5, B=2, W=3))
+        check_lists(lists, places, m, dict(F=5, R=4, B=2, W=3))
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
@@ -139,7 +139,13 @@ def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
         assert makespan(lists, places, UNIT) in (expected if isinstance(expected, range) else [expected])
 
 
-LAWS = {"zb-h1": zb_h1_law, "zb-h2": zb_h2_law, "rounds": rounds_law}
+def gpipe_law(p: int, m: int, lists: Lists, places: list[Place]):
+    """If F, R and B take f, r and b, a rank is idle for (p-1) (f + b): it runs R while it waits."""
+    for f, r, b in product((2, 3, 5), repeat=3):
+        assert makespan(lists, places, dict(F=f, R=r, B=b)) == m * (f + r + b) + (p - 1) * (f + b)
+
+
+LAWS = {"zb-h1": zb_h1_law, "zb-h2": zb_h2_law, "rounds": rounds_law, "gpipe": gpipe_law}
 LAWS |= {name: partial(halves_law, name) for name in HALVES}
 
 

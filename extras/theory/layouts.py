@@ -111,7 +111,7 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
     cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of a rank
     heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    n, in_all, ranks = x.micro_batches, pp * v if pp > 1 else 1, dp * cp * tp
+    in_all, ranks = pp * v if pp > 1 else 1, dp * cp * tp
 
     # what is split over dp, tp and cp
     if batch % dp:
@@ -128,16 +128,8 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
     if cp > 1 and x.cp_mode == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
         yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
 
-    # pipelines
     if m.n_layers < in_all:
         yield f"--pp {pp}: {m.n_layers} layers for {in_all} stages: lower --pp or --chunks"
-    if x.schedule == "interleaved" and in_all > pp and n % pp:
-        yield f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank"
-    if x.schedule == "dualpipe" and pp % 2:
-        yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
-    if x.schedule == "dualpipe" and n < 2:
-        yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
-
     if dp * cp % x.zero_replicas:
         yield f"--zero-replicas {x.zero_replicas} must divide the {dp * cp} ranks over which ZeRO cuts"
 
@@ -158,7 +150,11 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
 def illegal(m: Shape, x: Layout) -> str:
     """The reason why a layout's sizes do not fit, or why the planner cannot time it; "" if it is legal."""
     try:
-        return next(broken(m, x, schedule_of(x.schedule, x.chunks).v), "")
+        schedule, pp, n = schedule_of(x.schedule, x.chunks), x.pp, x.micro_batches
+        for message in broken(m, x, schedule.v):
+            return message
+        lists_of(*x.way, min(n, 2 * pp + n % pp))  # UserError if the schedule cannot have n micro-batches
+        return f"--schedule {x.schedule}: the planner does not know R; use --dry-run" if "R" in schedule.costs else ""
     except UserError as error:
         return str(error)
 

@@ -1,11 +1,11 @@
 """Makes the data of the interactive pictures, with the program's own functions; the page only draws them.
 
-A picture is dict(title, id, choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame has a
-`text` and is one of two:
+A picture is dict(title, id, choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame is a
+dict with a `text` and the keys of one of two kinds, table or boxes:
 
-    table    columns, states=[(text, {row: cells, one for each column or one for all})], and curve: see record.py
-    boxes    boxes, rows=names, width=columns, moments=their texts. A box is (row, column, width, colour, label,
-             note, the moment from which on it is shown)
+    table    columns, states=[(text, {row: cells, one for each column or one across all})], and curve: see record.py
+    boxes    boxes, rows=names, width=number of columns, moments=a text for each. A box is (row, column, width, colour,
+             label, note, the first moment at which it is shown)
 """
 
 import inspect
@@ -43,13 +43,13 @@ def schedule(name: str, p: int, m: int) -> dict:
     boxes, most = [], []
     for stop, rank, start, (kind, batch, stage) in spans:
         note = f"{kind} {batch}, stage {stage}: time {start} to {stop}"
-        boxes.append((rank, start, stop - start, "FBW".index(kind), batch, note, start + 1))
+        boxes.append((rank, start, stop - start, "FBWR".index(kind), batch, note, start + 1))
     for rank in range(p):
         kinds = [action.kind for _, at, _, action in spans if at == rank]
         most.append(max(accumulate((kind == "F") - (kind == "BW"[split]) for kind in kinds)))
     idle = idle_fraction([(rank, start, stop) for stop, rank, start, _ in spans], p)
-    text = f"F forward, B backward, W gradients of weights, if apart. Ranks are idle for {idle:.1%} of {end} units of "
-    text += f"time. Most forwards whose backward is still to come, by rank: {' '.join(map(str, most))}."
+    text = f"F forward, B backward, W gradients of weights, R forward again. Ranks are idle for {idle:.1%} of {end} "
+    text += f"units of time. Most forwards whose backward is still to come, by rank: {' '.join(map(str, most))}."
     moments = [f"Time {time}." for time in range(end + 1)]
     return dict(text=text, boxes=boxes, rows=[f"rank {rank}" for rank in range(p)], width=end, moments=moments)
 
