@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ACTIONS = dict(F="#2b5c8a", B="#9a4a1f", W="#2f6b4f")  # white numbers are legible on them
+ACTIONS = dict(F="#2b5c8a", B="#9a4a1f", W="#2f6b4f", R="#5b4a8a")  # white numbers are legible on them
 
 
 @contextmanager
@@ -65,3 +65,12 @@ def timeline(folder: Path, schedule: str, ranks: list[list], idle: float):
         draw_timeline(axes, ranks, 12)
         axes.set_title(f"{schedule}: idle {idle:.1%}", fontsize=9, loc="left")
         axes.set(xlabel="seconds")
+
+
+def experts(folder: Path, rows: list[dict]):
+    """Write experts.png: how much busier than the mean a layer's busiest expert is, by step; `rows`: the metrics."""
+    with picture(folder / "experts.png", 6, 3) as axes:
+        for name in ("expert_load_p50", "expert_load_p90"):  # percentiles over the layers
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
+        axes.set(xlabel="step", title=f"in the last step {rows[-1]['unused_experts']} experts were not chosen")
+        axes.legend()

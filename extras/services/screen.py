@@ -110,7 +110,7 @@ class Screen:
         some = next(parts.model.parameters())
         self.device, self.world = some.device, parts.mesh.world
         shape = shape_of(parts.model.config, self.config)
-        self.flops = flops_per_token(shape, self.config.recompute == "full")
+        self.flops = flops_per_token(shape, self.config.recompute == "full" or "R" in parts.kinds)
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         self.clock, self.timeline = Clock(parts), MemoryTimeline()
@@ -177,6 +177,8 @@ class Screen:
             self.say(traffic_table(last))
         if self.config.profile_memory:
             plots.memory(out, *self.timeline.curves())
+        if rows := [row for row in self.run.history if "unused_experts" in row]:
+            plots.experts(out, rows)
         if self.parts.pipeline is not None and self.config.pp > 1:
             rows = timelines[:: self.world // self.config.pp]  # of one pipeline's ranks
             spans = [(rank, start, end) for rank, row in enumerate(rows) for *_, start, end in row]

@@ -7,18 +7,21 @@ import json
 import re
 import subprocess
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from common import UserError, comm, data
 from extras.services import devices, failures
+from extras.services.clocks import Clock
 from extras.services.run import ServedRun
 from extras.services.screen import ExpertLoad
 from extras.services.tables import human
 from extras.tests.equal import config_of, read_named
 from extras.tests.pool import ROOT, start
 from extras.theory.gpus import GPUS
+from extras.variants import Parts
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
@@ -62,7 +65,7 @@ def test_a_served_run(pools, tmp_path, name):
         assert last["traffic"].keys() == last["calls"].keys() == last["sent"].keys() != set()
     assert all(one.text == "" for one in found[1:])
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == found[0].rows
-    pictures = {"loss.png"} | ({"timeline.png"} if step == "step06_pipeline" else set())
+    pictures = {"loss.png", {"6": "timeline.png", "7": "experts.png"}[name]}
     assert {path.name for path in out.glob("*.png")} == pictures
 
 
@@ -81,6 +84,20 @@ def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
     for name, peak in {"NVIDIA H100 80GB HBM3": GPUS["h100-80"].flops, "NVIDIA H100 PCIe": 2 * 8192**3}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert devices.peak_flops(torch.device("cuda"), torch.bfloat16, 0.0) == peak
+
+
+def test_a_clock_reads_a_gpus_events(monkeypatch):
+    """With a GPU, an action's times are those of events in the stream: here event n is reached after n seconds."""
+    events = []
+    later = lambda end: 1e3 * events.index(end)  # noqa: E731  # milliseconds from the first event
+    event = lambda enable_timing: events.append(mock.Mock(elapsed_time=later)) or events[-1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=True)]))
+    pipeline = SimpleNamespace(forward=lambda *_: None, backward=lambda *_: None)
+    clock = Clock(Parts(None, model, SimpleNamespace(step=None), pipeline=pipeline))
+    clock.begin(), pipeline.forward(3, 1, None), pipeline.backward(3, 1, None)
+    assert clock.timeline() == [["F", 3, 1, 1, 2], ["B", 3, 1, 3, 4]]
+    assert all(one.record.called and one.synchronize.called for one in events[1:])
 
 
 def test_memory(pools, tmp_path):
