@@ -5,10 +5,9 @@
     import FOLDER OUT  write such a model's config.json and *.safetensors as a checkpoint of step 0, from which
                        --resume OUT starts a run, without moments and at the beginning of the data
 
-Both commands hold all weights in host memory. Three architectures compute the same numbers as this decoder:
+Both commands hold all weights in host memory. Two architectures compute the same numbers as this decoder:
 
     Llama       no experts. Names and shapes are the same on both sides. SmolLM and SmolLM2 are of this kind
-    Mistral     the same, if it has no sliding window; it is exported as Llama
     Mixtral     step 7: softmax over all experts, then top-k; the gates of the chosen experts sum to 1
 
 Mixtral's files have one tensor for each expert; ours have one for all, [experts, out, in]. A model with one expert per
@@ -56,10 +55,8 @@ NAMES = {  # the * is the number of an expert
 }
 FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only ones supported
 OLD = dict(num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4)
-DENSE = FIXED | OLD | dict(num_local_experts=0, num_experts_per_tok=0)
 KINDS = {  # by model_type: the defaults of keys that a config.json lacks
-    "llama": DENSE,
-    "mistral": DENSE | dict(sliding_window=4096),
+    "llama": FIXED | OLD | dict(num_local_experts=0, num_experts_per_tok=0),
     "mixtral": FIXED | OLD | dict(rms_norm_eps=1e-5, rope_theta=1e6),
 }
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
