@@ -30,7 +30,7 @@ from extras.theory.search import evaluate, fits, floor_seconds, search
 from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
 
-H100, EFA, MODELS = GPUS["h100-80"], GPUS["h100-80-efa"], plan.models()
+H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
 SMALL = dict(dim=64, n_heads=8, n_kv_heads=4, ffn_dim=96, vocab_size=64, seq_len=32)
 ORDERS = [name for name in SCHEDULES if not illegal(LLAMA, Layout(2, global_batch_size=4, schedule=name))]
@@ -183,8 +183,6 @@ def test_messages_take_the_network_that_they_are_in():
         gpu = H100._replace(start=0.0, hop=0.0, hop_between=0.0, within=within, between=between)
         took = seconds.all_to_all_seconds(gpu, Network(8, 4), 8e9)
         assert took == pytest.approx(max(3e9 / within, 4e9 / between))
-    large = Network(512, 8)
-    assert seconds.card(H100, large) == pytest.approx((1 + 5 * EFA.contention) * seconds.card(EFA, large))
 
 
 @pytest.mark.exhaustive

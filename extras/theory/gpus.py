@@ -23,7 +23,6 @@ class Gpu(NamedTuple):
     hbm: float  # bytes/s that an elementwise kernel reaches
     within: float  # bytes/s that a GPU sends to other GPUs of its node (NCCL's bus bandwidth)
     between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do the same
-    contention: float = 0.0  # each doubling of nodes beyond two adds this part of a byte's time between two nodes
     node: int = NODE  # GPUs of a node
     number: int = 2  # bytes of one element of an activation or of a weight
     start: float = 34e-6  # fixed seconds of a message, to which those of its bytes and hops are added
@@ -37,8 +36,7 @@ class Gpu(NamedTuple):
 # NCCL's bus bandwidth on NVLink 3, 4, 5. `matmul` could not be measured, so one number is fitted to all published step
 # times on a GPU: for the A100 those of Megatron and vTrain (together with `within`, `hbm`, `start` and `launch`), for
 # the H100, the 500 W H100 and the B200 those of other software (tests/bench/published). H200: an H100 with its own
-# memory. Hops: NCCL's own model for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA,
-# AWS's network, is one number for three measurements: 160, 90, 39 GB/s on 4, 8, 64 nodes (Ultra-Scale Playbook).
+# memory. Hops: NCCL's own model for rings of large messages (src/graph/tuning.cc since NCCL 2.18).
 #
 # `COMMUNICATOR`: among more than two H100s, NCCL reports 288 MiB a rank for NVLink SHARP alone (vllm-project/vllm,
 # issue 9699), and its channels have buffers, too. An all-to-all connects all pairs of ranks and may need more, which is
@@ -47,7 +45,6 @@ GPUS = {
     "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
     "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node
     "h100-80": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9),
-    "h100-80-efa": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9, contention=1.3),
     "h100-96-500w": Gpu(94 * GIB, 989e12, 66.9e12, 0.50, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e
     "h200": Gpu(141e9, 989e12, 66.9e12, 0.61, 4.0e12, 360e9, 42e9),
     "b200": Gpu(180e9, 2250e12, 75e12, 0.50, 6.4e12, 700e9, 42e9),

@@ -10,16 +10,12 @@
 
 The bytes explain why small matmuls are slow. For [N, K] x [K, M]: time = FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 
-How a network slows down as it grows (the laws of NCCL, ncclTopoTuneModel in its src/graph/tuning.cc):
-
-    ring          a gather or a scatter over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between
-    contention    on some networks, bandwidth between k > 2 nodes is divided by 1 + contention x log2(k / 2)
-
-With more ranks a ring's messages become smaller but its hops more numerous. From some n on, nothing hides the hops.
+A ring over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between (NCCL's ncclTopoTuneModel, in
+src/graph/tuning.cc). With more ranks its messages become smaller but its hops more numerous. From some n on, nothing
+hides the hops. A network is assumed to be as fast between many nodes as between two.
 """
 
 from functools import lru_cache
-from math import log2
 from typing import NamedTuple
 
 import numpy as np
@@ -79,11 +75,6 @@ def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
-def card(gpu: Gpu, net: Network) -> float:
-    """Bytes/s at which a rank of this group sends to other nodes while the node's other ranks do the same."""
-    return gpu.between / (1 + gpu.contention * log2(max(net.nodes, 2) / 2))
-
-
 def hops_seconds(gpu: Gpu, net: Network) -> float:
     """Seconds until one rank's number has reached all others, over a ring."""
     return gpu.start + (net.ranks - net.nodes) * gpu.hop + (net.nodes - 1) * gpu.hop_between
@@ -98,7 +89,7 @@ def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float =
     """Seconds to gather (or reduce and scatter) `n_bytes` in so many `messages`, while other groups do the same."""
     if net.ranks == 1:
         return 0.0
-    bandwidth = min(gpu.within, net.in_node * card(gpu, net)) if net.leaves else gpu.within
+    bandwidth = min(gpu.within, net.in_node * gpu.between) if net.leaves else gpu.within
     return ring(net, n_bytes) / bandwidth + messages * hops_seconds(gpu, net)
 
 
@@ -110,7 +101,7 @@ def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     """
     if net.ranks == 1:
         return 0.0
-    slower = max((net.in_node - 1) / gpu.within, (net.ranks - net.in_node) / card(gpu, net))
+    slower = max((net.in_node - 1) / gpu.within, (net.ranks - net.in_node) / gpu.between)
     return n_bytes / net.ranks * slower + hops_seconds(gpu, net)
 
 
@@ -233,7 +224,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """A lower bound of the bubble, in seconds, for any order of actions.
 
     The rank that micro-batches reach last is idle before its first forward and, if no W fills the gap, while the last
-    backward passes the other ranks. A second bound: a micro-batch passes all stages in turn, forward and backward.
+    backward passes the other ranks. Also, no step is shorter than a micro-batch's way through all stages and back.
     """
     pipeline, whole = pipeline_of(*x.way), f + b + w
     ends = x.pp // pipeline.ways - 1
