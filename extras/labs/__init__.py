@@ -5,7 +5,7 @@
     python -m extras.labs grade FOLDERS > points.csv
 
 The chapter's own tests in tests/ are the judge: the decorator `task` gives the task and the points of each test. A lab
-consists of a row of TASKS below and of labN.md. This page has, for each task, its title, its minutes, what to read and
+consists of a row of TASKS below and of labN.md. That file has, for each task, its title, its minutes, what to read and
 three hints. It ends with a question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works

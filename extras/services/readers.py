@@ -63,7 +63,7 @@ class Stream:
 
 
 def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
-    """Turn an Arrow column of texts into uint16 bytes, END after each; skip nulls. Raises ValueError for UTF-16."""
+    """Turn an Arrow column of texts into ids, uint16: bytes, then END; skip nulls. Raises ValueError for UTF-16."""
     texts = [text for text in table.column(0).to_pylist() if text is not None]
     if any(text.count("\0") > len(text) // 4 for text in texts):
         raise ValueError("it has NULs, as UTF-16 has: convert it to UTF-8")

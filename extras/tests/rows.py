@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def sized(row: Row) -> Row:
-    """Set sizes that `base` lacks: 2 layers, 3 micro-batches a rank; with pp 3 layers, 2 micro-batches a stage."""
+    """Set sizes that `base` lacks: 2 layers, 3 micro-batches a rank; under pp, 3 layers, and 2 pp micro-batches."""
     pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
     batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
     return row._replace(base=dict(global_batch_size=batch, n_layers=2 + (pp > 1)) | row.base)

@@ -133,7 +133,7 @@ def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[di
 
 @pytest.mark.parametrize("step, layout", [("step06_pipeline", dict(pp=2, tp=2, zero=3)), ("step02_ddp", {})])
 def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, layout):
-    """Two ranks resume a checkpoint that four saved without services; `hub` exports another. Reading adds an index."""
+    """Two ranks resume a checkpoint that four saved without services; `hub` exports a later one. Both get an index."""
     out, resumed = f"{tmp_path}/first", f"{tmp_path}/first/checkpoints/step-00000002"
     options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")

@@ -42,7 +42,7 @@ def counts(run: Counted) -> SimpleNamespace:
 
 
 def dry(step: str, options: dict, ranks: int, rank: int = 0) -> Counted:
-    """Dry-run a step of one rank. Raises UserError for flags that cannot work."""
+    """Dry-run `step` as one rank of `ranks`. Raises UserError for flags that cannot work."""
     config = config_of(step, options | dict(dry_run=ranks))
     check(config, 1)
     return run_rank(importlib.import_module(step).train, config, rank)
