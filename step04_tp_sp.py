@@ -224,7 +224,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, gradients are shards, with the same elements on all ranks of the group.
+    Call it after `sync.finish`. Under ZeRO, gradients are shards, of the same elements on all ranks of the group.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():

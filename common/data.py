@@ -2,8 +2,8 @@
 
     documents -> bytes 0-255, END after each -> one long stream:   d e f ... END i m p o r t ... END ...
     window w  = stream[w*seq : w*seq + seq + 1]                    tokens = its first seq, targets = its last seq
-    sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows to train on; in
-                                                                   each epoch, i // n, another order, from (seed, epoch)
+    sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows to train on;
+                                                                   epoch = i // n; order: drawn from (seed, epoch)
 
 Targets are shifted here, before a sequence is sharded. Every rank reads the whole global batch, since token ids are
 small, and works on its share. The last twentieth of the windows is held out for validation. Token ids are the bytes of

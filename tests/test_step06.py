@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """Expected events: an action waits for its input, a send for the last send to its peer, the end for the rest."""
+    """Expected events: waits for an action's input, for the previous send to a peer and, at the end, for the rest."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)

@@ -40,14 +40,14 @@ class ForwardTwice:
         self.inputs: dict[int, Tensor | None] = {}  # by micro-batch: the stage's input (None: it is tokens)
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """F: run micro-batch i through the stage, and keep only its input. The loss is added in R."""
+        """F: run micro-batch i through the stage; keep only its input. R adds its loss to the sum."""
         self.inputs[i], pipeline = x, self.pipeline
         x = pipeline.xs[i] if x is None else x
         y = step06.forward_stage(pipeline.model, pipeline.places[stage], x, pipeline.ys[i], pipeline.positions)
         return y.detach()
 
     def again(self, i: int, stage: int, _input: None):
-        """R: run it through the stage again."""
+        """R: run micro-batch i once more, and keep the graph."""
         plain = partial(step06.Pipeline.forward, self.pipeline)
         self.progress.act(plain, i, stage, self.inputs.pop(i))
 

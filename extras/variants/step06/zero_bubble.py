@@ -4,15 +4,15 @@
 Only B, the gradient of a stage's input, is urgent. W, the gradients of the weights (split_backward.py), fills gaps. On
 4 ranks, with 6 micro-batches (F is a number, B a letter, W a dash, each one unit of time):
 
-    zb-h1    0123...a-4b-5c-d-e-f-      bubble (p-1) / (3 m + p-1), where 1f1b's is (p-1) / (m + p-1); same memory
-             .012..a3b-4c-5d-e-f--
+    zb-h1    0123...a-4b-5c-d-e-f-      zb-h1: bubble (p-1) / (3 m + p-1), with the memory of 1f1b, whose bubble is
+             .012..a3b-4c-5d-e-f--      (p-1) / (m + p-1). The others, from m = 2p-1 on (7 on these 4 ranks):
              ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; a rank never waits once it has begun
              ...0a1b2c3d-4e-5f----      zbv: no waiting, like zb-h2, with the memory of 1f1b
 
 In zbv, v-half and v-min the stages form a V: rank r has stage r of p on the way down, and stage 2p-1-r on the way up,
-so the loss is on rank 0. In v-half and v-min all micro-batches follow one timetable, 6 units apart: F and B of both
-stages, and both W in the two units that are left. A micro-batch takes memory from F to W, so memory depends on four
-delays from one rank to the next: those of F down, F up, B down (back through the later stages) and B up.
+so the loss is on rank 0. In v-half and v-min each micro-batch starts 6 units after the one before it, with the same
+timetable: a rank's F, B and W of both stages fill these 6. A micro-batch takes memory from F to W, so memory depends
+on four delays from one rank to the next: of F down, F up, B down (B runs through the later stages first) and B up.
 
     v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2: p/2; zbv and 1f1b: p
 
