@@ -9,13 +9,13 @@ the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks
 averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
 
 PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds back to 0.02, and
-the update is lost. So beside bf16 weights gradients accumulate in fp32, and AdamW updates *masters*, their fp32 copies
+the update is lost. So for bf16 weights, gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies
 (Micikevicius et al. 2017, for fp16). Weight 2, gradient 4, master 4, moments 8: 18 bytes a parameter (all in fp32: 16).
 
 RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a layer saves, per token,
 6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32 (on a CPU, norms save 2 dim more). With recomputation it
-saves only its input, and backward repeats its forward, except down_proj. A token costs 6 FLOPs (2 forward, 4 backward)
-per matrix weight, without the embedding, and 7 seq dim (2, 5) per layer's causal attention. This adds about a quarter.
+saves only its input, and backward repeats its forward, except down_proj: about a quarter more FLOPs. A token costs 6
+FLOPs (2 forward, 4 backward) per matrix weight (not the embedding's) and 7 seq dim (2, 5) per layer's causal attention.
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to about 2.
@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (A loop variable in `train` would keep a gradient's memory after `zero_grad`.)"""
+    """Multiply gradients in place. (If `train` had the loop, its variable would keep a gradient after `zero_grad`.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)

@@ -2,8 +2,8 @@
 
 MEMORY. In step 2 every rank holds 18 bytes for each parameter: 2 of its weight (bf16), 4 of its gradient, 4 of its
 master, 8 of the moments. With ZeRO (Rajbhandari et al. 2020) rank r of n updates only shard r of the weights: it needs
-masters and moments of that shard alone. Stage 2 shards gradients, too, stage 3 also weights. A rank holds these bytes a
-parameter, and in a step it sends (n-1)/n times these elements. P: number of parameters. m: micro-batches of a rank.
+masters and moments of that shard alone. Stage 2 also shards gradients, stage 3 also weights. Below: a rank's bytes for
+each parameter, and the elements it sends in a step, times (n-1)/n. P: number of parameters. m: micro-batches of a rank.
 
     stage   whole on every rank    bytes a parameter   n = 8   elements
     0       all of these           18                  18      2 P         all-reduce (step 2)

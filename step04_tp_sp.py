@@ -15,7 +15,7 @@ independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. S
 f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
-gather. g is the first and the next f the second. In between, norms and residual sums see s/n tokens. Bytes are equal:
+gather: g does the first, the next f the second; no more is sent. In between, norms and residual sums see s/n tokens:
 
     f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather

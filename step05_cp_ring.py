@@ -23,14 +23,14 @@ ZIGZAG. Early queries attend to few keys, late ones to many. To balance the work
     rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h > 0, the chunks of rank r-h (mod n): # #
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks do the same work
 
-B: the bytes of k and v of a rank's tokens in a micro-batch. G: those of their gradients, in fp32. In each layer a rank
-sends (n-1) B forward (twice with --recompute full), (n-1) B + n G backward: as s grows; attention's FLOPs, as s^2/n.
+B: bytes of k and v of a rank's tokens in a micro-batch. G: of their gradients, in fp32. In each layer a rank sends
+(n-1) B forward (twice with --recompute full), (n-1) B + n G backward. They grow like s, attention's FLOPs like s^2/n.
 
 Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
 its first chunk would get the first token of its second chunk as target: wrong on all ranks but the last, in silence.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
-You should see step 1's losses, and `sent` over cp: these bytes x layers x micro-batches, + 12 bytes for the norm.
+You should see step 1's losses, and `sent` over cp: the bytes above x layers x micro-batches, + 12 bytes for the norm.
 """
 
 from collections.abc import Callable, Iterator

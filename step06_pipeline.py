@@ -67,7 +67,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep the modules of this rank's stages, with their names in the whole model; delete others, or set them to None.
 
     A `Place` has a stage's rank and layers, and the numbers of the stages `before` and `after` it (None at the ends). A
-    tied embedding also stays on the last stage as head. If that stage has another rank, the record says stage_copies=2.
+    tied embedding also stays on the last stage as head. If that is on another rank, the record says stage_copies=2.
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -107,7 +107,7 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 
 
 class Pipeline:
-    """AFAB, with one stage on each rank. Subclasses replace `execute`; 6b's (below) exchanges messages itself."""
+    """AFAB, one stage on each rank. Subclasses replace `execute`; the one of 6b (below) exchanges messages itself."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
         """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. When steady, y is sent while dy is received, and dx while x."""
+        """At most p - rank micro-batches are in flight. When steady, y is sent while dy arrives, dx while x does."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -211,7 +211,7 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --- 6b, second evening (until `plan`): a schedule is a list of actions for each rank; one class runs any list
+# --- 6b (until `plan`), for a second evening: a schedule is a list of actions for each rank; one class runs any list
 # INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r), the bubble is (p-1) / (v m + p-1). The price
 # is more messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #

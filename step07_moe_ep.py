@@ -29,7 +29,7 @@ between blocks, without f and g (with --no-sp, its shard of them). So all dp x c
     home           e0(t0) e0(t1) | e2(t1) e3(t0)       e0(t3) e1(t2) | e2(t2) e3(t3)        from rank 0 | from rank 1
 
 A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy, it sends over ep in a layer's
-forward (twice if recomputed), 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; backward: the elements.
+forward (twice if recomputed), 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; in backward the elements.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py

@@ -9,7 +9,7 @@ there are any) and runs the same script. Ranks communicate by *collectives*: cal
 
 A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given, which
 must be contiguous. S: the bytes of a collective's larger tensor. We count what each of n ranks sends if the group is
-a ring (NCCL may choose a tree, which sends a little more). A group of one sends nothing:
+a ring (NCCL may choose a tree, which sends a little more). A group of one sends nothing. In a larger one:
 
     all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: data for others
 """
@@ -68,7 +68,7 @@ class Mesh:
         require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
-        self.handles: dict[tuple, dist.ProcessGroup] = {}  # one per set of ranks, or two: see `enter`
+        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `enter`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
             self.join(name, name)
@@ -90,7 +90,7 @@ class Mesh:
 
     def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
         """Create a group for each row of int [groups, size]; keep ours. `urgent`: not queued behind gradient sums."""
-        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue; gradient sums are in another
+        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue; gradient sums use another
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks must call this for every group
@@ -99,7 +99,7 @@ class Mesh:
 
 
 class Pending:
-    """Communication under way in a group, or already done if there are no `works`. `wait` calls `then` after them."""
+    """Communication in a group, already done if there are no `works`. `wait` waits for them, then calls `then`."""
 
     def __init__(self, group: Group | None = None, *works: dist.Work, then: Callable | None = None):
         self.group, self.works, self.then = group, works, then

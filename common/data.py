@@ -1,6 +1,6 @@
 """Token batches: a pure function of (seed, step), the same on every rank and in every layout.
 
-    documents -> bytes 0-255, END after each -> one long stream:   d e f ... END i m p o r t ... END ...
+    documents -> bytes 0-255 of each, then END -> one long stream:   d e f ... END i m p o r t ... END ...
     window w  = stream[w*seq : w*seq + seq + 1]                    tokens = its first seq, targets = its last seq
     sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows to train on;
                                                                    epoch = i // n; order: drawn from (seed, epoch)
@@ -67,7 +67,7 @@ def read_hub(source: str) -> tuple[np.ndarray, None]:
         raise UserError(f"--dataset {source}: no such file, and as a data set of the hub: {error!r:.200}") from error
 
 
-# The kind of a source, such as a suffix -> its reader, which returns tokens and labels (None: the next tokens).
+# The kind of a source (a suffix, for example) -> its reader, which returns tokens and labels (None: the next tokens).
 READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
     "": read_library,
     ".txt": lambda source: read_files([Path(source)]),

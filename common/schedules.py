@@ -71,7 +71,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    # Twice the distance to the last rank leaves time to hide messages; without them, once is enough. v = 1 is 1F1B.
+    # Twice the distance to the last rank leaves time to hide messages; once would do if they took none. v = 1: 1F1B.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))
 
 
@@ -98,7 +98,7 @@ def consumer(action: Action, places: list[Place]) -> Action | None:
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Simulate all ranks -> sorted (end, rank, start, action). A message takes `message`. ValueError for a deadlock."""
+    """Simulate ranks -> sorted (end, rank, start, action). A message takes `message` units. ValueError on deadlock."""
     # The last stage's forward is followed by its own backward, which starts from the loss.
     needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
     awaited = {*needs_it.values()}

@@ -115,7 +115,7 @@ class Run(AbstractContextManager):
         hidden, state = folder.with_name(f".{folder.name}"), {}
         for name, master in optimizer.masters.items():
             held = dict(master=master, **optimizer.torch_optimizer.state.get(master, {}))
-            state[name] = {kind: tensor.to("cpu", copy=True) for kind, tensor in held.items()}  # copy only the view
+            state[name] = {kind: tensor.to("cpu", copy=True) for kind, tensor in held.items()}  # not its whole buffer
         hidden.mkdir(parents=True, exist_ok=True)
         torch.save(dict(step=step, flags=self.flags, state=state), hidden / f"rank-{self.rank:05d}.pt")
         if torch.distributed.is_initialized():

@@ -84,7 +84,7 @@ def test_presets_have_their_published_size():
 
 @cases("dtype, bound", [(BF16, 2e-4), (FP64, 1e-12)])
 def test_angles_are_fp32_in_a_bf16_run(dtype, bound):
-    """RoPE's tables are fp32: bf16 cannot represent 257. Rotating (x_j, x_j+d/2) as a complex number rounds once."""
+    """RoPE's tables are fp32: bf16 cannot represent 257. (x_j, x_j+d/2), a complex number, is rotated, then rounded."""
     model, seen = decoder(**SHAPE).to(dtype), []
     model.model.layers["1"].register_forward_pre_hook(lambda _module, inputs: seen.extend(inputs[1:]))
     model(torch.zeros(1, 2049).long(), torch.zeros(1, 2049).long())
@@ -165,7 +165,7 @@ def test_targets_are_the_next_tokens(batches):
 
 
 def test_each_epoch_has_every_window_once_in_another_order(batches):
-    """Three epochs with each of two seeds have no held-out window (a twentieth); batches can be read in any order."""
+    """Six epochs (two seeds) each have the 41 training windows, in six orders. Batches can be read in any order."""
     orders = []
     for seed in range(2):
         read = [(found := batches(seed)).batch(i)[0] for i in range(41)]

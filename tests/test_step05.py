@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """Another rule, for tokens in order: own keys in three parts, earlier ranks' in two, and none of later ranks."""
+    """Another `visible`, for tokens in order: own keys in three parts, earlier ranks' in two, none of later ranks."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]

@@ -89,7 +89,7 @@ def test_laws_of_an_order(name):
 
 
 def test_places_and_consumers():
-    """Seven layers in four stages: 1, 2, 2, 2. F's output goes forward, B's back; at the ends, and for W, nowhere."""
+    """Seven layers in stages of 1, 2, 2, 2. F's output goes forward, B's back; at the ends, and for kind W, nowhere."""
     places, layers = round_robin(7, 2, 2), [range(0, 1), range(1, 3), range(3, 5), range(5, 7)]
     links = [(0, None, 1), (1, 0, 2), (0, 1, 3), (1, 2, None)]
     close(places, [Place(rank, some, *by) for (rank, *by), some in zip(links, layers, strict=True)], "places")
@@ -182,7 +182,7 @@ def test_forward_stage(dtype):
 
 
 def carry_out(programs: list[list[list]], places: list[Place]):
-    """Simulate all ranks' lines of (verb, action, peer)s posted together. A message needs both ranks at its line."""
+    """Simulate all ranks. A line: (verb, action, peer)s posted together. A message needs both ranks at its line."""
     left, there, moving = [deque([*line] for line in row) for row in programs], set(), True
     while moving:
         moving = False
@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """Expected events: waits for an action's input, for the previous send to a peer and, at the end, for the rest."""
+    """Expected events: forwards, starts, waits (for an input, the previous send to a peer and finally the rest)."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)
@@ -273,7 +273,7 @@ def awaited(program: list[step.Instruction]) -> Iterator[str]:
 STEPS = [(3, "afab", dict(pp=3), 4, 1), (3, "one_f_one_b", dict(pp=3), 5, 1), (3, "one_f_one_b", dict(pp=3), 1, 1)]
 STEPS += [(4, "one_f_one_b", dict(pp=2, dp=2), 2, 1), (4, "interleaved", dict(dp=2, pp=2), 4, 2)]
 STEPS += [(3, "interleaved", dict(pp=3), 3, 2), (1, "interleaved", dict(pp=1), 3, 3), (3, "V", dict(pp=3), 2, 2)]
-FOLDED = [f"F0.{a} F1.{a} F0.{b} F1.{b} B0.{b} B1.{b} B0.{a} B1.{a}" for a, b in ((0, 5), (1, 4), (2, 3))]  # V's ranks
+FOLDED = [f"F0.{a} F1.{a} F0.{b} F1.{b} B0.{b} B1.{b} B0.{a} B1.{a}" for a, b in ((0, 5), (1, 4), (2, 3))]  # V's lists
 
 
 @task("messages", 5)

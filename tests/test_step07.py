@@ -400,7 +400,7 @@ def bytes_of(flags: dict) -> tuple[dict, int]:
 
 @cases("flags, again", [({}, 1), (dict(recompute="full"), 2), (dict(experts_per_token=4), 1)])
 def test_law_of_bytes(pools, flags, again):
-    """Over ep: rows to experts and back, in forward (twice if recomputed) and backward, and counts; also gradients."""
+    """Over ep: rows to experts and back, forward (twice if recomputed) and backward; counts. Over others: gradients."""
     found, passes = pools(4).run(bytes_of, flags), 3 * 3  # layers, micro-batches
     rest = sum(p.numel() for name, p in decoder(**SHAPE).named_parameters() if "mlp" not in name) + 3 * 4 * 32
     for sent, rows in found:
