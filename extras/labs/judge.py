@@ -35,7 +35,7 @@ def chapter(lab: int) -> str:
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Write all files that the chapter needs, `texts` in place of ours; not tests/faults.py, which quotes solutions."""
+    """Write the files that a chapter needs, with `texts` for ours; without tests/faults.py, which quotes solutions."""
     others = {"tests/faults.py"} | {f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")} - {chapter(lab)}
     paths = [*ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     paths += [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]

@@ -1,13 +1,13 @@
 """The planner's constants: the memory, peak, bandwidths and latencies of each GPU, and some that hold for all GPUs.
 
 They come from data sheets, from published measurements of networks, or from published step times. Constants of the
-last kind are fitted once for each GPU, to all published rows on it together, never to a single row.
+last kind are fitted once for each GPU, to all published step times on it together, never to a single one.
 """
 
 from typing import NamedTuple
 
 GIB = 2**30
-ROOM = 0.95  # part of the memory that a plan may fill: allocators lose some to fragments. For close cases use --dry-run
+ROOM = 0.95  # part of the memory that a plan may fill: allocators lose some to fragmentation. If close: --dry-run
 CONTEXT = 1.5 * GIB  # bytes of CUDA's context and libraries
 COMMUNICATOR = 0.5e9  # bytes of NCCL's buffers for one group of ranks: estimated at 0.3e9 or more, and rounded up
 NODE = 8  # GPUs of a node
@@ -25,10 +25,10 @@ class Gpu(NamedTuple):
     between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do the same
     node: int = NODE  # GPUs of a node
     number: int = 2  # bytes of one element of an activation or of a weight
-    start: float = 34e-6  # fixed seconds of a message, to which those of its bytes and hops are added
+    start: float = 34e-6  # fixed seconds of a message, in addition to those for its bytes and hops
     hop: float = 3.4e-6  # seconds from one rank of a ring to the next within a node
-    hop_between: float = 14e-6  # and from one node to the next
-    launch: float = 12e-6  # fixed seconds of a kernel, to which those of its work are added
+    hop_between: float = 14e-6  # seconds from a rank to the next one of the ring, if that is on another node
+    launch: float = 12e-6  # fixed seconds of a kernel, in addition to those for its work
 
 
 # `flops`, `single`: data sheets. `hbm`: 80 to 84% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s.

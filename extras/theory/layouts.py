@@ -80,7 +80,7 @@ class Network(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """The number of nodes that the ranks are on."""
         return -(-self.ranks // self.in_node)
 
 

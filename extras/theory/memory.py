@@ -22,7 +22,7 @@ when the next unit's gradients are sent; else Z = 0. While activations wait, the
                 gradient, which autograd keeps; or, if W is separate, the gradient that ZeRO 2 copies into its buffer
     always      Z U for the unit that is being sent (Z N, if more, on ranks with embedding or head). ZeRO 3 adds 2 e U
                 for the gathered weights of two layers
-    update      w for each number of gradients summed into new tensors: ZeRO 1's shards, or weights of a pair of ranks
+    update      w for each gradient summed into a new tensor: of ZeRO 1's shards, or of weights of a pair of ranks
 
 The dry run counts every tensor. Of 200 random layouts, 199 are within 20% of its count, one 29% above (test_plan.py).
 """
@@ -180,7 +180,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
     """Extra bytes of a pipeline rank: (at all times, while activations wait, when none wait any more).
 
-    Only its largest layer counts. That layer's experts count as a unit of their own with one matrix.
+    Only its largest layer counts. That layer's experts count as a ZeRO unit of their own, with one matrix.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}

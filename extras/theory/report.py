@@ -100,7 +100,7 @@ def largest(known: dict[str, Shape], m: Shape, x: Layout, gpu: Gpu) -> str:
 
 
 def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
-    """The longest sequence, in tokens, that fits on a mesh, to an eighth of a power of two; 0 if not even 1,024 fit."""
+    """The longest sequence that fits on a mesh: 8 to 15 times a power of two, in tokens; 0 if not even 1,024 fit."""
     lengths = ((8 + part) << doubled for doubled in range(7, 24) for part in range(8))
     legal = (s for s in lengths if leanest(replace(m, seq_len=s), x))
     return max(takewhile(lambda s: can_fit(replace(m, seq_len=s), x, gpu), legal), default=0)

@@ -10,9 +10,9 @@
 
 The bytes explain why small matmuls are slow. For [N, K] x [K, M]: time = FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 
-A ring over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between (NCCL's ncclTopoTuneModel, in
-src/graph/tuning.cc). With more ranks its messages become smaller but its hops more numerous. From some n on, nothing
-hides the hops. A network is assumed to be as fast between many nodes as between two.
+Round a ring of n ranks on k nodes, data makes n - 1 hops, n - k within nodes and k - 1 between (NCCL's
+ncclTopoTuneModel, in src/graph/tuning.cc). With more ranks, messages become smaller but hops more numerous. From some n
+on, nothing hides the hops. A network is assumed to be as fast between many nodes as between two.
 """
 
 from functools import lru_cache
@@ -113,7 +113,7 @@ def attention_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> tuple[float, f
         return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, p.tokens * m.seq_len * m.n_heads / x.tp
     one = matmul_seconds(gpu, m.seq_len, m.head_dim, m.seq_len, heads)
-    # softmax reads and writes 2 bytes; dropout reads 2 and writes 2 and its mask; their backwards read what they need
+    # bytes a score: softmax reads 2, writes 2; dropout reads 2, writes 2 and a mask of 1; their backwards 6 and 5
     return 2 * one + memory_seconds(gpu, 9 * scores, 2), 4 * one + memory_seconds(gpu, 11 * scores, 2)
 
 
@@ -121,7 +121,7 @@ def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) 
     """Seconds of one layer's passes over memory between its matmuls: forward, backward."""
     m, x = p.m, p.x
     width = (p.visits + p.share * m.shared_experts) * m.expert_width if experts else p.share * m.ffn_dim
-    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # 2 norms x 2, 2 sums x 3, GPT: 2 byte masks
+    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # 2 norms x 2, 2 sums x 3, GPT: 2 masks of a byte
     qkv = p.tokens * (m.dim / x.tp + 2 * p.kv) * (2 if recipe.flash else 6)
     inside = gpu.number * (qkv + width * (2 if m.gpt else 3))
     rows = experts * p.visits * m.dim * gpu.number * 2 * 3  # rows are sorted, sent, and put back
@@ -138,7 +138,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     A block has a gather and a scatter over tp, or an all-reduce, which is both. Experts have neither; shared experts
     have both, and without SP the experts' outputs are also gathered. A ring's messages over cp overlap with
     attention. Recomputation repeats forward's messages, also if it keeps the outputs of matmuls ("elementwise", as the
-    dry run counts), but a recipe that `stops` needs neither an MLP's last matmul nor its sum.
+    dry run counts), but a recipe that `stops` needs neither an MLP's last matmul nor the sum over tp after it.
     """
     p, last, ep = micro_batch(m, x), 0.0, 0.0
     products = products_of(p, experts) + [(p.share, m.dim, m.experts, 1)] * experts  # the router
@@ -272,7 +272,7 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
 
     With `overlap_dp`, an all-reduce is hidden behind the last micro-batch, and the sums of ZeRO 2 and 3 behind all
     micro-batches. At least a twentieth is exposed: the last unit's gradient is sent when nothing is left to compute.
-    Gradients are then sent layer by layer; without `overlap_dp`, all at once. If a schedule has two directions, pairs
+    With `overlap_dp` gradients are sent layer by layer, without it all at once. If a schedule has two directions, pairs
     of pipeline ranks share their weights, and nothing hides the sum of their gradients.
     """
     n, hidden, exposed = x.micro_batches, 0.0, 0.0

@@ -2,14 +2,14 @@
 
 In step 4 the backward of a block ends with dW and dx, the gradients of its first matrices and of their input, and then
 the reduce-scatter of dx, during which all ranks wait. But dW does not depend on that sum. So here one autograd function
-computes f (the block's all-gather) and these matrices, and its backward computes dW during the reduce-scatter:
+computes f (the block's all-gather) and multiplies by these matrices; its backward overlaps dW and the reduce-scatter:
 
     dx ->  reduce-scatter ------------.
            dW of q, k, v (or gate, up) '-> the next block's backward
 
-On n ranks, f gathers s tokens from s/n, and autograd would keep all s for dW. Here a block keeps only its s/n tokens,
-and gathers again in backward while dx is computed: two more all-gathers a layer and micro-batch, for 1/n of the memory.
-In step 4, f would also compute the matrices after it, as `enter` does below. Experts have no f, and stay as they are.
+On n ranks, f gathers all s tokens of a sequence, and autograd would keep them for dW. Here a rank keeps only its s/n
+tokens, and gathers again while backward computes dx: two more all-gathers a layer and micro-batch, for 1/n of the
+memory. In step 4, f would also compute these products, as `enter` does below. Experts have no f, and stay as they are.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from step04_tp_sp import COLUMNS, gather_tokens
 
 
 class EnterLinears(torch.autograd.Function):
-    """Computes f, the entry of a block, and the column-parallel matrices that read its output."""
+    """Applies f, the entry of a block, and the column-parallel linear layers that read its output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple:
@@ -56,7 +56,7 @@ class EnterLinears(torch.autograd.Function):
 
 
 def enter(linears: list[nn.Linear], boxes: list[list], group: Group, x: Tensor) -> Tensor:
-    """Replaces f: compute the outputs of the block's first matrices, and put each into its box, for `hand_over`."""
+    """Replaces f: compute the outputs of the block's first linear layers; each goes into a box, for `hand_over`."""
     outputs = EnterLinears.apply(x, group, *(linear.weight for linear in linears))
     for box, output in zip(boxes, outputs, strict=True):
         box.append(output)
@@ -64,7 +64,7 @@ def enter(linears: list[nn.Linear], boxes: list[list], group: Group, x: Tensor) 
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """Replaces the forward of a first matrix: take its output out of the box, which would keep it in memory."""
+    """Replaces the forward of one of these layers: remove its output from the box, which would keep it in memory."""
     return box.pop()
 
 
@@ -79,7 +79,7 @@ NEEDS = [("tp_overlap", "tp"), ("tp_overlap", "sp", True)]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace f and the first matrices of all blocks."""
+    """Replace f, and the forward of the first linear layers, in all blocks."""
     if not config.tp_overlap:
         return
     for layer in parts.model.model.layers.values():

@@ -7,8 +7,8 @@ micro-batch, a rank sends
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
-`visible` is an argument, and so is the *kernel*: two functions, such as step 5's `part_attention` and `part_gradients`,
-for forward and backward of one part of the keys. In step 5, the two collectives would replace RingAttention's messages.
+As in step 5, `visible` is an argument. So is the *kernel*: the two functions that compute forward and backward for one
+part of the keys, such as `part_attention` and `part_gradients`. In step 5, the collectives would replace the messages.
 """
 
 from collections.abc import Callable, Iterable
@@ -84,7 +84,7 @@ def attend(
     visible: Callable = zigzag_visible,
     kernel: tuple = FORMULAS,
 ) -> Tensor:
-    """Puts heads before tokens for `function`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
+    """Applies `function`, with heads before tokens: q [batch, s/n, heads, d]; k, v with kv_heads -> like q."""
     return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 

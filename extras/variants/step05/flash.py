@@ -25,7 +25,7 @@ from step05_cp_ring import ring_attention, travel
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Replaces `part_attention` of step 5. The output o has the dtype of q."""
+    """Replaces `part_attention` of step 5 by the flash kernel. The output o has the dtype of q."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,7 +35,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def flash_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces `part_gradients` of step 5. All gradients have the dtype of q."""
+    """Replaces `part_gradients` of step 5 by the kernel's backward. All gradients have the dtype of q."""
     given = do, q, k, v, o, lse.contiguous()  # a slice of the queries is not contiguous
     if not q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
@@ -89,7 +89,7 @@ def with_kernel(inner: Callable, *qkv: Tensor, **more: Any) -> Tensor:
 
 @dataclass
 class Flags:
-    """Kernels for parts of the keys."""
+    """Attention to a part of the keys."""
 
     cp_kernel: Literal["formula", "flash"] = "formula"  # how attention to a part of the keys is computed
 

@@ -24,7 +24,7 @@ Let gradients of k and v have G bytes. With U or more key/value heads (with fewe
     over ulysses    (U-1)/U (2 Q + B) forward, and as much backward
     over ring       (R-1) B forward, (R-1) B + R G backward           in R hops instead of cp
 
-In step 5, `ring_attention` would be `swapped_attention`; for `usp`, `shard_context` would make two groups of cp ranks.
+In step 5, `ring_attention` would be `swapped_attention`; for `usp`, `shard_context` would create the two groups.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, to_heads: bool) -> Tensor:
-        """If `to_heads`, from this rank's tokens of all heads to all tokens of its heads; otherwise the reverse."""
+        """If `to_heads`: this rank's tokens of all heads -> all tokens of its heads. Otherwise the reverse."""
         ctx.group, ctx.to_heads = group, to_heads
         cut, join = (2, 1) if to_heads else (1, 2)
         parts = x.unflatten(cut, (group.size, -1)).movedim(cut, 0).contiguous()
@@ -80,7 +80,7 @@ def turn_second(x: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, n: int, chunk: int) -> Tensor:
-    """Sorts tokens by sequence and position. They come sorted by rank: each of n has two chunks of every sequence."""
+    """Sorts tokens by sequence and position. They arrive sorted by rank: n ranks, each with two chunks a sequence."""
     return turn_second(x.unflatten(1, (n, -1, 2, chunk)).movedim(1, 3)).flatten(1, 4)
 
 
@@ -114,7 +114,7 @@ NEEDS = [("ulysses", "cp_mode", "usp")]
 
 
 def check(config: Any, world: int):
-    """--ulysses must divide the ranks of cp, and the heads. Raises UserError."""
+    """Raises UserError unless --ulysses divides the ranks of cp, and the heads."""
     if config.cp_mode != "usp":
         return
     m, n, tp = PRESETS[config.model], config.ulysses, config.tp

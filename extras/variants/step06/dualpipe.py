@@ -8,8 +8,8 @@ If F, B (dx) and W (dW) take the same time, and m >= 2p is even, the bubble is (
 update, ranks r and p-1-r sum their gradients, like ranks of data parallelism. DeepSeek overlaps a forward with the
 backward that follows it; here they run one after the other.
 
-`--schedule dualpipev` (DeepSeek's DualPipe repository) folds this to a V of half as many ranks, as in zbv: the second
-way takes the same micro-batches back up. Only one rank has each layer, so no gradients are summed over pairs.
+`--schedule dualpipev` (DeepSeek's DualPipe repository) folds both ways into a V on half as many ranks, as in zbv: the
+second way takes the same micro-batches back up. Each layer is on one rank, so no gradients are summed over pairs.
 
 In step 6, `keep_stage` would note that two stages hold each parameter; the sum over pairs would follow `sync.finish()`.
 """
@@ -27,18 +27,18 @@ from extras.variants.step06.zero_bubble import in_vee, write_out
 
 
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
-    """The eight steps of DeepSeek's repository, as phases of `write_out`. Way 0 begins at the near end, way 1 far.
+    """The eight steps of DeepSeek's repository, as `write_out` phases. Way 0 begins at the near end, way 1 at the far.
 
     `near`: stages from the near end up to this one. `inner`: ranks from here to the middle. `each_way`: micro-batches.
     """
     return [  # W follows its B at once, except in the second half of step 6 and in step 7
         (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
         (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
-        (inner, "B1 W F1"),  # 3: backward of way 1, which begins first here: its loss is at the near end
+        (inner, "B1 W F1"),  # 3: backward of way 1, the first one here, because its loss is at the near end
         (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, until all F0 are done
         (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
         (near // 2, "B1 W B0 W"),  # 6: no forward is left
-        (near % 2, "B1 W B0"),  # 6: the middle pair, if `near` is odd
+        (near % 2, "B1 W B0"),  # 6: the pair in the middle of this step, if `near` is odd
         (near // 2, "B1 B0"),  # 6: in its second half W waits, because other ranks wait for B
         (inner, "W B0"),  # 7: W fills the gaps between the last B
     ]  # 8: `write_out` appends every W that still waits
@@ -79,7 +79,7 @@ SCHEDULES["dualpipev"] = in_vee(dualpipev)
 
 
 def attach(config: Any, parts: Parts):
-    """Record that gradients are partial, so summed over the pair of ranks, and that two stages hold each parameter."""
+    """Record that gradients are partial (summed over the pair of ranks), and that two stages hold each parameter."""
     if config.schedule != "dualpipe":
         return
     mesh = parts.mesh

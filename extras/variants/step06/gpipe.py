@@ -1,4 +1,4 @@
-"""GPipe (`--schedule gpipe`; Huang et al. 2019, section 2.3): all forward, all backward; recomputes while it waits.
+"""GPipe (`--schedule gpipe`; Huang et al. 2019, section 2.3): all forward, all backward; ranks recompute while waiting.
 
 F, the forward of a micro-batch, keeps only the stage's input. R runs forward again, and now keeps the graph for B,
 the backward. R needs nothing from the next stage, so a stage runs it before dy arrives (here R is a dash):
@@ -40,14 +40,14 @@ class ForwardTwice:
         self.inputs: dict[int, Tensor | None] = {}  # by micro-batch: the stage's input (None: it is tokens)
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """F: run micro-batch i through the stage; keep only its input. R adds its loss to the sum."""
+        """F: run micro-batch i through the stage, and keep only the stage's input. The loss is added later, by R."""
         self.inputs[i], pipeline = x, self.pipeline
         x = pipeline.xs[i] if x is None else x
         y = step06.forward_stage(pipeline.model, pipeline.places[stage], x, pipeline.ys[i], pipeline.positions)
         return y.detach()
 
     def again(self, i: int, stage: int, _input: None):
-        """R: run micro-batch i once more, and keep the graph."""
+        """R: run micro-batch i through the stage again, and keep the graph for B."""
         plain = partial(step06.Pipeline.forward, self.pipeline)
         self.progress.act(plain, i, stage, self.inputs.pop(i))
 
@@ -58,7 +58,7 @@ REFUSES = [Refusal(dict(schedule=("gpipe",), recompute=("full",)), "both run for
 
 
 def attach(config: Any, parts: Parts):
-    """Let F keep no graph, and add R, if the schedule has R."""
+    """If the schedule has R: let F keep no graph, and add a method for R."""
     if "R" in parts.kinds:
         twice = ForwardTwice(parts)
         parts.instead(parts.pipeline, "forward", twice.forward, by=__name__)

@@ -8,15 +8,15 @@ backward uses them. On 3 ranks, with the version of the weights that each forwar
     rank 1         F0:0 F1:0 B0:0 F2:1 B1:0 F3:2 B2:1 F4:3 ...           version t: weights after t updates
     rank 2              F0:0 B0:0 F1:1 B1:1 F2:2 B2:2 F3:3 ...           micro-batch 3 uses versions 1, 2, 3
 
-Laws (section 3.3). Let w_s(t) be version t of stage s = 0 .. p-1 (for t < 0: w_s(0)), and F_t micro-batch t's loss:
+Laws (section 3.3). w_s(t): version t of the weights of stage s = 0 .. p-1 (t < 0: w_s(0)). F_t: micro-batch t's loss.
 
     w_s(t+1) = w_s(t) - lr dF_t/dw_s (w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))      a gradient at weights of p ages
     rank s keeps p - s versions of its weights, including the newest
     a turn: F and B. In m updates a rank idles for p-1 of m + p-1 turns; with a flush after each, for m (p-1) of m p
 
 A run makes N updates by SGD (`--lr`; no warm-up, no clipping) without flushes, then N from the same initial weights
-with a flush after each, and prints the losses of both. A micro-batch is a whole `--global-batch-size`. In step 6,
-`backward` would end with the update.
+with a flush after each, and prints the losses of both. A micro-batch has `--global-batch-size` sequences. In
+step 6, `backward` would end with the update.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Stashed(OneForwardOneBackward):
         return y
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """Run backward with the forward's weights, then update the newest out of place: old ones stay in the stash."""
+        """Run backward with the forward's weights; update the newest out of place, so the stash keeps the old ones."""
         hold(self.model, self.stash[i])  # recomputation uses them, too
         dx = super().backward(i, stage, dy)
         for name, weight in self.stash.pop(i).items():
@@ -126,7 +126,7 @@ REFUSES = [Refusal(dict(pipedream=SET, dry_run=SET), "it prints losses, and a dr
 
 
 def settle(config: Any, world: int):
-    """Set --steps to 0, because both pipelines run before the first step."""
+    """Set --steps to 0: `attach` makes all updates, and no training steps follow."""
     if config.pipedream:
         config.steps = 0
 

@@ -1,7 +1,7 @@
 """Splits backward into dx (B) and dW (W), for every --schedule with W (zero_bubble.py, dualpipe.py).
 
-For y = x W^T, B computes dx = dy W, for which the previous rank waits. W computes dW = dy^T x, for which no rank waits,
-so it fills gaps (Qi et al. 2023, "Zero Bubble"). Inputs and dy of matrices are kept until W, attention's graph until B.
+For y = x W^T, B computes dx = dy W, for which the previous rank waits. No rank waits for dW = dy^T x, so the action W
+computes it in gaps (Qi et al. 2023, "Zero Bubble"). x and dy of matrices are kept until W, attention's graph until B.
 
 B asks autograd for the gradients of a stage's input and of all its parameters except the layers' matrices, whose
 backward only stores a function that computes dW. W runs these functions, and adds all gradients of layers to `.grad`.
@@ -42,7 +42,7 @@ class SplitBackward:
 
     def __init__(self, config: Any, parts: Parts):
         self.pipeline, self.expert_matmul = parts.pipeline, getattr(config, "expert_matmul", "each")
-        self.left: list[Left] = []  # appended to by the backward of linear layers, in the running B
+        self.left: list[Left] = []  # filled by the linear layers' backward, in the B that is running
         self.waiting: dict[tuple[int, int], list[Left]] = {}  # (micro-batch, stage) -> what its B has left
         layers, model = parts.model.model.layers, parts.model
         self.layer = {param: int(n) for n, layer in layers.items() for param in layer.parameters()}
@@ -77,7 +77,7 @@ class SplitBackward:
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):
-        """W: compute and add the gradients that B has left; a parameter has several with --ep-overlap."""
+        """W: compute the gradients that B has left, and add them. With --ep-overlap a parameter has several."""
         left = self.waiting.pop((i, stage))
         for param in dict.fromkeys(param for param, _ in left):
             self.add(param, reduce(torch.add, [gradient() for one, gradient in left if one is param]))
@@ -87,7 +87,7 @@ class SplitBackward:
         torch.autograd.backward((param,), (gradient,))
 
     def add_tied(self, gradient: Tensor, stage: int):
-        """Add a tied matrix's gradients in one call, as hooks expect: keep the head's until stage 0 has its own."""
+        """Add a tied matrix's two gradients in one call, as hooks expect: the head's waits for the embedding's."""
         self.of_head = gradient.to(wide(gradient.dtype)) if self.of_head is None else self.of_head.add_(gradient)
         if stage == 0:
             whole, self.of_head = self.of_head, None

@@ -5,14 +5,14 @@ Only B, the gradient of a stage's input, is urgent. W, the gradients of the weig
 4 ranks, with 6 micro-batches (F is a number, B a letter, W a dash, each one unit of time):
 
     zb-h1    0123...a-4b-5c-d-e-f-      zb-h1: bubble (p-1) / (3 m + p-1), with the memory of 1f1b, whose bubble is
-             .012..a3b-4c-5d-e-f--      (p-1) / (m + p-1). The others, from m = 2p-1 on (7 on these 4 ranks):
+             .012..a3b-4c-5d-e-f--      (p-1) / (m + p-1). The next two, from m = 2p-1 on (7 on 4 ranks):
              ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; a rank never waits once it has begun
              ...0a1b2c3d-4e-5f----      zbv: no waiting, like zb-h2, with the memory of 1f1b
 
 In zbv, v-half and v-min the stages form a V: rank r has stage r of p on the way down, and stage 2p-1-r on the way up,
 so the loss is on rank 0. In v-half and v-min each micro-batch starts 6 units after the one before it, with the same
 timetable: a rank's F, B and W of both stages fill these 6. A micro-batch takes memory from F to W, so memory depends
-on four delays from one rank to the next: of F down, F up, B down (B runs through the later stages first) and B up.
+on four delays from one rank to the next: F down, F up, B down (from rank 0, which has the loss, to rank p-1) and B up.
 
     v-min    1 1 1 1    about p/3 micro-batches in flight; v-half, with 1 2 1 2: p/2; zbv and 1f1b: p
 
@@ -71,7 +71,7 @@ def vee(n_layers: int, p: int, v: int) -> list[Place]:
 
 
 def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[Any], Schedule]:
-    """Makes the entry of SCHEDULES for lists of two stages a rank, in a V. A single rank has one stage: zb-h1."""
+    """Makes an entry of SCHEDULES with two stages on each rank, in a V. A single rank has one stage, and runs zb_h1."""
     return lambda config: Schedule(
         lambda p, m, v, rank: (actions if v > 1 else zb_h1)(p, m, v, rank), vee, v=2, costs=UNIT
     )
@@ -79,9 +79,9 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 
 @lru_cache
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
-    """Returns when F down, F up, B down, B up, W down, W up of micro-batch 0 start on each rank, if each takes a unit.
+    """Returns, for each rank, when F down, F up, B down, B up, then the W of both B, start for micro-batch 0, in units.
 
-    At the three turns of its way the micro-batch waits only as long as needed for no rank to do two actions at a time.
+    At each of its three turns the micro-batch waits only as long as needed, so that no rank does two actions at a time.
     """
     down, up, back, home = delays
     for waits in sorted(product(range(PERIOD), repeat=3), key=sum):

@@ -127,5 +127,5 @@ def attach(config: Any, parts: Parts):
     """Let the rows of all layers visit experts in chunks."""
     for module in parts.model.modules() if config.ep_overlap > 1 else ():
         if isinstance(module, MoE):
-            plain = module.experts.forward.args  # of `visit_experts`: the experts' own forward, and the group
+            plain = module.experts.forward.args  # bound to `visit_experts`: the experts' own forward, the group
             parts.instead(module.experts, "forward", partial(visit_in_chunks, config.ep_overlap, *plain), by=__name__)

@@ -9,8 +9,8 @@
     allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
                 sorting of messages, but ranks also receive tokens that none of their experts needs
 
-Bytes sent over ep by a rank in a layer's forward of a micro-batch (in backward, R and A swap, and there are no counts);
-h = dim, e bytes an element, w a gate (4; fp64: 8), T tokens here, R rows sent to others, A received, K = ep / N nodes:
+Bytes a rank sends over ep in a layer's forward of a micro-batch; in backward, R and A swap, and no counts. h = dim,
+e bytes an element, w bytes a gate (4; fp64: 8), T tokens here, R rows sent to others, A received, K = ep / N nodes:
 
     rows             R (h e + E/ep w) + A h e     and 8 (ep-1) for the counts
     nodes, between   R (h e + E/K w) + A h e      and 8 (K-1): R and A as if a node were a rank
@@ -19,9 +19,9 @@ h = dim, e bytes an element, w a gate (4; fp64: 8), T tokens here, R rows sent t
 
 In each level of `rows` or `nodes`, the CPU waits once for the GPU's row counts; in all modes, once for the experts'.
 
-When to use which: of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if
-choices are independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. With --groups-per-token
-M, and no group on two ranks (or nodes), at most M rows are sent. `allgather` is for tokens that visit nearly all ranks.
+When to use which: for a token with k choices, step 7 sends (1 - 1/ep) k rows, and `rows` (ep-1) (1 - (1 - 1/ep)^k), if
+choices are independent. If ep = 8: for k = 8, 7 and 4.6; for k = 2, 1.75 and 1.6. With --groups-per-token M, and no
+group on two ranks (or nodes), at most M rows are sent. `allgather` is for tokens that visit nearly all ranks.
 
 In step 7, `by_gates` would be `MoE.forward`.
 """
@@ -46,7 +46,7 @@ from step07_moe_ep import DISPATCH, AddLoss, MoE
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     """Sums rows [any number, dim], each at its `place` (int64) -> [n, dim], in fp32 or wider, in a fixed order.
 
-    Otherwise ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
+    Else ranks that compute the same could round differently and choose other experts. On a GPU only `index_put` sorts.
     """
     sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
@@ -123,7 +123,7 @@ NEEDS = [("ep_inside", "ep_mode", "nodes")]
 
 
 def check(config: Any, world: int):
-    """--ep-inside must divide --ep. Raises UserError."""
+    """Raises UserError unless --ep-inside divides --ep."""
     if config.ep_mode == "nodes" and config.ep % config.ep_inside:
         raise UserError(f"--ep-inside {config.ep_inside} must divide --ep {config.ep}")
 
@@ -137,7 +137,7 @@ def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
 
 
 def attach(config: Any, parts: Parts):
-    """Let layers use `by_gates`; with --capacity-factor in any mode, so that ignored choices are not sent."""
+    """Let layers use `by_gates` in the modes above and, so that no ignored choice is sent, with --capacity-factor."""
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return

@@ -1,9 +1,9 @@
 """Multiplies all experts of a layer in one grouped matmul, if a kernel supports it (`--expert-matmul grouped`).
 
-torch's kernel accepts numbers of at most 32 bits, in rows of a multiple of 16 bytes. On GPUs it is used only for bf16
-on Hopper and Blackwell. (On other GPUs it would copy the offsets to the host for each product, and loop over experts
-there.) Otherwise experts are multiplied one by one, as in step 7. The host never waits for the GPU here, because it
-knows the counts from the dispatch. In step 7, `ExpertLinear.forward` would be `multiply`.
+torch's kernel accepts numbers of at most 32 bits, if the length of a row is a multiple of 16 bytes. On GPUs it is used
+only for bf16 on Hopper and Blackwell. (On other GPUs it would copy the offsets to the host for each product, and loop
+over experts there.) Otherwise experts are multiplied one by one, as in step 7. The host never waits for the GPU here,
+because it knows the counts from the dispatch. In step 7, `ExpertLinear.forward` would be `multiply`.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from extras.variants import Parts
 
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
-    """Returns where each expert's rows end, int32 [experts]. A GPU's copy comes from pinned memory, without a wait."""
+    """Returns where each expert's rows end, int32 [experts]. The copy to a GPU, from pinned memory, needs no wait."""
     where = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     return where.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else where
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """Whether torch's kernel accepts these tensors. If they are a dry run's, without data, it accepts only bf16."""
+    """Whether torch's kernel accepts these tensors. In a dry run, whose tensors have no data: only bf16."""
     if isinstance(tensors[0], FakeTensor) and tensors[0].dtype != torch.bfloat16:
         return False
     if tensors[0].is_cuda:
@@ -45,7 +45,7 @@ def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor
 
 
 def outer(a: Tensor, b: Tensor, counts: list[int], way: str) -> Tensor:
-    """Computes a^T b over the rows of each expert: a [n, out], b [n, in] -> [experts, out, in]; zero without rows."""
+    """Computes a^T b over the rows of each expert: a [n, out], b [n, in] -> [experts, out, in] (no rows: zero)."""
     if way == "grouped" and can_group(a, b):
         offs = ends(counts, a)
         products, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
@@ -79,7 +79,7 @@ class ProductLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        """dy -> dx; dW, or None with `later`. dW of an expert without rows is zero."""
+        """dy -> dx and dW (None with `later`). dW of an expert without rows is zero."""
         (weight, product, later), x, dy = ctx.arguments, ctx.saved_tensors[0].detach(), dy.contiguous()
         dw = None
         if weight.requires_grad:

@@ -2,14 +2,14 @@
 
     --expert-groups        a token's experts come from at most --groups-per-token of the groups (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
-                           (Fedus et al. 2021) and ignores the others. The cp x tp ranks gather their choices
+                           (Fedus et al. 2021) and ignores the others. To find the first, cp x tp ranks gather choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       number of added experts that every token visits, computed as one MLP (DeepSeek)
     --balance none         no auxiliary loss
-    --balance bias         no auxiliary loss; experts are chosen by p + b, and weighted by p (Wang et al. 2024,
-                           "auxiliary-loss-free"). After each step, b_e of each expert moves by --bias-speed: up if all
-                           ranks chose e less often than the mean, down if more. b has no gradient, but is part of the
-                           model: a buffer `bias` [experts], fp32, of each layer
+    --balance bias         no auxiliary loss (Wang et al. 2024, "auxiliary-loss-free"). Each expert e has a bias b_e. It
+                           is chosen by p_e + b_e, but weighted by p_e. After each step, b_e moves by --bias-speed: up
+                           if all ranks together chose e less often than the mean, down if more often. b has no
+                           gradient, but is part of the model: a buffer `bias` [experts], fp32, of each layer
 
 In step 7, most of these would be one to four lines of `MoE.route`, as in `RoutedMoE.route`; the biases would be updated
 after `optimizer.step`.
