@@ -46,7 +46,7 @@ from step07_moe_ep import DISPATCH, AddLoss, MoE
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     """Sums rows [any number, dim], each at its `place` (int64) -> [n, dim], in fp32 or wider, in a fixed order.
 
-    Else ranks that compute the same could round differently and choose other experts. On a GPU only `index_put` sorts.
+    Else ranks that compute the same could round differently. On a GPU only `index_put` sorts, so its order is fixed.
     """
     sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
