@@ -18,12 +18,12 @@ ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", 
 
 
 def pytest_xdist_auto_num_workers(config):
-    """With -n auto: three workers if the whole folder is tested, as many tests use one core or wait; else none."""
+    """With -n auto, start three workers for the whole folder, since many tests use one core or only wait; else none."""
     return 3 if Path(__file__).parent in map(Path.absolute, map(Path, config.args)) else 0
 
 
 def pytest_collection_modifyitems(items):
-    """Sort tests by `ORDER`. Raises UsageError for tests of the course: techniques would add to their menus."""
+    """Sort tests by `ORDER`. Raises UsageError for tests of the course, because techniques would change their menus."""
     if others := {item.path.parent.name for item in items if Path(__file__).parent not in item.path.parents}:
         raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}

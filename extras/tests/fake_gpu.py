@@ -56,7 +56,7 @@ def can_fake_cuda() -> bool:
 
 
 class Stream:
-    """A CUDA stream, the host, or NCCL's stream. done[s]: launches of stream s that come before our next one."""
+    """A CUDA stream, NCCL's, or the host. done[s]: how many launches of stream s must end before our next begins."""
 
     def __init__(self):
         self.done: Counter[Stream] = Counter()
@@ -90,7 +90,7 @@ def tensors_of(*args: Any) -> list[Tensor]:
 
 
 def place() -> str:
-    """The innermost line of steps, common or variants that is running; "backward" if autograd runs without one."""
+    """The innermost running line of a step, common or variants; "backward" if none is running, as in autograd."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
     return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "backward"
 
@@ -103,8 +103,8 @@ class Watch(TorchDispatchMode):
         self.found, self.rows = [], 0  # numbers of rows for experts, set by `route`
         self.inside = False  # from a step's first forward until its gradients are summed
         self.waits: Counter[str] = Counter()  # of the host for the GPU while `inside`, by place
-        self.calls: list[list[Call]] = []  # by launch: one collective, or a batch of messages
-        self.written: dict[int, Counter[Stream]] = {}  # by storage, stream: number of its last writing launch
+        self.calls: list[list[Call]] = []  # of each launch: one collective, or a batch of messages
+        self.written: dict[int, Counter[Stream]] = {}  # storage -> stream -> its last launch that wrote there
         self.early: set[str] = set()  # places that read data before they have waited for it
         self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
 
@@ -189,7 +189,7 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def finish(self, gradients: Callable) -> dict[str, Tensor]:
-        """Wraps `gradients`: later waits of the step are not recorded, as the host needs the norm, which follows."""
+        """Wraps `gradients`: later waits of the step are not recorded, because the host has to wait for the norm."""
         self.watch.inside = False
         return gradients()
 
@@ -216,12 +216,12 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
         return right(tensor)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]  # a GPU's, in 16 bits
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]  # a GPU's 16-bit kernel
 
     def empty(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
         return right(*args, **how)
 
-    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # no operator, unlike `empty`
+    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # unlike `empty`, this is no operator
         made = right(data, **how)
         return empty(made.shape, dtype=made.dtype)
 

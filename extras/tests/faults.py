@@ -27,7 +27,7 @@ class Fault(NamedTuple):
 
 
 def noticed_by(judge: Row | tuple, module: str, *faults: tuple[str, ...]) -> list[tuple[Row | tuple, Fault]]:
-    """Pair faults of a module with the judge that must notice them; "/" stands for extras.variants.
+    """Pair faults of a module with the judge that must notice them; in `module`, "/" stands for "extras.variants.".
 
     A judge is a Row, whose run then differs from one process; or (file, test, parameters...), a test that then fails;
     or ("resumed", ranks, layout), a run that resumes a checkpoint of one process and then ends with other numbers.
@@ -149,7 +149,7 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 def injected(fault: str | Fault) -> Iterator[None]:
     """Inside this context, the program has this mistake, or the patch of this name; "" changes nothing.
 
-    Only the code objects of functions are replaced, so the mistake also runs through menus, imports and `super()`.
+    Only the code objects of functions are replaced, so menus, imports and `super()` lead to the mistake, too.
     """
     if not fault:
         yield

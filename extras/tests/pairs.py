@@ -18,7 +18,7 @@ STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step
 STEPS += ["step07_moe_ep"]
 Options = dict[str, Any]
 
-# Values of the flags of steps and services; the first: without the flag. `table` adds the values of menus and switches.
+# Values of flags of steps and services; the first means: without the flag. `table` adds those of menus and switches.
 # COMPUTED flags change the numbers, so the reference run has them, too; HOW flags do not; LOOKS flags only observe.
 COMPUTED = dict(steps=(2, 3), global_batch_size=(4, 8), micro_batch_size=(1, 2), seed=(0, 1), optimizer=("adamw",))
 COMPUTED |= dict(lr=(0.05, 0.02), warmup_steps=(2, 0), weight_decay=(0.1, 0.0), grad_clip=(0.5, 0.0))
@@ -32,13 +32,13 @@ HOW = dict(dtype=("fp64",), zero=(0,), bucket_mb=(1.0, 0.01), tp=(1, 2), cp=(1, 
 HOW |= dict(chunks=(2, 1), pp_split=("even",))
 LOOKS = dict(eval_every=(0, 1), eval_sequences=(64, 5), save_every=(0, 1), save_async=(False, True))
 LOOKS |= dict(profile_memory=(0, 1))
-BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # other flags it needs
+BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # flags that it needs
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
 # Not combined, because they end a run early, need other hardware, or set other flags: flag -> the file that tests it.
 APART = dict(model="experts", device="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
-# With both, a router's gradients for unvisited experts can be rounding errors, which Adafactor divides by themselves.
+# Not compared together: router gradients of unvisited experts can be rounding errors, which Adafactor scales up.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
 
@@ -97,9 +97,9 @@ def broken(step: str, run: Options) -> Rule | None:
 
 
 def complete(step: str, given: Options) -> Options:
-    """Complete the given flags to all flags of a step, including those that they need or that show their effect.
+    """Add all other flags of a step to `given`; those that it needs, or that show its effect, are set accordingly.
 
-    While the run breaks a rule, set one of the rule's flags that is not given to its next value that the rule allows.
+    While the run breaks a rule, one of the rule's flags, but none of `given`, gets the next value that is allowed.
     """
     flags, run, seen = table(step)[0], plain(step), set()
     new = {name: value for name, value in given.items() if name in flags}
@@ -142,7 +142,7 @@ def trains(step: str, run: Options) -> bool:
 
 
 def join(step: str, chosen: Options, more: Options) -> Options | None:
-    """Add `more` flags and those that they need; None if they contradict `chosen`, or if `trains` is False."""
+    """Add flags `more`, and those that they need, to `chosen`; None if they contradict it, or if `trains` is False."""
     if any(chosen.get(name, value) != value for name, value in more.items()):
         return None
     run, without = complete(step, chosen | more), plain(step)
@@ -184,7 +184,7 @@ def pairs_of(step: str) -> Iterator[Options]:
 
 @lru_cache
 def chosen_runs(kind: str, step: str) -> list[Options]:
-    """Runs that cover "any two flags" and each value (the default), or "any two values" (the sweep).
+    """Runs that cover, as `kind` says, "any two flags" and each value (the default), or "any two values" (the sweep).
 
     The default leaves out --compile, whose runs take seconds, and pairs of --schedule with --sync or --cp-mode: nearly
     two hundred such pairs would each need a run. Flags that only observe (LOOKS) need a run with all services, so they

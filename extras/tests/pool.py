@@ -58,7 +58,7 @@ class Pool(pool.Pool):
     """A pool that computes only while no other pool of this user does: two at once would be slower than in turn."""
 
     def run(self, function: Callable, *args: Any, seconds: float = 300.0) -> list[Any]:
-        """Call a function on all ranks. Raises RankError; the next call then starts new workers."""
+        """Call a function on all ranks. Raises RankError if one fails or hangs; the next call starts new workers."""
         with open(os.path.join(tempfile.gettempdir(), f"ranks-{os.getuid()}.lock"), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
             return super().run(*([alone] if self.world == 1 else []), function, *args, seconds=seconds)

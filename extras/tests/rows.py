@@ -24,7 +24,7 @@ LOSSY = (
     (dict(compress="int8"), 0.2),
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
-SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # the error of one step hardly grows in the next
+SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so slow that a step's error hardly grows in the next
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 WINDOW = dict(window=7)
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def sized(row: Row) -> Row:
-    """Set sizes that `base` lacks: 2 layers, 3 micro-batches a rank; under pp, 3 layers, and 2 pp micro-batches."""
+    """Set sizes that `base` lacks: 2 layers, 3 micro-batches a dp rank; with pp > 1, 3 layers, 2 pp micro-batches."""
     pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
     batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
     return row._replace(base=dict(global_batch_size=batch, n_layers=2 + (pp > 1)) | row.base)

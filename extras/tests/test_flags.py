@@ -1,4 +1,4 @@
-"""Flags whose sizes do not fit give the same line on every rank, before anything is sent. (Pairs: test_pairs.py.)"""
+"""Flags whose sizes do not fit raise the same error on every rank, before anything is sent (pairs: test_pairs.py)."""
 
 import pytest
 

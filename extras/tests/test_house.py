@@ -42,7 +42,7 @@ FILES = {
 
 
 def room_of(module: str) -> str:
-    """The folder of a module: "step", "common", "proof", or one in extras/ such as "variants"; "" if it is not ours."""
+    """A module's folder: "step", "common", "proof" (tests/), "variants" and so on in extras/; "" if not ours."""
     first, *rest = module.split(".")
     if first == "extras":
         return rest[0] if rest and rest[0] in MAY else first

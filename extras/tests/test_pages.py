@@ -62,7 +62,7 @@ def test_every_link_leads_somewhere(pages):
 
 
 def test_pictures_obey_the_chapters_laws(pages):
-    """The recordings obey the docstrings' laws of bytes, sums, shards, pairs in attention, bubbles and routing."""
+    """The pictures' data obeys the steps' laws of bytes, sums, shards, pairs in attention, bubbles and routing."""
     text = "".join(pages[f"{step}.html"] for step in list(FILES)[:7])
     recorded = map(json.loads, re.findall("application/json>(.*?)</script>", text, re.DOTALL))
     step, buckets, zero, ring, schedules, routing = recorded
@@ -78,7 +78,7 @@ def test_pictures_obey_the_chapters_laws(pages):
     sums = [{cell[0] for cell in row[1:]} for row in buckets[""]["states"][-1][1].values()]
     assert all(len(of_ranks) == 1 and "under way" not in of_ranks for of_ranks in sums), "all ranks have one sum"
 
-    kinds = ("parameters", "gradients", "masters", "moments")  # after the update: 2 and 12 bytes, sharded by stage
+    kinds = ("parameters", "gradients", "masters", "moments")  # after the update: 2 + 12/4 bytes, in stage 3 (2 + 12)/4
     whole = {stage: sum(frame["curve"][kind][-1] for kind in kinds) for stage, frame in zero.items()}
     n_params = zero["1"]["curve"]["parameters"][0] / 2
     assert whole == {"1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}

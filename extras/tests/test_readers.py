@@ -49,7 +49,7 @@ def jsonl(path: Path, **columns) -> Path:
 
 
 def test_all_kinds_give_the_same_stream(tmp_path):
-    """JSONL (also gzipped), Parquet, a folder and a stored data set give one stream; .txt that of the plain reader."""
+    """JSONL (also gzipped), Parquet, folders, stored data sets give the same stream; .txt gives the plain reader's."""
     expected = [END if byte == 0 else byte for text in TEXTS for byte in text.encode() + b"\0"]
     names = "a.jsonl", "a.parquet", "stored", "b.jsonl.gz", "folder"
     sources = [tmp_path / name for name in names]
@@ -90,7 +90,7 @@ BAD = [  # name, content (None: no file), a part of the error
 
 @pytest.mark.parametrize("name, content, says", BAD)
 def test_bad_data_is_one_line(tmp_path, name, content, says):
-    """Before the first batch, a UserError names --dataset and the source."""
+    """Bad data raises UserError before the first batch, in one line that names --dataset and the source."""
     source = name if content is None else tmp_path / name
     if content is not None:
         source.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -99,7 +99,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """Files of one kind are read, but not hidden or held-out ones. A line lists others. An error names a torn file."""
+    """Files of one kind are read, but not hidden or held-out ones. A line lists others; the log names a torn file."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()
@@ -139,7 +139,7 @@ def test_labels_and_masks(tmp_path, columns, tokens, targets):
 
 
 def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
-    """A file with a new content but the old time is read again, also if gzipped; so is another column of a file."""
+    """A file with new content but its old time stamp is read again, also if gzipped; so is another column of a file."""
     for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
         source = tmp_path / name
         for word in ("first", "other"):

@@ -1,8 +1,8 @@
 """Compares rules (updates, loss scaling, routing, rounding) with implementations by others.
 
-rows.py compares a rule only with itself. Here each rule is a function that raises AssertionError if ours differs from
-theirs, which README.md lists, and faults.py has mistakes that it must notice. Their code rounds to fp32 or bf16 in
-places, but not under `exact`, so in fp64 even a wrong last digit of a constant shows.
+rows.py compares our rules only with themselves. Here each rule is a function that raises AssertionError if our numbers
+differ from those of other code, which README.md lists. faults.py has mistakes that these must notice. The other code
+rounds to fp32 or bf16 in places, but not under `exact`, so in fp64 even a wrong last digit of a constant shows.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def same(ours: Any, theirs: Any, bound: float = FP64):
 
 
 def groups(masters: dict[str, Tensor], config: Any) -> list[dict]:
-    """Parameter groups, in which tensors of one dimension do not decay."""
+    """Parameter groups: matrices decay, and tensors of one dimension do not."""
     params = [[tensor for tensor in masters.values() if (tensor.dim() == 1) == norms] for norms in (False, True)]
     return [dict(params=some, weight_decay=decay) for some, decay in zip(params, (config.weight_decay, 0), strict=True)]
 
@@ -90,14 +90,14 @@ THEIRS = dict(
 
 
 def updates(name: str, step: str = "step01_single_gpu", **flags: Any):
-    """Train with our rule and with THEIRS; compare losses, gradients, weights. Each step has another learning rate."""
+    """Train with our rule and with THEIRS; compare losses, gradients, weights. The learning rate changes every step."""
     flags = dict(steps=4, weight_decay=0.3) | flags
     ours = equal.record(step, flags | dict(optimizer=name))
     with mock.patch.dict(OPTIMIZERS, theirs=THEIRS[name]), exact():
         equal.compare(ours, equal.record(step, flags | dict(optimizer="theirs")), BOUND["fp64"])
 
 
-BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # step (from 0) -> a gradient's value; 3 good steps: scale grows
+BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # step (from 0) -> a bad gradient; 3 good steps: scale doubles
 
 
 @contextmanager
@@ -127,15 +127,15 @@ def overflow_on_rank(options: dict) -> list[float]:
 
 @pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """A skipped update halves the scale; after an overflow on the last rank, the scale is halved on all ranks."""
+    """A skipped update halves the scale, and an overflow on the last rank alone makes all ranks skip the update."""
     found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
     assert found == [[2**16, 2**16, 2**15]] * 2
 
 
 def scale():
-    """The scale before each step is GradScaler's; losses and weights are those of a run that skips the bad steps."""
+    """The scale before each step is GradScaler's; losses and weights are those of a plain run without BAD's updates."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
-    options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # lr 5e-2: roundings grow by 1e5
+    options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # at 5e-2 roundings grow by 1e5
     with overflows(BAD) as scales, mock.patch.object(fp16, "GROWTH", 3):
         ours = equal.record("step01_single_gpu", options | dict(dtype="fp16", patch="wide"))
     steps = count()
@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy our weights into theirs. Returns pairs: a function that applies `of` to our weight, and their parameter."""
+    """Copy our weights into theirs. Returns (get, param) pairs: get(of) applies `of` to our weights for `param`."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """DeepSeek-V3, with softmax: groups are ranked by their two best experts; a bias on the choice; shared experts."""
+    """DeepSeek-V3 with softmax: groups ranked by their two best experts, biases on the choice, and shared experts."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -247,7 +247,7 @@ def switch():
 
 
 def biases():
-    """Wang et al. 2024: p + b chooses experts (p: scores). After a step, b_e += speed sign(mean load - load of e)."""
+    """Wang et al. 2024: experts are chosen by score + bias. A step adds speed sign(mean load - its load) to a bias."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def biases():
 
 
 def rounding():
-    """int8: a value becomes the nearest of 255 multiples of its block's largest / 127. inf and nan stay not finite."""
+    """int8: a value becomes the nearest of 255 multiples of its block's max |x| / 127. inf and nan stay not finite."""
     send = lambda x: dequantise(quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]

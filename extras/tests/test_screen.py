@@ -70,7 +70,7 @@ def test_a_served_run(pools, tmp_path, name):
 
 
 def test_the_load_of_experts():
-    """Layers in which one expert gets all tokens, two get half each, or all four the same; and one without experts."""
+    """Three layers give one expert all tokens, two experts half each, or all four the same; the last has no experts."""
     counts = torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1], [0] * 4], dtype=torch.float64)
     load = SimpleNamespace(mesh={dim: comm.Group(dim, 0, 1, None) for dim in ("data", "tp", "pp")}, counts=counts)
     right = dict(expert_load_p50=2, expert_load_p90=2 + 0.8 * 2, unused_experts=5)
@@ -78,7 +78,7 @@ def test_the_load_of_experts():
 
 
 def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
-    """The table has the fastest H100. The PCIe form, whose peak is lower, is timed: here 2 n^3 FLOPs in one second."""
+    """The table has the fastest H100. The PCIe form is slower, so its peak is timed: here 2 n^3 FLOPs in one second."""
     monkeypatch.setattr(devices, "repeat", lambda *_, **__: [1.0])
     monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
     for name, peak in {"NVIDIA H100 80GB HBM3": GPUS["h100-80"].flops, "NVIDIA H100 PCIe": 2 * 8192**3}.items():
@@ -111,7 +111,7 @@ def test_memory(pools, tmp_path):
 
 
 def test_a_hang_ends_the_job(tmp_path):
-    """Every rank prints where it is: one sleeps, the other waits for it in a collective."""
+    """When a step takes too long, each rank prints where it is: one sleeps, the other waits for it in a collective."""
     code = "import common.comm, os, time\nsum_up, calls = common.comm.all_reduce, []\n"
     code += "def late(*args):\n    calls.append(1) or (os.environ['RANK'] == '1' and calls[3:] and time.sleep(99))\n"
     code += "    return sum_up(*args)\ncommon.comm.all_reduce = late\n"
@@ -130,7 +130,7 @@ def test_a_hang_ends_the_job(tmp_path):
 
 
 def test_one_line_for_a_mistake():
-    """The line names the flag that differs between two ranks, or says how much memory the GPU was asked for."""
+    """The error's line names the flag in which two ranks differ, or says how much more memory a GPU was asked for."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
         devices.require_same_flags([dict(lr=1), dict(lr=2)])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")

@@ -47,6 +47,6 @@ def test_two_replacements_are_refused():
 
 
 def test_a_name_is_of_one_file():
-    """A checkpoint stores a technique's state under its file's name, so the names differ. ORDER has no other names."""
+    """A checkpoint stores a technique's state under its file's name, so names must differ. ORDER has no other names."""
     names = [name_of(plugin.__name__) for plugin in plugins()]
     assert len(names) == len({*names}) and {*ORDER} <= {*names}

@@ -88,7 +88,7 @@ def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_ta
 
 
 def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """DistributedDataParallel, buckets of --bucket-mb. A communication hook sums gradients: by default DDP averages."""
+    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP averages them."""
     materialize(model, config.seed, *choose_device(config))
     ddp = DistributedDataParallel(model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True)
 

@@ -29,7 +29,7 @@ from extras.theory.tables import table
 
 # By the first letter of a row's id. The switches come from papers, and are the same for all runs of one source.
 RECIPES = {
-    "S": Recipe("megatron-2021", library=0.92),  # on CUDA 11.0: S9 took 10% longer than K5 a year later
+    "S": Recipe("megatron-2021", library=0.92),  # CUDA 11.0: S9 took 10% longer than the same model a year later, K5
     "K": Recipe("megatron-2022", overlap_tp=True),
 }
 VTRAIN = Recipe("vtrain")
