@@ -9,7 +9,7 @@ The files of a plain run have no index. They get one when they are first read: s
 
 CRASHES. All files are written into a folder with a hidden name and flushed to the disk, index.json last; then the
 folder is renamed. Before a folder is removed, it gets a hidden name again. So a folder with a final name is complete,
-and its checksums tell whether its files were altered later. The last two are kept. Several nodes need a shared folder.
+and checksums tell if files were altered later. The last two checkpoints are kept. Several nodes need a shared folder.
 
 READING. A rank assembles one whole tensor at a time, in host memory, and keeps only its own part.
 """
@@ -73,7 +73,7 @@ def flush(path: Path):
 
 
 def save_file(saved: dict[str, Any], path: Path) -> str:
-    """Serialise what a rank saves in host memory, and write it to a file; returns its SHA-256. Raises OSError."""
+    """Serialise `saved` in host memory, and write it to the file `path`; returns the file's SHA-256. Raises OSError."""
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     content = buffer.getbuffer()
@@ -127,9 +127,9 @@ class Saver:
         self.pending: Future | None = None  # writes this rank's file of a checkpoint
 
     def save(self, step: int, pieces: Iterable[Piece], about: dict[str, Any], background: bool = False):
-        """Write a checkpoint of `step` and remove all but the last two. A collective.
+        """Write a checkpoint after `step` steps and remove all but the last two. A collective.
 
-        Checkpoints of later steps are removed, too, as the run resumed from an earlier step. Raises UserError on
+        Checkpoints of later steps are removed, too, as this run resumed from an earlier step. Raises UserError on
         every rank if a disk is full or not writable; earlier checkpoints are then untouched. With `background`,
         tensors are copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
         """
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 def complete(path: Path):
-    """Write the index of a plain run's checkpoint, if it has none, in a process of its own (services/places.py)."""
+    """If a checkpoint of a plain run has no index, start services/places.py as a new process, which writes one."""
     if (path / file_name(0)).exists() and not (path / "index.json").exists():
         alone = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
         words = [sys.executable, "-m", "extras.services.places", str(path.resolve())]
@@ -254,10 +254,10 @@ def complete(path: Path):
 
 
 def find(where: str, out: Path) -> Checkpoint | None:
-    """Open checkpoint `where`, or the newest undamaged one of run directory `where` (OWN: of `out`). A collective.
+    """Open checkpoint `where`, or the newest undamaged one of run `where` (if in OWN: of run `out`). A collective.
 
     Ranks share the work of verifying files. A damaged checkpoint is reported, and the one before it is tried. Without
-    any checkpoint, returns None for "auto", else raises UserError; it also raises if all are damaged.
+    any checkpoint, returns None for "auto", else raises UserError. Raises UserError also if all are damaged.
     """
     root = out if where in OWN else Path(where)
     runs = sorted(root.glob("checkpoints/step-*"), reverse=True)

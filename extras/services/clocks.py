@@ -59,7 +59,7 @@ class Clock:
             listener(phase)
 
     def follow(self, phase: str, following: str, call: Callable, *given: Any) -> Any:
-        """Wrap a call that is the phase `phase`. When it returns, the phase `following` begins."""
+        """Wrap a call: before it, tell the listeners that `phase` begins, and after it, that `following` begins."""
         self.tell(phase)
         with record_function(phase):
             output = call(*given)

@@ -63,7 +63,7 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
 
     `gbit`: the speed of the cable in Gbit/s, each way.
     """
-    name, second = f"node{number}", round(gbit * 1e9 / 8)  # bytes
+    name, second = f"node{number}", round(gbit * 1e9 / 8)  # bytes that the cable carries in a second
     burst = max(2 * 1514, second // 10000)  # bytes of a tenth of a millisecond, but at least two packets
     speed = f"rate {round(gbit * 1e6)}kbit burst {burst} limit {2**26}"
     run(NODE.format(n=number, name=name, last=number + 1, speed=speed))

@@ -21,7 +21,7 @@ from step02_ddp import join_ranks
 
 ENVIRONMENT = {  # read by CUDA and NCCL when they start; values that the user has set stay
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # else tensors of changing sizes fragment the memory
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: with one, a run's nine or so streams would wait in turn
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: in one, the run's nine or so streams would wait in turn
     "TORCH_NCCL_HIGH_PRIORITY": "1",  # a message that is ready runs before waiting matmuls
 }
 
@@ -42,9 +42,9 @@ def set_environment():
 def fresh_store(timeout: float) -> dist.Store:
     """Open the store in which the ranks find each other's addresses.
 
-    Agents of torchrun keep one store over all restarts (torch 2.13), which still has the addresses of processes that
-    are gone. So rank 0 draws a new prefix, and every other rank a number. Rank 0 stores all these numbers under its
-    prefix; a rank that finds its number there knows that the prefix is not one of an earlier attempt.
+    torchrun keeps one store over all restarts of a job (torch 2.13). It still has the addresses of processes that are
+    gone, so rank 0 draws a new prefix for all keys, and every other rank draws a number. Rank 0 stores these numbers
+    under its prefix: a rank that finds its own number there knows that this prefix is not of an earlier attempt.
     """
     rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,15 +1,15 @@
-"""A dry run: runs a step's own `train` as one rank of N on tensors without data, and counts the second training step.
+"""A dry run: runs a step's own `train` as one of N ranks, on tensors without data, and counts its work and memory.
 
     python -m extras step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
 Under `FakeTensorMode` a tensor has a shape, a dtype and a device, but no data, and `item()` returns 1.0. With the
 process group "fake", one process can act as any rank of any number of ranks; it sends nothing. Tokens are assumed to
-visit all experts equally often, and `levels_of` estimates how many rows each level of the dispatch sends.
+visit all experts equally often; `levels_of` estimates how many rows are sent to nodes, to ranks and to experts.
 
-The FLOPs and bytes of each operator are added up. By the roofline model it takes max(FLOPs / peak, bytes / bandwidth),
-a lower bound. The peak is that of 16-bit matmuls, and messages take no time. Of causal attention, only the half of the
-scores that its kernels compute is counted. All operators are those of a CPU, except RMSNorm: it is that of a GPU, which
-saves less for backward (`Norm`), unless --device is cpu.
+Of two training steps, the second is counted: the FLOPs and bytes of each operator. By the roofline model an operator
+takes max(FLOPs / peak, bytes / bandwidth), a lower bound. The peak is that of 16-bit matmuls, messages take no time; of
+causal attention only half of the scores count, as its kernels skip the others. All operators are those of a CPU, but
+RMSNorm is that of a GPU (`Norm`), which saves less for backward, unless --device is cpu.
 """
 
 import gc
@@ -93,7 +93,7 @@ def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     marked = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    changed = {key: given.pop(key) for key in marked & given.keys() - {"grads"}}  # only a GradScaler changes gradients
+    changed = {key: given.pop(key) for key in marked & given.keys() - {"grads"}}  # written only with a GradScaler
     written = total(changed or out)
     read = 0 if name in FILLS else total(given) + total(changed) * (name not in WRITES and "out" not in kwargs)
     return written + (min(read, written) if name in TAKES else read)
@@ -105,7 +105,7 @@ class Meter(MemoryTimeline):
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # rows sent at each remaining level of the current dispatch
+        self.found: list[int] = []  # rows to send at each level that the current dispatch has not reached yet
         self.rows = 0  # rows that visit experts
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
@@ -124,7 +124,7 @@ class Meter(MemoryTimeline):
             self.seconds += seconds
 
     def begin(self):
-        """Start counting. Garbage of all that ran before is collected first, as it would count as memory."""
+        """Start counting. First collect the garbage of everything that ran before, as it would count as memory."""
         gc.collect()
         self.counting, self.start = True, len(self.events)
 
@@ -171,7 +171,7 @@ def levels_of(config: Any) -> list[float]:
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Before each MoE layer, a hook tells the meter how many rows each level sends, and how many visit experts."""
+    """Add a hook to each MoE layer: it tells `meter` how many rows each level will send, and how many visit experts."""
 
     def told(_layer: MoE, given: tuple):
         meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
@@ -185,7 +185,7 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 class Counted(OpenRun):
     """A run of two steps, which writes no files and keeps the counts of the second step.
 
-    `taken`: its messages' bytes and calls. `held`: the most bytes held, by kind. `tokens`: its tokens, of all ranks.
+    `taken`: bytes and calls of its messages. `tokens`: its tokens, of all ranks. `held`: the most bytes held, by kind.
     """
 
     def __init__(self, config: Any, meter: Meter):
@@ -214,7 +214,7 @@ def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Ite
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:
-        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: [sent, received] at the next level; 1-D: rows of experts
+        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: [sent, received] at the next level; 1-D: rows by expert
         rows = meter.found.pop(0) if both else meter.rows
         counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
         return [counts, counts] if both else counts

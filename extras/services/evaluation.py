@@ -48,7 +48,7 @@ def positions_of(parts: Parts) -> Tensor:
 def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
     """Run a forward pass on whole sequences, int64 [batch, seq]; returns the loss, summed over this rank's tokens.
 
-    A rank without the last stage returns 0. A collective of tp, cp and pp.
+    A rank without the last stage returns 0. A collective: all ranks along tp, cp and pp must call it.
     """
     model, pipeline, here = parts.model, parts.pipeline, positions_of(parts)
     device = next(model.parameters()).device
@@ -75,7 +75,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """First held-out tokens and targets, int64 [rows, seq]; rows of IGNORE pad them to a multiple of `multiple`."""
+    """The first held-out tokens and targets, int64 [rows, seq]. IGNORE rows are added until `multiple` divides rows."""
     n_windows = (len(data.tokens) - 1) // data.shape.seq_len
     tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
     missing = -len(tokens) % multiple
@@ -84,7 +84,7 @@ def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]
 
 
 def validate(config: Any, parts: Parts) -> float:
-    """Compute the mean loss over all held-out targets. A collective that the observer does not count."""
+    """Compute the mean loss over the held-out targets. A collective, of which `comm.observer` is not told."""
     observer, comm.observer = comm.observer, None
     size, dp = config.micro_batch_size, group_of(parts, "dp")
     tokens, targets = held_out(parts.data, config.eval_sequences, dp.size * size)
@@ -106,8 +106,8 @@ def decode(tokens: list[int]) -> str:
 def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
     """Continue `prompt` by `n_tokens` tokens, sampled at temperature 0.8 with one forward pass each. A collective.
 
-    A text shorter than the sequence is padded at its end, which causal attention hides from earlier tokens. The model
-    cannot train afterwards: its head sees one token, and its loss is replaced.
+    A text shorter than a sequence is padded at its end; causal attention hides the padding from the text. Afterwards
+    the model cannot train: its head sees only one token, and its loss is replaced.
     """
     model, tp, here = parts.model, group_of(parts, "tp"), positions_of(parts)
     seq_len, vocab_size = model.config.seq_len, model.config.vocab_size
@@ -124,7 +124,7 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
     for _ in range(n_tokens):
         window = tokens[-seq_len:]
         last = here == len(window) - 1
-        row = int(last.int().argmax())  # this rank's index of the last token; 0 if another rank of cp has it
+        row = int(last.int().argmax())  # index of the last token on this rank; 0 if another rank of cp has it
         padded = torch.tensor([window + [0] * (seq_len - len(window))])
         look(parts, padded, padded)
         logits = torch.zeros(vocab_size + tp.size, device=device)  # tp's shards may be padded

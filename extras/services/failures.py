@@ -2,8 +2,8 @@
 
 All ranks end a step at about the same time, so if one hangs, all of them reach `--timeout` together, and each prints
 its own stack. Most are in a collective; the one that is elsewhere is the one they wait for. Only steps are timed, as
-loading data or weights and writing a checkpoint may take any time. A rank that waits for another one meanwhile is in a
-collective, and collectives of gloo and NCCL raise after twice `--timeout`.
+loading data or weights and writing a checkpoint may take any time. Outside of steps, ranks wait for each other only in
+collectives, and those of gloo and NCCL raise an error after twice `--timeout`.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process 
 
 
 def memory_is_full(error: BaseException) -> str:
-    """Advice for a user whose GPU memory is full. The error's notes name files that list what is in it."""
+    """Advice for a user whose GPU memory is full. The error's notes are names of files that list what was allocated."""
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
     return (
         f"GPU memory is full{f' (it asked for {asked[1]} more)' * bool(asked)}: lower --micro-batch-size, "
@@ -37,7 +37,7 @@ def memory_is_full(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error in a line. Unless the user can fix it, the lines of our files that led to it follow."""
+    """Describe an error in one line. Unless the user can fix it, the traceback's lines in our files follow."""
     if isinstance(error, UserError):
         return f"error: {error}"
     rank, text = f"error: rank {os.environ.get('RANK', 0)}", textwrap.shorten(str(error), 600)
@@ -54,9 +54,9 @@ def describe(error: BaseException) -> str:
 def report(error: BaseException, early: bool = False):
     """Report the error of a run once per job, and end this process, if torchrun has started it with others.
 
-    The rank that reaches the launcher's store first reports for all. Peers may be gone, so this waits for nobody, and
-    skips the interpreter's shutdown, which can block on them. An OSError that is `early`, before the first step, counts
-    as a UserError. Without torchrun or peers, this only raises UserError if GPU memory is full, and else returns.
+    The rank that reaches the launcher's store first reports for all. Other ranks may be gone, so this one does not wait
+    for them, and skips the interpreter's shutdown, which can block on them. If `early` (before the first step), an
+    OSError counts as a UserError. Without torchrun or peers, this returns, or raises UserError if GPU memory is full.
     """
     if isinstance(error.__cause__ or error, BrokenPipeError):
         os._exit(2)  # nobody reads our output any more, as after `| head`
@@ -100,7 +100,7 @@ class Watchdog:
     def end(self, step: int):
         """On the timer's thread: print the main thread's stack, and exit when other ranks have printed theirs.
 
-        An exception could not reach a main thread that waits in C++.
+        It calls `os._exit`, because an exception could not reach a main thread that waits in C++.
         """
         stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
         rank, limit = int(os.environ.get("RANK", 0)), f"{self.seconds:g} s (--timeout)"

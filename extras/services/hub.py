@@ -11,7 +11,7 @@ Both commands hold all weights in host memory. Two architectures compute the sam
     Mixtral     step 7: softmax over all experts, then top-k; the gates of the chosen experts sum to 1
 
 Mixtral's files have one tensor for each expert; ours have one for all, [experts, out, in]. A model with one expert per
-token cannot be exported: its gate is p here, and 1 in Mixtral's format.
+token cannot be exported: an expert's output is multiplied by its p here (step 7), but by 1 in Mixtral.
 """
 
 import json
@@ -53,7 +53,7 @@ NAMES = {  # the * is the number of an expert
     "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
     "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
 }
-FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only ones supported
+FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only values supported
 OLD = dict(num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4)
 KINDS = {  # by model_type: the defaults of keys that a config.json lacks
     "llama": FIXED | OLD | dict(num_local_experts=0, num_experts_per_tok=0),

@@ -51,4 +51,4 @@ def check(config: Any, world: int):
     v = schedule.v if x.pp > 1 else 1
     for message in broken(shape_of(PRESETS[config.model], config), x, v):
         raise UserError(message)
-    schedule.actions(x.pp, x.micro_batches, v, 0)  # raises it if the schedule cannot have so many micro-batches
+    schedule.actions(x.pp, x.micro_batches, v, 0)  # raises UserError if this number of micro-batches is not allowed

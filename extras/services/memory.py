@@ -144,7 +144,7 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 
 
 class MemoryWatch:
-    """Measures the most bytes of each kind that a rank holds before and after updates; labels tensors in a timeline."""
+    """Measures the most bytes of each kind that a rank holds before or after updates; labels tensors in a timeline."""
 
     def __init__(self, parts: Parts, timeline: MemoryTimeline, clock: Clock):
         self.parts, self.timeline = parts, timeline
@@ -158,7 +158,7 @@ class MemoryWatch:
             self.measure()
 
     def measure(self):
-        """Update `most`: bytes of distinct storages; of activations, those that existed at the end of a forward."""
+        """Update `most`; a shared storage counts once. For activations, it is the most at the end of a forward."""
         for kind, tensors in held_tensors(self.parts).items():
             sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
             self.most[kind] = max(self.most.get(kind, 0), sum(sizes.values()))
@@ -175,7 +175,7 @@ def memory_table(most: dict[str, int]) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak in bytes so far: of the allocator on a GPU, of the process's resident memory on a CPU."""
+    """The peak of memory so far, in bytes: on a GPU what PyTorch's allocator gave out, on a CPU the resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,7 +1,7 @@
 """Maps the tensors that a rank holds to whole tensors and back, so that any layout can read another one's checkpoint.
 
-Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of one: its record of shards
-(common/layout.py) says which part of the whole it has, and under ZeRO it updates a range of that part's elements:
+Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of a tensor. The parameter's
+record (common/layout.py) says which shard of it the rank has; with ZeRO the piece is a range of that shard's elements:
 
     q_proj.weight [8, 6]: rank 1 of tp 2 has rows 4-7, and its ZeRO slice has elements 4-19 of these 24
 
@@ -32,7 +32,7 @@ from extras.variants import Parts
 class Piece:
     """The part of one whole tensor that a rank holds.
 
-    `kind`: "master", "buffer", "owed", or a name in the update rule's state, such as "exp_avg".
+    `kind`: "master", "buffer", "owed" (see `debts`), or a name in the update rule's state, such as "exp_avg".
     `tensor`: elements `first`, `first` + 1, ... of the part that `shards` cut out of the whole. That part has `shape`.
     """
 
@@ -53,13 +53,13 @@ class Piece:
         return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
 
     def like(self, kind: str, value: Tensor) -> "Piece":
-        """The piece for `value`, optimizer state: cut like this master or, if its shape differs (a count), whole."""
+        """A piece for `value`, state of this master: cut like the master or, if its shape differs (a count), whole."""
         if value.shape == self.tensor.shape:
             return replace(self, kind=kind, tensor=value)
         return Piece(kind, self.name, value, tuple(value.shape))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Cut a piece like this one out of a whole tensor; a tensor of another shape is returned whole, see `like`."""
+        """Cut a piece like this one out of `whole`. If it has another shape (a count, see `like`), return it all."""
         if tuple(whole.shape) != self.whole_shape:
             return whole
         for shard in self.shards:
@@ -70,7 +70,7 @@ class Piece:
 def assemble(pieces: Iterable[Piece]) -> Tensor:
     """Assemble a whole tensor, on the CPU, from all ranks' pieces. Raises ValueError if a part is missing.
 
-    A tensor of the elements' indices is cut like each piece: the result tells where each element of the piece belongs.
+    To find where a piece's elements belong, the elements of the whole are numbered, and the numbers cut like the piece.
     """
     different = {(piece.shards, piece.first, piece.tensor.numel()): piece for piece in pieces}.values()
     shape, dtype = next((piece.whole_shape, piece.tensor.dtype) for piece in different)
@@ -97,7 +97,7 @@ def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> I
 
 
 def masters(parts: Parts) -> Iterator[Piece]:
-    """Yield the masters that this rank updates: of whole parameters with step 1's optimizer, of slices with ZeRO."""
+    """Yield the masters that this rank updates: those of all its parameters or, with ZeRO, its slices of them."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
     for name, master in optimizer.masters.items():
@@ -112,12 +112,12 @@ def buffers(parts: Parts) -> Iterator[Piece]:
 
 
 def own(parts: Parts) -> str:
-    """A suffix for the names of moments: "@1" on rank 1 of dp if ranks have different ones (--sync diloco), else ""."""
+    """A suffix for the names of moments: "@1" on rank 1 of dp if ranks' moments differ (--sync diloco), else ""."""
     return f"@{parts.mesh['dp'].rank}" if parts.keeps("between") else ""
 
 
 def pieces(parts: Parts) -> Iterator[Piece]:
-    """Yield all that this rank keeps from step to step: masters, the update rule's state, buffers and debts."""
+    """Yield all that this rank keeps from step to step: masters, the update rule's state, buffers and `debts`."""
     for master in masters(parts):
         yield master
         for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
@@ -129,7 +129,7 @@ def pieces(parts: Parts) -> Iterator[Piece]:
 
 
 def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
-    """The errors that --compress keeps for the next step: name -> (dict of errors, key), for each bucket or unit.
+    """Where --compress keeps its errors for the next step: name -> (dict, key); a key is a bucket or a unit.
 
     The name contains all that an error depends on, so a run with another layout does not find it.
     """

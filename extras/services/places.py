@@ -1,7 +1,7 @@
 """Writes the index of a plain run's checkpoint: `python -m extras.services.places CHECKPOINT`.
 
-This process acts as each rank in turn, so it cannot belong to a run. It builds each rank's model and optimizer, without
-data, and records the place of each master in its whole tensor. Afterwards any layout can read the checkpoint.
+One process acts as each rank in turn, so it must not be a rank of a run. It builds each rank's model and optimizer from
+tensors without data, and records which part of a tensor each master is. Then any layout can read the checkpoint.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ def memory(folder: Path, seconds: list[float], held: dict[str, list[int]]):
 def draw_timeline(axes: Any, ranks: list[list], width: float):
     """Draw each rank's actions over time; `ranks`: for each rank [[kind, micro-batch, stage, start, end], ...].
 
-    A box shows its micro-batch if it is wide enough on axes of `width` inches. Later stages of a rank are paler.
+    A box shows its micro-batch's number if there is room on axes of `width` inches. Later stages of a rank are paler.
     """
     from matplotlib.colors import to_rgb
 
@@ -68,7 +68,7 @@ def timeline(folder: Path, schedule: str, ranks: list[list], idle: float):
 
 
 def experts(folder: Path, rows: list[dict]):
-    """Write experts.png: how much busier than the mean a layer's busiest expert is, by step; `rows`: the metrics."""
+    """Write experts.png: by step, the load of a layer's busiest expert, divided by the mean load; `rows`: metrics."""
     with picture(folder / "experts.png", 6, 3) as axes:
         for name in ("expert_load_p50", "expert_load_p90"):  # percentiles over the layers
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)

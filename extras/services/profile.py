@@ -1,4 +1,4 @@
-"""Traces N steps (`--profile N`): every operator and every message of each rank, on a timeline.
+"""Traces N steps (`--profile N`): each rank writes a timeline of all its operators and messages.
 
 OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev and in chrome://tracing. It covers N steps, after one that is
 untraced and one that warms up the profiler. Besides PyTorch's own events it has ranges named as in the chapters:

@@ -2,9 +2,9 @@
 
 Text becomes bytes (ids 0-255) with END (256) after each document. A column `input_ids` has token ids instead of text.
 Beside it there may be `labels` (the targets, -100 where no loss is wanted), `loss_mask` (0: no target), and
-`attention_mask` (0: padding, which is dropped). `datasets` converts everything once and memory-maps its Arrow files.
+`attention_mask` (0: padding, which is dropped). `datasets` converts everything once, and memory-maps the result.
 
-Of a folder, the files of one kind in and below it are read, sorted by path. The kind is the first of KINDS found there.
+Of a folder and its subfolders, all files of one kind are read, sorted by path: the first kind in KINDS that is there.
 Hidden files, __pycache__ and held-out splits are skipped. A held-out split has a word of SPLITS in its path, such as
 dev/a.jsonl and c4-validation.00000-of-00008.json.gz. The run prints what was read, and what was left out.
 """
@@ -63,7 +63,7 @@ class Stream:
 
 
 def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
-    """Turn an Arrow column of texts into ids, uint16: bytes, then END; skip nulls. Raises ValueError for UTF-16."""
+    """Turn each text of the first column into uint16 ids: its bytes, then END. Skips nulls. ValueError for UTF-16."""
     texts = [text for text in table.column(0).to_pylist() if text is not None]
     if any(text.count("\0") > len(text) // 4 for text in texts):
         raise ValueError("it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -71,7 +71,7 @@ def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
-    """Join the rows of a table of lists: one list of all tokens but padding, one of their labels. Raises ValueError."""
+    """Join a table's rows of lists into one list of tokens, without padding, and one of labels. Raises ValueError."""
     import pyarrow.compute as pc
 
     flat, lengths = {}, {}
@@ -137,9 +137,9 @@ def open_source(source: str, left_out: list[str]) -> Any:
 
 
 def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
-    """Turn text into uint16 `input_ids`, or lists into int32 `input_ids` and `labels`; returns (data set, documents).
+    """Turn text into uint16 `input_ids`, or lists into int32 `input_ids` and `labels` -> data set, number of documents.
 
-    Skipped columns and rows are noted in `left_out`. Raises ValueError if a column is missing, or not of these types.
+    Skipped columns and rows are noted in `left_out`. Raises ValueError if a column is missing or has another type.
     """
     import datasets
 
@@ -205,7 +205,7 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """Let `read` read --dataset if --text-column is set, and data of the hub always: the plain reader reads less."""
+    """Let `read` replace the hub's reader, which reads only `text`, and the others if --text-column is set."""
     kind = kind_of(config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)

@@ -1,8 +1,8 @@
 """Saves checkpoints of a run, resumes a run from one, and ends a run early after a signal.
 
 A checkpoint holds what the next step depends on: masters, the update rule's state, buffers, and the number of the step,
-from which batch and learning rate follow. A variant with more state attaches an object with two methods: `state()`
-returns the state, which is the same on all ranks and fits into JSON, and `restore(state)` restores it.
+from which batch and learning rate follow. A technique with more state attaches an object with two methods:
+`state()` returns the state, equal on all ranks and made of JSON's types, and `restore(state)` restores it.
 
 If the disk is full, a run ends with an error of one line, and earlier checkpoints are untouched. Two are kept, so the
 disk needs room for three.
@@ -77,7 +77,7 @@ class Keeper:
 
     def stop(self, number: int, _frame: Any):
         """Signal handler: the run ends after this step. A second Ctrl-C, more than 2 s later, ends it at once."""
-        if number == signal.SIGINT and 0 < self.signalled < time.monotonic() - 2:  # launchers repeat it at once
+        if number == signal.SIGINT and 0 < self.signalled < time.monotonic() - 2:  # launchers repeat the first at once
             raise KeyboardInterrupt
         self.signalled = self.signalled or time.monotonic()
 
@@ -112,7 +112,7 @@ class Keeper:
         return self.done
 
     def own(self):
-        """Rank 0: lock the run directory. If it replaces a renamed directory, that one's lock is released first."""
+        """Rank 0: lock the run directory. First release this run's earlier lock, of a directory that was renamed."""
         self.lock.close()
         self.lock = hold(self.run.out)
 
@@ -152,7 +152,7 @@ class Keeper:
 
 
 def compare(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool) -> str:
-    """A line that names the flags that differ from a checkpoint's; flags of services are left out.
+    """A line that names the flags whose values differ from the checkpoint's, except flags of services; "" if none do.
 
     Raises UserError for another model and, unless only weights are restored, for another precision or update rule.
     """

@@ -58,7 +58,7 @@ class ServedRun(OpenRun):
             failures.report(error, early=not self.began)
 
     def begin(self):
-        """Move an earlier run's files aside, unless it is resumed, then begin as the plain run does. A collective."""
+        """Move an earlier run's files aside, unless this run resumes it; begin as the plain run does. A collective."""
         on_ranks(self.out, partial(self.keeper.make_way, super().begin))
 
     def introduce(self, **parts: Any):

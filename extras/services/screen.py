@@ -37,7 +37,7 @@ class Flags:
 
 
 def mesh_picture(mesh: Mesh) -> str:
-    """Draw each rank's place in the mesh: the last dimension runs from left to right, the others from row to row."""
+    """Draw each rank's place in the mesh: a row has the ranks that differ only in the last dimension."""
     *outer, inner = mesh.sizes
     lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
     places = product(*(range(mesh.sizes[name]) for name in outer))
@@ -54,7 +54,7 @@ def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
 
 
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
-    """List each rank's layers, and the idle fraction if backward takes twice as long as forward."""
+    """List each rank's layers, and what part of the time ranks are idle if backward takes twice as long as forward."""
     spans = simulate(lists, places, SCHEDULES[config.schedule](config).costs)
     idle = idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
     rows: list[list[str]] = [[] for _ in lists]
@@ -84,17 +84,17 @@ class ExpertLoad:
         return plain(p, counts)
 
     def take(self) -> dict[str, float]:
-        """Return metrics over all ranks, and reset the counts. A collective that the observer does not count.
+        """Return metrics over all ranks, and reset the counts. A collective, of which `comm.observer` is not told.
 
-        `expert_load`: the load of a layer's busiest expert, divided by the mean load; percentiles 50 and 90 over the
-        layers. `unused_experts`: the number of experts, over all layers, that no token has chosen.
+        `expert_load_p50` and `_p90`: load of a layer's busiest expert, divided by the mean load; percentiles over the
+        layers. `unused_experts`: how many experts, in all layers together, no token has chosen.
         """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "tp", "pp"):
             comm.all_reduce(self.counts, self.mesh[dim]).wait()
         comm.observer = observer
         counts = self.counts.cpu()  # one wait for the device
-        counts = counts[counts.any(1)]  # layers with experts; a copy, as zeros follow
+        counts = counts[counts.any(1)]  # of layers with experts; a copy, because `zero_` comes next
         self.counts.zero_()
         if not len(counts):
             return {}

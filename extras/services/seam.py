@@ -1,7 +1,7 @@
 """Finds all techniques and services, adds their flags to a step's, and attaches them to its run.
 
 compose(step)            the step's Config with the flags of all techniques and services
-check(config, world)     set flags that are left open, then refuse combinations that cannot work
+check(config, world)     sets flags that are left open, then refuses combinations that cannot work
 OpenRun(config)          the plain run with all techniques and services: the base class of ServedRun and dry runs
 """
 
@@ -26,7 +26,7 @@ SERVICES = "stages devices shapes legal readers resume evaluation profile dry_ru
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """Import all variants, by chapter and name, then services. Importing one adds its entries to the menus."""
+    """Import all variants, sorted by chapter and name, then the services. Importing one adds its entries to menus."""
     files = sorted(Path(variants.__file__).parent.glob("step0*/*.py"))
     names = [f"extras.variants.{path.parent.name}.{path.stem}" for path in files]
     names += [f"extras.services.{name}" for name in SERVICES.split()]
@@ -34,7 +34,7 @@ def plugins() -> list[ModuleType]:
 
 
 def serves(plugin: ModuleType, cls: type) -> bool:
-    """Whether a file serves this Config's step: from SINCE on, else from its folder's step on; a service serves all."""
+    """Whether a file serves this Config's step. It serves SINCE's, else its folder's, and later ones; a service all."""
     if hasattr(plugin, "SINCE"):
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
@@ -49,7 +49,7 @@ def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
 
 @lru_cache
 def compose(step: ModuleType) -> type:
-    """The step's Config with the flags of everything that attaches to it."""
+    """A subclass of the step's Config, with the flags of all techniques and services that serve the step."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
     fields = [("save_every", int, 100)]  # on by default here, as only the last two are kept
     made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags))

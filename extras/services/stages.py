@@ -1,7 +1,7 @@
 """`--pp-split cost` divides the layers among the stages of a pipeline so that all stages cost about the same.
 
 A pipeline is as fast as its slowest stage, and the last stage also computes the head. By default layers are divided
-evenly, with one more in some stages. With the flag, `balance` chooses the layers of each stage by their cost.
+evenly: stages differ by at most one layer. With the flag, `balance` chooses the layers of each stage by their cost.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,6 @@ def prepare(config: Any, parts: Parts):
 
 
 def balanced(plain: Callable[[Any], Schedule], config: Any) -> Schedule:
-    """Wrap an entry of SCHEDULES: return its schedule, with the layers of the places balanced by cost."""
+    """Wrap an entry of SCHEDULES: return its schedule, in which `balance` chooses the layers of each stage."""
     schedule, m = plain(config), shape_of(PRESETS[config.model], config)
     return schedule._replace(places=lambda n, p, v: balance(m, schedule.places(n, p, v)))

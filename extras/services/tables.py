@@ -31,7 +31,7 @@ class Ledger:
         self.calls: dict[str, Counter] = defaultdict(Counter)
 
     def book(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """Count one operation on `tensor`, of whose bytes this rank sends `share`. Can serve as `comm.observer`."""
+        """Count one operation: this rank sends `share` times the bytes of `tensor`. Can serve as `comm.observer`."""
         self.bytes[group.name][operation] += round(share * tensor.nbytes)
         self.calls[group.name][operation] += 1
 
@@ -52,7 +52,7 @@ def traffic_table(taken: dict[str, Any]) -> str:
 
 
 def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
-    """The shape of the whole tensor, from the shape and the shards of a rank's part."""
+    """The shape of a whole tensor, computed from the `shape` of a rank's part and the `shards` that cut it out."""
     shape = list(shape)
     for shard in reversed(shards):
         shape[shard.dim] = shard.full
@@ -62,9 +62,9 @@ def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
 def reduction_table(model: Decoder, mesh: Mesh) -> str:
     """A table of each parameter's full shape and, for each mesh dimension, Shard(d), Partial or Replicate.
 
-    Shard(d): the parameter's dimension d is cut. Partial: its gradient is summed over these ranks. The pp column
-    tells how many ranks of pp have it. Other groups that shard or sum a parameter, such as ep, have columns, too. The
-    layers share a row, in which a star stands for the layer's number. A collective.
+    Shard(d): the parameter's dimension d is cut. Partial: its gradient is summed over the ranks of this dimension. The
+    pp column says how many ranks of pp hold the parameter. Other groups that shard or sum a parameter, such as ep, have
+    columns, too. Parameters of layers have one row for all layers, with a star for the layer's number. A collective.
     """
     rows, dims = {}, [*mesh.groups]
     for name, param in model.named_parameters():

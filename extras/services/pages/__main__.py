@@ -33,7 +33,7 @@ def blocks(*lines: str) -> str:
 
 
 class Pages:
-    """What the template shows of the sources. `lines`: for each module, the lines of its file in HTML."""
+    """Renders the source files for the template. `lines`: for each module, the lines of its file in HTML."""
 
     def __init__(self, files: dict[str, Path]):
         self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
@@ -57,7 +57,7 @@ class Pages:
         return lines
 
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
-        """Render a docstring's Markdown. Names in backquotes that its file uses become links, except those in `own`.
+        """Render a docstring's Markdown. Names in backquotes that `module` uses become links, except those in `own`.
 
         `own`: the parameters of the function. Lines with columns are rendered as a figure.
         """
@@ -80,7 +80,7 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Split the lines after `before`, to the end of `node`, at each definition: into docstring and other code."""
+        """Split the lines after `before`, to the end of `node`, at each definition: into docstring and code."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []

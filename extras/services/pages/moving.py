@@ -18,7 +18,7 @@ RANKS, MICRO_BATCHES = 4, 8
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
     """Simulate a schedule with p ranks and m micro-batches: (end, rank, start, action) of each action, sorted.
 
-    A rank has equally many layers in all schedules. With two stages, an action takes half the time. Raises UserError.
+    All schedules give a rank equally many layers. If it has two stages, actions take half the time. Raises UserError.
     """
     config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
     places, lists = step06.plan(config, m)

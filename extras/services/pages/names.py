@@ -10,15 +10,15 @@ import jedi
 
 
 class Names:
-    """The links of all names. `refs`: place -> addresses to which its name may refer. `homes`: address -> its place.
+    """The links of all names. `refs`: a name's place -> the addresses that it may refer to. `homes`: address -> place.
 
-    `named`: module -> the addresses that it names.
+    `named`: module -> all addresses to which its names refer.
     """
 
     def __init__(self, root: Path, files: dict[str, Path]):
         self.modules = {path: module for module, path in files.items()}
         self.refs, self.homes, self.named = {}, {}, defaultdict(set)
-        jedi.inference.recursion.per_function_execution_limit = 100  # with its default, 6, it gives up on `mesh["dp"]`
+        jedi.inference.recursion.per_function_execution_limit = 100  # with 6, its default, Jedi gives up on mesh["dp"]
         project = jedi.Project(root, sys_path=[str(root)])
         scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
         names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]

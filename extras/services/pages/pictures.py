@@ -1,4 +1,4 @@
-"""Makes the data of the interactive pictures, with the program's own functions; the page only draws them.
+"""Makes the data of the interactive pictures, with the course's own functions; the page only draws them.
 
 A picture is dict(title, id, choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame is a
 dict with a `text` and the keys of one of two kinds, table or boxes:

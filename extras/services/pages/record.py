@@ -1,8 +1,8 @@
 """Records the numbers that the pictures show: four ranks run the course's own code on a small model.
 
-`recorded()` forks the ranks, which use gloo. A recording is a rank's part of a table that changes from state to state:
+`recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all states of the table:
 dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}); `curve` may be missing. A cell is a
-list of texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
+list of texts and chips. A chip is [label, colour, style]; style: "" (here), "gone" (not here), "way" (under way).
 """
 
 import re
