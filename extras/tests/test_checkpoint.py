@@ -1,4 +1,4 @@
-"""Checkpoints: a run resumed in any layout equals an uninterrupted one; death or damage leaves a valid checkpoint."""
+"""Tests that runs resume under any layout as if unbroken, and that a crash or damage leaves a valid checkpoint."""
 
 import importlib
 import os
@@ -60,7 +60,7 @@ def train_on_rank(step_name: str, options: dict, killed_at: int = 0, number: int
 
 
 def train(pools, base: dict, layout: tuple[int, dict], fault: str | Fault = "", **options) -> list[dict]:
-    """Call `train_on_rank` on a pool of ranks, perhaps with a mistake in the program."""
+    """Call `train_on_rank` on the ranks of `layout`, with `fault` injected if given; returns rank 0's metrics."""
     ranks, flags = layout
     step = "step07_moe_ep" if "experts" in base else "step06_pipeline"
     given = base | flags | {name: str(value) for name, value in options.items()}
@@ -68,14 +68,14 @@ def train(pools, base: dict, layout: tuple[int, dict], fault: str | Fault = "", 
 
 
 def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Tensor]:
-    """All whole tensors of a run's last checkpoint, which must be that of `step`."""
+    """All whole tensors of a run's last checkpoint, by (kind, name). It must be the checkpoint of `step`."""
     found = Checkpoint(newest(folder))
     assert found.index["step"] == step
     return {(kind, name): found.whole(kind, name) for name, kinds in found.stored.items() for kind in kinds}
 
 
 def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], bound: float = 0.0):
-    """Require that both have the same tensors, by default bit for bit."""
+    """Require the same tensors in both: to a relative difference of `bound`, by default bit for bit."""
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert difference(tensor, expected[key]) <= bound, key
@@ -83,10 +83,10 @@ def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str,
 
 @pytest.fixture(scope="session")
 def continues(pools, tmp_path_factory):
-    """`continues(base, saved, resumed)` compares a run of two layouts with an uninterrupted run of one process.
+    """`continues(base, saved, resumed)` trains under layout `saved`, resumes under `resumed`, and compares.
 
-    Raises AssertionError unless losses, the validation loss, masters and moments are equal. The second part of the run
-    can have a mistake in the program.
+    Raises AssertionError unless losses, the validation loss, masters and moments equal those of an uninterrupted run of
+    one process, to 1e-10. `fault` is injected into the program of the resumed run.
     """
     made: dict[str, tuple] = {}
 
@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """Pairs of layouts to save and resume: by default the 1st and 2nd, 3rd and 4th ... of a row; in the sweep all."""
+    """Pairs (saved, resumed) of layouts in a row: the 1st and 2nd, 3rd and 4th ...; with -m exhaustive, all others."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
@@ -143,7 +143,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
 
 
 def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
-    """With the same flags, a run without services resumes a checkpoint of services; its losses have the same bits."""
+    """A run without services resumes, with the same flags, what services have saved; its losses have the same bits."""
     options = dict(tp=2, zero=2, out=f"{tmp_path}/first")
     history = pools(4).run(train_on_rank, "step04_tp_sp", options)[0]
     more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")
@@ -152,7 +152,7 @@ def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
 
 
 def test_debts_of_another_layout_are_left_out(pools, tmp_path):
-    """With another number of ranks, residuals of compressed sums are not restored; the run later saves its own."""
+    """If the number of ranks changes, residuals of compressed sums are not restored; later the run saves new ones."""
     base = dict(compress="topk", zero=2)
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "two")
     train(pools, base, (3, {}), out=tmp_path / "three", resume=tmp_path / "two")
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_one_line(tmp_path):
 
 
 def test_a_run_directory_has_one_run(pools, tmp_path):
-    """A second run is refused on every rank, and the files of the first stay as they are."""
+    """In the directory of a run, a second one is refused on every rank, and changes no file of the first."""
     (tmp_path / "metrics.jsonl").touch()
     with resume.hold(tmp_path):
         said = pools(2).run(error_of, UserError, train_on_rank, "step02_ddp", dict(out=str(tmp_path)))
@@ -190,7 +190,7 @@ def test_a_run_directory_has_one_run(pools, tmp_path):
 
 @pytest.mark.parametrize("kind, wrong", [(Run, dict(dataset="x.py")), (ServedRun, dict(resume="x"))])
 def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wrong):
-    """No file of the earlier run is moved or opened before data, layout and checkpoint are known to be valid."""
+    """A launch with a wrong --dataset or --resume fails before it moves or changes a file of the earlier run."""
     options = STEPS | dict(out=str(tmp_path / "run"), steps=1)
     train_on_rank("step01_single_gpu", options)
     there = {path: path.read_bytes() for path in tmp_path.glob("run/*.json*")}
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """A resumed run prints whether there is a checkpoint, and which flags differ; all metrics stay but a torn row."""
+    """A resumed run says whether there is a checkpoint and which flags differ, and keeps all metrics but a torn row."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """A run with fp16 that was interrupted saves the same loss scale and count of good steps as an unbroken one."""
+    """An fp16 run that was interrupted and resumed saves the loss scale and count of good steps of an unbroken one."""
     options = dict(dtype="fp16", out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)
@@ -225,7 +225,7 @@ def test_a_variants_own_state_is_kept(tmp_path):
 
 
 def save(out: Path, step: int):
-    """Save a checkpoint of one small tensor."""
+    """Save a checkpoint of one small tensor, filled with the number `step`."""
     some = Piece("master", "w", torch.full((3, 4), float(step)), (3, 4))
     Saver(out).save(step, [some, some.like("step", torch.tensor(step))], dict(config={}, model={}))
 
@@ -236,7 +236,7 @@ class Death(BaseException):
 
 @pytest.fixture(scope="session")
 def life():
-    """`life.left = n`: the process dies instead of its n-th call from now on that opens, renames or removes a file."""
+    """After `life.left = n`, the n-th call that opens, makes, renames or removes a file or folder raises Death."""
     life = SimpleNamespace(left=0)
 
     def hook(event: str, _arguments: tuple):
@@ -245,7 +245,7 @@ def life():
             if life.left == 0:
                 raise Death
 
-    sys.addaudithook(hook)  # for ever: Python cannot remove a hook
+    sys.addaudithook(hook)  # it stays for ever: Python cannot remove such a hook
     return life
 
 
@@ -266,13 +266,13 @@ def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, life):
         step = found.index["step"]
         assert step in (20, 30), dies_at
         assert torch.equal(found.whole("master", "w"), torch.full((3, 4), float(step)))
-        save(out, 40)  # the next save removes what is left
+        save(out, 40)  # the next save removes what the dead process has left behind
         left = sorted(path.name for path in (out / "checkpoints").iterdir())
         assert left == [f"step-000000{step}", "step-00000040"]
 
 
 def test_any_flipped_byte_is_noticed(tmp_path, capsys):
-    """If a byte of any file flips, the previous checkpoint is used. Without a previous one, the error is one line."""
+    """If a file is cut short or a bit flips, the previous checkpoint is used; without one, `find` raises UserError."""
     save(tmp_path, 1), save(tmp_path, 2)
     last = newest(tmp_path)
     for path in list(last.iterdir()):
@@ -307,7 +307,7 @@ def save_on_a_full_disk(options: dict) -> str:
 
 @pytest.mark.parametrize("how", [dict(save_async=False), dict(save_async=True)])
 def test_a_full_disk_ends_the_run_in_one_line(pools, tmp_path, how):
-    """On all ranks the line names the rank with the full disk. The previous checkpoint stays as it is."""
+    """On all ranks the error is a line that names the rank whose disk is full. The previous checkpoint stays valid."""
     options = how | dict(out=str(tmp_path / "run"), steps=6)
     said = pools(2).run(save_on_a_full_disk, options)
     assert said == [f"--out {tmp_path / 'run'}: rank 1 cannot write (No space left on device)"] * 2

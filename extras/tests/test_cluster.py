@@ -1,4 +1,4 @@
-"""Emulated nodes (services/cluster.py): two machines train as one process does, and leave nothing behind."""
+"""Tests emulated nodes (services/cluster.py): two train as one process does, and leave nothing behind."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from extras.variants.record import spelled
 
 
 class Job:
-    """A training run on two nodes with a pipeline stage each: README's launch line, with fewer ranks."""
+    """A run of step 7, launched as in extras/README.md, on two nodes with one rank and one pipeline stage each."""
 
     def __init__(self, folder: Path, steps: int):
         self.out, self.log, text = folder / "run", folder / "log", folder / "text.txt"
@@ -43,7 +43,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path):
-    """`job(steps)` starts a `Job`, which the end of the test kills. Skips the test if no cluster is allowed here."""
+    """`job(steps)` starts a `Job`, which is killed after the test. Skips the test if no cluster is allowed here."""
     words = ["-m", "extras.services.cluster", "--nodes", "1", "--", "--help"]
     if cluster.NO_RIGHTS in (said := launch(0, words, tmp_path / "help.log")[1]):
         pytest.skip(said)
@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
 
 
 def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path):
-    """The kernel counts less than 4 % more bytes than the law: gloo adds some, and nothing is sent twice."""
+    """The kernel counts less than 4 % more bytes on the cable than the law: gloo adds some; nothing is sent twice."""
     _, said = launch(0, ["-m", "extras.tests.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
     assert 0.15 < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine

@@ -22,7 +22,7 @@ from extras.variants.step07.routing import RoutedMoE
 EVEN = dict(experts=4, experts_per_token=4)  # each token visits all experts: the dry run spreads them evenly
 GROUPS = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5, n_layers=1)
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
-LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a group; capacity drops half of these
+LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a group; capacity drops half of all choices
     (1, "step01_single_gpu", dict(dtype="bf16", recompute="full", optimizer="adafactor")),
     (3, "step02_ddp", dict(sync="ring", optimizer="muon", global_batch_size=6)),
     (4, "step03_zero", dict(zero=3, zero_replicas=2, zero_keep=True, recompute="full")),
@@ -54,7 +54,7 @@ def dry_ends(step: str, options: dict, ranks: int) -> list[SimpleNamespace]:
 
 
 def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
-    """Replaces the choice of the best experts: assigns the experts to tokens in turn."""
+    """Replaces `RoutedMoE.choose`, which picks the best experts: assigns experts to tokens in turn."""
     return torch.arange(len(scores) * layer.top_k).view(-1, layer.top_k) % scores.shape[1]
 
 
@@ -62,7 +62,7 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
     """Runs on every rank: the `counts` of a step of real training."""
     config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
-    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # calls gloo's reduce-scatter: ours allocates
+    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # for gloo's own reduce-scatter: comm.py's allocates
     with loops, balanced, whole, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
         importlib.import_module(name).train(config, run)
     return counts(run)
@@ -70,10 +70,10 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 
 @pytest.mark.parametrize("ranks, step, flags", LAYOUTS, ids=str)
 def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
-    """For the first and last rank, bytes sent, calls and FLOPs are equal; held bytes and the peak agree to 1 %.
+    """On the first and last rank, bytes sent, calls and FLOPs equal the dry run's; held bytes and peak are within 1 %.
 
-    A thread of gloo may hold a message for a moment after its wait. Where messages overlap computation, a real rank
-    may hold tensors for longer: then the peak may differ by 8 %.
+    A thread of gloo may hold a message for a moment after it was waited for. So where messages overlap computation, a
+    real rank may hold tensors for longer, and its peak may differ by 8 %.
     """
     options = SHAPE | flags
     overlaps = {"zero": 3, "tp_overlap": True, "offload_optimizer": "cpu"}
@@ -87,7 +87,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
 
 
 def test_matmuls_are_those_that_torch_counts():
-    """FLOPs equal those of torch's counter, which counts all scores of a CPU's attention (before torch 2.15, none)."""
+    """Matmul FLOPs equal torch's. Of a CPU's attention, torch counts all scores (before 2.15, none), a dry run half."""
     options = SHAPE | dict(n_layers=2, recompute="full")
     count = dry("step01_single_gpu", options, 1).meter.count
     with FlopCounterMode(display=False) as theirs:
@@ -109,7 +109,7 @@ def test_kernels_are_those_of_a_gpu():
 
 
 def test_a_dry_run_says_what_it_counted(capsys):
-    """The report names a bound of MFU, the GPU and the rank. The run is started as by extras/__main__.py."""
+    """The report names a bound of MFU, the GPU and the rank. The run is started as in extras/__main__.py."""
     config = compose(step07)(model="tiny-moe", dry_run=8, pp=2, tp=2, ep=2, rank="7", gpu="a100-80")
     with ServedRun(config) as run:
         instead_of(step07.train)(config, run)

@@ -54,7 +54,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("kind, more", PUBLISHED)
 def test_published_models_there_and_back(tmp_path, kind, more, monkeypatch):
-    """An imported model has transformers' loss with the flags that `import` prints; its export has the same bits."""
+    """An imported model, run with the flags that `import` prints, has transformers' loss; its export, the same bits."""
     transformers = pytest.importorskip("transformers")
     theirs, run, back, out = (str(tmp_path / name) for name in ("hf", "run", "back", "out"))
     sizes = {hub.SIZES[name]: value for name, value in SMALL.items()} | dict(initializer_range=0.5) | more

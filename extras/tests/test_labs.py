@@ -33,7 +33,7 @@ def test_a_lab_is_complete(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_starter_gives_nothing_away(tmp_path, lab):
-    """The folder keeps signatures and docstrings, but no removed line except short ones and those of earlier steps."""
+    """A folder has all signatures and docstrings; of removed lines, only short ones and those in earlier steps."""
     start(lab, tmp_path / "lab", "ada")
     assert opened(tmp_path / "lab") == (lab, "ada", hollow(lab))
     shown = {line.strip() for path in (tmp_path / "lab").rglob("*.*") for line in path.read_text().splitlines()}

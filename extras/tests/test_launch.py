@@ -31,7 +31,7 @@ def tiny(tmp_path_factory) -> str:
     "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
 )
 def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
-    """A step's launch line, as a short run, trains to the end. (tests/ compares layouts' numbers with one process.)"""
+    """A step's launch line, as a short run, trains to the end. (tests/ compares the numbers with one process's.)"""
     doc = (ROOT / f"{step}.py").read_text()
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has only two layers, for four stages
@@ -44,7 +44,7 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
 
 NO_NET = "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9")
 LEFT = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-MISTAKES = [  # "-m extras" if the run has services; step, ranks, flags, a part of the error, variables
+MISTAKES = [  # "-m extras" if the run has services; step, ranks, flags, a part of the error, environment
     ("", "step02_ddp", 2, "", *NO_NET),
     ("", "step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {}),
     ("-m extras", "step02_ddp", 2, "", *NO_NET),

@@ -32,7 +32,7 @@ P, PARAMS = L * LAYER + ENDS, 9 * L + 3  # the model's elements, and its number 
 A = SEQ * D * B  # an activation of a micro-batch of one sequence
 KEYS = 12 * 2 * KV * (D // HEADS) * B  # bytes of k and v of 12 tokens
 INT8, SCORES = dict(compress_activations="int8"), dict(attention="scores")
-NORMS = 2 * B * (1 + D)  # bytes of a token that norms keep on a CPU, beside inputs: a statistic, the normalised input
+NORMS = 2 * B * (1 + D)  # bytes a token that two norms keep on a CPU beside inputs: statistics, normalised inputs
 
 
 def reduced(n: int, size: float) -> float:
@@ -41,9 +41,9 @@ def reduced(n: int, size: float) -> float:
 
 
 class Law(NamedTuple):
-    """What a rank sends, computes and holds in a step with `flags`; if `than` is given, its excess over `flags | than`.
+    """What a rank sends, computes and holds in a step with `flags`; if `than` is given, the excess over `flags | than`.
 
-    Examples of keys in `has`: "dp", bytes sent over a dimension; "dp send", those of one operation; "dp send calls";
+    Examples for `has`: "dp", bytes sent over a dimension; "dp send", those of an operation; "dp send calls", its calls;
     "held moments", bytes of a kind; "peak", of all kinds; "add kernels", runs of an operator; "flops", of all matmuls.
     """
 
@@ -56,7 +56,7 @@ class Law(NamedTuple):
 
 
 def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
-    """Dry-run a step of one rank; returns all its numbers, under the keys that `Law.has` uses."""
+    """Dry-run `step` as one rank of `ranks`; returns all counts, under the keys that `Law.has` uses."""
     config = equal.config_of(step, dict(global_batch_size=M, n_layers=L, dry_run=ranks) | options)
     seen = run_rank(importlib.import_module(step).train, config, rank)
     found = Counter({f"held {kind}": n_bytes for kind, n_bytes in seen.held.items()})
@@ -73,13 +73,13 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
 
 
 def swapped(n: int, kv_heads: int = KV) -> int:
-    """Bytes that a rank sends for 12 tokens in Ulysses, forward and backward. Fewer than n kv heads are copied to n."""
+    """Bytes that one of n ranks sends for 12 tokens in Ulysses, in both passes. If kv heads < n, they are repeated."""
     q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, n // kv_heads)))
     return 2 * (n - 1) * (2 * q + kv) // n
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Ulysses over `swap` ranks; a ring over r = n / swap sends k and v r - 1 times each way, gradients r times."""
+    """Ulysses over `swap` ranks; a ring of r = n/swap ranks sends k and v r - 1 times a pass, gradients r times."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -89,16 +89,16 @@ def usp_law(n: int, swap: int, kv_heads: int) -> Law:
 
 
 def window_law(n: int, rank: int, window: int, seq: int) -> Law:
-    """A rank sends k and v of W-1 tokens to the next rank, and as many gradients to the one before, whatever s is."""
+    """A rank sends k and v of `window` - 1 tokens to the next, as many gradients to the one before, for any `seq`."""
     tokens = (window - 1) * ((rank + 1 < n) + (rank > 0))  # forward; backward
     has = {"cp send": M * L * tokens * KEYS // 12}
     return Law("step05_cp_ring", n, dict(cp=n, cp_mode="ring", window=window, seq_len=seq), has, rank=rank)
 
 
 def tp_law(flags: dict) -> Law:
-    """A micro-batch sends over tp (n-1)/n of 8 activations a layer and 4 at the ends; for the loss, 2 numbers a token.
+    """Over tp, a micro-batch sends (n-1)/n of 8 activations a layer and 4 at the ends; for the loss, 2 numbers a token.
 
-    With overlap, backward gathers the input of a block once more. int8: a byte a value, 4 more for each 256 of a token.
+    With overlap, backward gathers each block's input again. int8: 1 byte a value, 4 for the scale of up to 256 of them.
     """
     gathers, block = (4 + 2 * ("tp_overlap" in flags)) * L, SEQ * (D + 4) if "compress_activations" in flags else A
     sent = M * ((gathers + 4 * L) * block // 2 + 4 * A // 2 + 2 * SEQ * B)
@@ -109,7 +109,7 @@ def tp_law(flags: dict) -> Law:
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all four experts. Backward sends as much as forward, but no counts; tp divides the tokens."""
+    """Each token visits all 4 experts. Backward sends as much as forward, but no counts; tp ranks share the tokens."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
@@ -119,7 +119,7 @@ def experts_law(mode: str, tp: int) -> Law:
 def nodes_law() -> Law:
     """Each token visits all 8 experts, on two nodes of two ranks: it crosses to the other node once, for both ranks.
 
-    `--ep-mode rows` would send it to each of the two ranks from here, so twice as many bytes would cross.
+    `--ep-mode rows` would send it to each of these two ranks, so twice as many bytes would cross.
     """
     row, gate = 2 * SEQ * D * B, SEQ * B  # bytes of rows, there and back; of gates for one expert
     flags = dict(ep=4, ep_mode="nodes", experts=8, experts_per_token=8, global_batch_size=2 * 4)
@@ -128,9 +128,9 @@ def nodes_law() -> Law:
 
 
 def fused_law() -> Law:
-    """A micro-batch saves a cast of each matrix's gradient, its addition (but the first), and 3 sums of dx a layer.
+    """Fusing spares a micro-batch the cast of each dW, its addition (after the first), and 3 sums of dx a layer.
 
-    The matrices are seven in each layer, and the head. The FLOPs of matmuls do not change.
+    dW: the gradient of one of the seven matrices in a layer, or of the head. The FLOPs of matmuls do not change.
     """
     matrices, m = 7 * L + 1, 2
     flags = dict(dtype="bf16", global_batch_size=m, fused_gradients=True)
@@ -147,7 +147,7 @@ def kept_law(bytes_of_a_token: int, **flags: Any) -> Law:
 def mask_law(share: int, **layout: Any) -> Law:
     """Dropout keeps 2 L + 1 masks for backward, one byte for each number; with SP, a rank keeps 1/tp of each mask.
 
-    A mask takes one draw for each of 4 sequences.
+    Each mask is drawn in four calls of `rand`, one for each sequence.
     """
     flags, masks = dict(global_batch_size=4, micro_batch_size=4, dropout=0.2), (2 * L + 1) * 4
     has = {"held activations": masks * SEQ * D // share, "rand kernels": masks}
@@ -160,7 +160,7 @@ LAWS: dict[str, Law] = {
     # S: bytes of all gradients. Rank 0 sends (n-1) S, to each rank a message per parameter; any other rank sends S
     **{f"server, rank {rank}": Law("step02_ddp", 3, dict(sync="server", global_batch_size=3), {
         "dp send": times * P * B, "dp send calls": times * PARAMS}, rank=rank) for rank, times in ((0, 2), (1, 1))},
-    # if the ranks meet in this step, they send what step 2 sends, else only the loss; the first meeting adds a moment
+    # a step in which ranks meet sends as much as step 2, others only the loss. The first meeting makes outer_momentum
     **{f"meets, H = {h}": Law("step02_ddp", 2, dict(sync="diloco", inner_steps=h), {
         "dp": reduced(2, meets * P * B + B), "dp all_reduce calls": meets + 1, "held moments": (2 + meets) * P * B})
        for h, meets in ((2, 1), (3, 0))},
@@ -172,7 +172,7 @@ LAWS: dict[str, Law] = {
     **{f"replicas, zero {zero}": Law("step03_zero", 4, dict(zero=zero, zero_replicas=2, global_batch_size=4), {
         "replicas all_reduce": reduced(2, P * B / 2), "shard all_gather": gathered * B / 2,
         "shard reduce_scatter": P * B / 2}) for zero, gathered in ((1, P), (3, 2 * P - ENDS))},
-    # (m+1) P elements: in a step, each unit has one all-gather and m reduce-scatters
+    # (n-1)/n of (m+1) P elements: in a step, each unit has one all-gather and m reduce-scatters
     "kept": Law("step03_zero", 2, dict(zero=3, zero_keep=True, global_batch_size=4), {
         "dp all_gather": P * B / 2, "dp all_gather calls": L + 2,
         "dp reduce_scatter": 2 * P * B / 2, "dp reduce_scatter calls": 2 * (L + 2),
@@ -188,13 +188,13 @@ LAWS: dict[str, Law] = {
                              "sgd": 0}.items()},
     **{name: tp_law(flags) for name, flags in {
         "overlap": dict(tp_overlap=True), "int8": INT8}.items()},
-    # D + 4 bytes a token: D numbers and a scale
+    # D + 4 bytes a token: a byte for each of D numbers, and a scale of 4 bytes
     "int8, pp": Law("step06_pipeline", 2, dict(pp=2, n_layers=2) | INT8, {"pp send": M * SEQ * (D + 4)}),
-    # two more micro-batches: no graph, but inputs of stages; tokens and targets, twice
+    # two more micro-batches add no graph, only what enters stage 1 (rank 1 holds it), and tokens and targets, twice
     **{f"gpipe, rank {rank}": Law("step06_pipeline", 2, dict(pp=2, schedule="gpipe", global_batch_size=4), {
         "held activations": 0, "peak": 2 * (rank * A + 4 * SEQ * 8)}, dict(global_batch_size=2), rank)
        for rank in (0, 1)},
-    # ring: (n-1) B forward, (n-1) B + n G backward, for kv_heads heads. allgather: (n-1) B forward, (n-1) G backward
+    # ring: k and v (of kv_heads heads) n-1 times a pass, gradients n times. allgather: both n-1 times in all
     **{name: Law("step05_cp_ring", 2, flags | dict(cp=2, seq_len=24), {
         "cp send": M * L * 4 * KEYS, "cp send calls": M * L * 4,
     }) for name, flags in {"flash": dict(cp_kernel="flash"), "ring": dict(cp_mode="ring")}.items()},
@@ -207,15 +207,15 @@ LAWS: dict[str, Law] = {
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 0, 5, 16), (2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
-    # the same bytes in 3 times as many messages; two tensors of 8 counts, int64, are not kept until backward
+    # the same bytes in 3 times as many messages; two tensors of 8 row counts, int64, are not kept until backward
     "experts in chunks": Law("step07_moe_ep", 2, dict(ep=2, ep_overlap=3), {
         "ep": 0, "ep all_to_all calls": M // 2 * L * 4 * 2, "held activations": -L * 2 * 8 * 8}, dict(ep_overlap=1)),
     "fused": fused_law(),
-    # e = 8 bytes an element; explicit scores are most of what a layer keeps
+    # e of the docstrings is B = 8 bytes; explicit scores are most of what a layer keeps
     **{f"fused attention, {k} kv heads": kept_law(B * (6 * D + 2 * k * D // HEADS + 4 * FFN + HEADS), n_kv_heads=k)
        for k in (2, 4)},
     **{f"scores, {k} kv heads": kept_law(B * (8 * D + 4 * FFN + HEADS * SEQ), **SCORES, n_kv_heads=k) for k in (2, 4)},
-    # offloaded to the host, whose copies a dry run counts, too: an input has one for each matrix that it enters
+    # copies on the host, which a dry run counts, too: an input has one copy for each matrix that it enters
     "offloaded": kept_law(B * (10 * D + 2 * KVD + 4 * FFN + HEADS) + NORMS, recompute="offload"),
     "selective recomputation": kept_law(B * (6 * D + 2 * KVD + 4 * FFN), **SCORES, recompute="selective"),
     "dropout": mask_law(1, tp=1),
@@ -235,7 +235,7 @@ def test_law(name):
 
 
 def test_sums_start_in_backward():
-    """The sums of all L + 2 units start before `finish`, where step 3 starts them."""
+    """With --zero-overlap, the sums of all L + 2 units start before `finish`; in step 3, `finish` starts them."""
     events, book, finish = [], Ledger.book, zero_overlap.Early.finish
     with (
         mock.patch.object(Ledger, "book", lambda self, *what: events.append(what[0]) or book(self, *what)),
@@ -264,7 +264,7 @@ def test_messages_of_experts_are_hidden():
     with mock.patch.object(ep_overlap, "all_to_all", all_to_all):
         rows = torch.arange(11.0).view(11, 1).requires_grad_()
         home = ep_overlap.visit_in_chunks(3, experts, SimpleNamespace(size=2), rows, torch.tensor([4, 1, 0, 6]))
-        forward = events[2:]  # without those of the counts
+        forward = events[2:]  # without start and wait of the counts' exchange
         events.clear()
         home.backward(torch.ones_like(home))
     assert forward == events == 3 * ["start"] + 3 * ["wait", "compute", "start"] + 3 * ["wait"]

@@ -1,4 +1,4 @@
-"""Tests that each row of rows.py does as one process does. The behaviours that `Row.does` names are functions here."""
+"""Tests that each layout in rows.py does what one process does. Each behaviour in `Row.does` is a function here."""
 
 from pathlib import Path
 from unittest import mock
@@ -62,7 +62,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
     options = row.base | row.layout | dict(save_async=True)
     whole, cut = (options | dict(out=str(folder / name)) for name in ("whole", "cut"))
     pools(row.ranks).run(train_on_rank, row.step, whole)
-    number = SIGNALS[int(row.step[4:6]) % len(SIGNALS)]  # so that some row tests each signal
+    number = SIGNALS[int(row.step[4:6]) % len(SIGNALS)]  # so that each signal is tested by some row
     for rows in pools(row.ranks).run(train_on_rank, row.step, cut | dict(save_every=0), 3, number):
         assert len(rows) == 3, "every rank leaves after the same step"
     rows = pools(row.ranks).run(train_on_rank, row.step, cut | dict(resume="auto"))[0]
@@ -71,7 +71,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
 
 
 def meets(pools, reference, row: Row, folder: Path):
-    """Losses and final parameters equal one process's to 1e-10, though ranks of dp have own gradients and norms."""
+    """Losses and final parameters equal one process's to 1e-10, though each dp rank has its own gradients and norms."""
     right = reference(row)
     for seen in pools(row.ranks).run(equal.record, row.step, row.base | row.layout, equal.Apart):
         assert difference(seen.losses, right.losses) < 1e-10 and seen.parameters.keys() == right.parameters.keys()

@@ -1,4 +1,4 @@
-"""Tests the planner: layouts are legal, bytes are near the dry run's, the search is complete, errors are bounded."""
+"""Tests the planner: it lists all legal layouts, predicts dry runs and published runs, and finds the best."""
 
 import importlib
 import json
@@ -37,7 +37,7 @@ ORDERS = [name for name in SCHEDULES if not illegal(LLAMA, Layout(2, global_batc
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:
-    """The Config of a layout: that of step 7 or, without experts, that of step 6."""
+    """Make the Config of a layout for a model of this shape: step 7's if `flags` have experts, else step 6's."""
     PRESETS["drawn"] = ModelConfig(**shape)
     step = step07 if "experts" in flags else step06
     flags |= {name: value for name, value in vars(x).items() if name in step.Config.__dataclass_fields__}
@@ -52,7 +52,7 @@ def counted(x: Layout, shape: dict, rank: int = 0, **flags) -> Counted:
 
 
 def test_no_legal_layout_is_left_out():
-    """For 24 ranks, `meshes` lists all legal sizes, and `variants` all schedules, with every stage of ZeRO."""
+    """For 24 ranks, `meshes` lists all legal sizes, no others; for pp 2, `variants` every schedule and ZeRO stage."""
     m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
     for pp, cp, tp, ep in (each for each in product(sizes, repeat=4) if 24 % (each[0] * each[1] * each[2]) == 0):
@@ -67,7 +67,7 @@ def test_no_legal_layout_is_left_out():
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
 def test_the_dearest_stage_costs_least(vocab):
-    """For 7 layers and the head, `balanced` minimises the largest cost of a stage, then (to 5%) the sum of squares."""
+    """For 7 layers and a head, `balanced` minimises the largest stage cost, then (to 5%) the sum of squared costs."""
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab
@@ -108,19 +108,19 @@ USUAL = ("0", "0 experts", "1", "1 experts")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in USUAL)) for n in DRAWN])
 def test_the_bound_of_the_peak(name):
-    """The planner's bytes are within 20% of the peak that the dry run counts; for one of 200 layouts, 29% above it."""
+    """The planner's bytes are within 20% of the peak that the dry run counts; for one of 200 layouts, 29% above."""
     x, shape, experts, rank = DRAWN[name]
     seen, m = counted(x, shape, rank, **experts), shape_of(ModelConfig(**shape), SimpleNamespace(**experts))
     ours, peak = rank_bytes(m, x, rank * x.pp // x.world), sum(seen.meter.peak().values())
     assert 0.8 <= ours.total / peak <= (1.3 if name == "68 experts" else 1.2), (ours.total / peak, DRAWN[name])
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
-    matrix = 2 * m.vocab_size * m.dim // x.tp * (m.tied and x.zero == 3)  # bytes of a tied matrix, perhaps gathered
+    matrix = 2 * m.vocab_size * m.dim // x.tp * (m.tied and x.zero == 3)  # bytes of a tied matrix: maybe still gathered
     assert ours.weights + ours.optimizer in [pytest.approx(state - more, rel=0.005) for more in (0, matrix)]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_a_layer_keeps_what_the_dry_run_counts(recompute):
-    """The bytes that one more layer (without experts) keeps for backward are those that the dry run counts."""
+    """`layer_bytes` equals what one more layer (without experts) keeps for backward in a dry run."""
     for tp, sp in (1, True), (2, True), (2, False):
         x = Layout(tp=tp, sp=sp, recompute=recompute, global_batch_size=1)
         few, more = (counted(x, SMALL | dict(n_layers=n)).held["activations"] for n in (1, 2))
@@ -129,7 +129,7 @@ def test_a_layer_keeps_what_the_dry_run_counts(recompute):
 
 
 def test_weights_and_flops():
-    """GPT-3 has 175e9 weights; Llama and Mixtral have as many as their cards say; pipeline ranks share all of them."""
+    """GPT-3 has 175e9 weights, Llama and Mixtral as many as on their model cards; pipeline ranks share all of them."""
     for m, size in ((gpt(12288, 96, 96), 175e9), (LLAMA, 8.03e9), (MODELS["llama3-405b"], 405.8e9), (MIXTRAL, 46.7e9)):
         assert total_weights(m) == pytest.approx(size, rel=0.01)
     assert sum(sum(rank) for rank in rank_numbers(LLAMA, "1f1b", 4, 1, 1, 1)) == total_weights(LLAMA)
@@ -140,9 +140,9 @@ def test_weights_and_flops():
 
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
-    """`pipeline_ratio` is within 1% of a full simulation, and `least_bubble` is at most its bubble.
+    """`pipeline_ratio` is within 1% of a full simulation, whose bubble is at least `least_bubble`.
 
-    The first 4 p + m % p micro-batches need as much memory as all do, except in afab, where each needs more.
+    On p ranks, the first 4 p + m % p of m micro-batches need as much memory as all m; in afab each one adds some.
     """
     v = {"interleaved": 3}.get(schedule, 1)
     kept = dict.fromkeys(range(4 * max(2, v)), (1.0, float(pipeline_of(schedule, 4, v).split)))
@@ -160,7 +160,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 
 @pytest.mark.parametrize("sp", [True, False])
 def test_messages_over_tp_are_sent_again(sp):
-    """Recomputation repeats 3 of forward's 4 collectives (without SP, 1 of 2 all-reduces), as the dry run counts."""
+    """As in a dry run, recomputing a layer repeats 3 of forward's 4 messages over tp (no SP: 1 of 2 all-reduces)."""
     m, net = shape_of(ModelConfig(n_layers=2, **SMALL), Layout()), Network(4, 4)
     whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
     kinds = ("none", "full", "elementwise")
@@ -173,7 +173,7 @@ def test_messages_over_tp_are_sent_again(sp):
 
 
 def test_messages_take_the_network_that_they_are_in():
-    """With tp 8 on nodes of 4, a node's cards share a ring's messages. In an all-to-all, a rank uses its own card."""
+    """With tp 8 on nodes of 4, a ring uses all network cards of a node. In an all-to-all, each rank uses its own."""
     whole = LLAMA.seq_len * LLAMA.dim * 2
     for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
@@ -201,7 +201,7 @@ def test_search_finds_what_trying_everything_finds(more):
 
 
 def test_errors_beside_published_runs():
-    """Errors, rank correlations (1: same order, -1: reversed) and regrets are within bounds that fit RESULTS.md."""
+    """Errors for published runs, rank correlations (1: same order, -1: reversed) and regrets are near RESULTS.md's."""
     assert bench.choice([1, 2, 2, 3], [1, 2, 2, 3]) == (pytest.approx(1), 0)  # ties share a rank
     assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (pytest.approx(-1), 1.0)
     known = [case for case in bench.read_rows(bench.Config().rows) if case.recipe is not COURSE]
@@ -217,7 +217,7 @@ def test_errors_beside_published_runs():
 
 
 def test_files_with_gaps(tmp_path):
-    """A blank or NaN means that a source does not give the figure. An unknown GPU or a missing file gives one line."""
+    """A blank cell or NaN stands for a figure that a source lacks. An unknown GPU or a missing file is a UserError."""
     files = {name: str(tmp_path / name) for name in ("rows", "vtrain", "json")}
     for name, figure, gap in ("rows", "137", "NaN"), ("vtrain", "3638.3", ""):
         lines = Path(getattr(bench.Config(), name)).read_text().splitlines()[:4]
@@ -241,7 +241,7 @@ def test_files_with_gaps(tmp_path):
     ],
 )
 def test_the_report(name, more, capsys, tmp_path):
-    """The printed flags and launch line, read by the step's parser, give the layouts that were found, and these fit."""
+    """The step's parser reads the printed flags and launch line as the layouts that were found, and these fit."""
     flags, file = parse(plan.Flags, ["--model", name, *shlex.split(more)]), tmp_path / "plan.json"
     assert plan.main(["--model", name, *shlex.split(more), "--json", str(file)]) == 0
     out, entries = capsys.readouterr().out, json.loads(file.read_text())
@@ -292,7 +292,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_a_mistake_is_one_line(capsys, arguments):
-    """The line goes to stderr, with status 2. For a model that fits nowhere, it says how much memory is missing."""
+    """An error is one line on stderr, with status 2. If a model fits nowhere, it says how much memory is missing."""
     assert plan.main(shlex.split(arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and MISTAKES[arguments] in error

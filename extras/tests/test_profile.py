@@ -27,7 +27,7 @@ def traced(folder: Path, rank: int) -> list[dict]:
 
 
 def test_a_pipelines_trace(pools, tmp_path):
-    """Each F and B of both traced steps is a range on its rank. All f, g, attention and all-gathers are inside one.
+    """Each F and B of both traced steps is a range on its rank. All f, g, attention and all-gathers are inside these.
 
     `--profile 2` with too few steps is refused.
     """
@@ -49,7 +49,7 @@ def test_a_pipelines_trace(pools, tmp_path):
 
 
 def snapshots_on_rank(out: str) -> tuple[str, list]:
-    """Runs in one process: the error of a run whose GPU is full in step 4, and its calls of torch.cuda.memory."""
+    """Runs in one process: the error of a run out of GPU memory in step 4, and its calls of torch.cuda.memory."""
     update = mock.Mock(side_effect=[None] * 3 + [torch.OutOfMemoryError("Tried to allocate 2.50 GiB")])
     full = mock.patch.object(step01.Optimizer, "publish", update)
     on_gpu = mock.patch.object(profile, "attach", lambda _, parts: profile.Trace(2, parts, gpu=True))
@@ -59,7 +59,7 @@ def snapshots_on_rank(out: str) -> tuple[str, list]:
 
 
 def test_a_snapshot_of_memory_is_written_before_a_full_one_ends_the_run(pools, tmp_path):
-    """The snapshot is written once, and the line of the error names its file."""
+    """When memory is full, a snapshot is written once, and the error is a line that names its file."""
     ((said, calls),) = pools(1).run(snapshots_on_rank, str(tmp_path))
     assert [call[0] for call in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
     file = str(tmp_path / "memory-0.pickle")

@@ -1,4 +1,4 @@
-"""Tests the schedules of techniques: complete, in order, free of deadlock; the papers' laws of time and memory hold."""
+"""Tests extras' schedules: they are complete, ordered, free of deadlock, and obey the papers' laws (time, memory)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
 
 plugins()
-TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # in tests/test_step06.py
+TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # these: tests/test_step06.py
 UNIT = dict(F=1, R=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # in a schedule without W, B computes both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
@@ -25,7 +25,7 @@ Lists = list[list[Action]]
 
 
 def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
-    """Make the lists of all ranks and the places of a schedule. Raises UserError if it refuses these sizes."""
+    """Make a schedule's lists for p ranks and m micro-batches, and its places. Raises UserError if it refuses them."""
     actions, places, stages, _ = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
     v = stages if p > 1 else 1
     return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)
@@ -41,9 +41,9 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Assert that each micro-batch has an F and a B at each of its stages, and perhaps an R before B or a W after it.
+    """Assert that each micro-batch has F and B at each of its stages and, in some schedules, R before B or W after B.
 
-    With messages in the order of a simulation with these costs, no rank waits for ever.
+    Also, no rank waits for ever if messages are sent in the order of a simulation with these costs.
     """
     kinds = [kind for kind in "FRBW" if any(action.kind == kind for row in lists for action in row)]
     starts = [s for s, place in enumerate(places) if place.before is None]
@@ -68,20 +68,20 @@ def makespan(lists: Lists, places: list[Place], costs: dict) -> int:
 
 
 def in_flight(row: list[Action], until: str = "B") -> int:
-    """The most (micro-batch, stage) pairs that a rank holds at once, from F to the end of B, or of W."""
+    """The most (micro-batch, stage) pairs that a rank holds at once: each from its F to the end of its B (or W)."""
     return max(accumulate({"F": 1, until: -1}.get(action.kind, 0) for action in row))
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_size_is_complete_and_ends(name):
-    """The lists of all sizes pass `check_lists`, with messages in the order of two different sets of costs."""
+    """For all sizes, the lists pass `check_lists` with two sets of costs, which decide the order of messages."""
     for _, m, lists, places in sizes(name):
         check_lists(lists, places, m)
         check_lists(lists, places, m, dict(F=5, R=4, B=2, W=3))
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If m >= p, and F, B, W take f, b, w, a rank idles for (p-1) (f + b - min(f, b, w)): the shortest fills gaps."""
+    """If m >= p and F, B, W take f, b, w, a rank idles for (p-1) (f + b - min(f, b, w)); in 1F1B, (p-1) (f + b + w)."""
     assert [in_flight(row) for row in lists] == [min(m, p - rank) for rank in range(p)]
     assert max(in_flight(row, "W") for row in lists) == min(m, p)
     for costs in COSTS if m >= p else ():
@@ -90,7 +90,7 @@ def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If m >= 2p-1, a rank needs at most (p-1) max(0, f+b-2w, b-f) more than its work, from first start to last end."""
+    """If m >= 2p-1, a rank idles for at most (p-1) max(0, f+b-2w, b-f) between its first start and its last end."""
     assert max(in_flight(row, "W") for row in lists) == min(m, 2 * (p - 1) + 1)
     for costs in COSTS if m >= 2 * p - 1 else ():
         f, b, w = costs.values()
@@ -101,9 +101,9 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def rounds_law(p: int, m: int, *_):
-    """The laws of rounds.py: for m >= p, interleaved's bubble; memory, and the time a message may take, grow with N.
+    """The laws of rounds.py. If m >= p, the bubble is interleaved's; if m < p, a step takes (v p + m - 1) (f + b).
 
-    N: --round-size. If m < p, a step takes (v p + m - 1) (f + b). If N = p divides m, the lists are interleaved's.
+    Memory, and the time a message may take, grow with N: --round-size. If N = p divides m, the lists are interleaved's.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)
@@ -115,12 +115,12 @@ def rounds_law(p: int, m: int, *_):
         assert more or m % p or lists == made("interleaved", p, m, chunks=v)[0]
         if stages > 1 and m >= p:
             ends = {action: (start, end) for end, _, start, action in simulate(lists, places, PLAIN)}
-            first = m // max(1, m // (p + more))  # first round's size; its second stage is in the warm-up
+            first = m // max(1, m // (p + more))  # size of the first round, whose second stage is also warm-up
             assert ends[Action("F", 0, p)][0] - ends[Action("F", 0, p - 1)][1] == first - p
 
 
-# Schedules with two stages a rank, if f = b = w = 1: the time of a step, or a range that contains it; the least m for
-# which this time holds; the most half stages (dualpipe: stages) that a rank holds at once, from F to the end of W.
+# Schedules with two stages a rank, if f = b = w = 1: a step's time, or a range that contains it; the least m for which
+# it holds; the most (micro-batch, stage) pairs that a rank holds until W ends (a stage of dualpipe is twice as large).
 HALVES = {
     "zbv": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p - 1, lambda p: 2 * p),
     "dualpipev": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p, lambda p: 2 * p + 1),

@@ -84,7 +84,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_job_saves_at_a_signal_and_is_queued_again(slurm, tmp_path):
-    """The job, on two nodes of one rank each, resumes from what it saved and has the losses of one process."""
+    """A job on two nodes of one rank each saves at a signal, is queued again, resumes, and has one process's losses."""
     (tmp_path / "text.txt").write_text((ROOT / "step01_single_gpu.py").read_text())
     flags = f"{FLAGS} --dataset {tmp_path / 'text.txt'}".split()
     alone = ["-m", "extras", "step01_single_gpu.py", *flags, "--out", str(tmp_path / "one")]
