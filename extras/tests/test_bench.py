@@ -23,7 +23,7 @@ def test_a_row_is_a_legal_command_line(step, ranks, flags):
     check(config, ranks)
 
 
-def test_a_ratio_compares_neighbours_of_a_round():
+def test_a_ratio_divides_times_of_the_same_round():
     """If both contestants are ten times slower in one round, the ratio stays the same."""
     found = dict(ours=Result([1.0, 10.0, 2.0], 0), theirs=Result([2.0, 20.0, 4.0], 0))
     assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 1

@@ -223,4 +223,4 @@ def main(name: str, argv: list[str]):
         pool.stop()
     device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores, one thread a rank"
     print(f"{name}: {config.model}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
-    print(f"medians (and range) of {config.rounds} rounds in turns; ratios are of neighbours in a round")
+    print(f"medians (and range) of {config.rounds} rounds in turns; a ratio divides two times of the same round")
