@@ -2,20 +2,20 @@
 
  1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
     about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
- 2  It applies to the step of its folder and to later ones, unless SINCE names the Config of another first step.
+ 2  A technique applies to the step of its folder and to later ones, unless SINCE names another first step's Config.
  3  Importing a file adds its entries to menus. Example: SYNCS["tree"] = TreeSync adds the value `tree` to --sync.
  4  `settle(config, world)` may set flags. No other function may. `world` is the number of ranks.
  5  NEEDS and REFUSES declare which flags cannot be combined; `check(config, world)` raises UserError for sizes that do
     not fit. A run applies the declarations and calls `check` before it builds anything.
- 6  `prepare(config, parts)` runs before the step builds its objects. It may change menu entries until they are built.
+ 6  `prepare(config, parts)` runs before the step builds its objects. It may change menus; `give_back` restores them.
  7  `attach(config, parts)` runs before the first training step. It may change the objects that the step has built.
- 8  Methods and menu entries are changed only by `parts.instead`, which replaces one (only one file may replace it), and
-    by `parts.around`, which wraps it. The nesting does not depend on which file attaches first. Innermost is the step's
-    own method or its replacement, then come the techniques in ORDER, then services and tests.
+ 8  Methods and menu entries are changed only by `parts.instead`, which replaces one (no second file may replace it), or
+    by `parts.around`, which wraps one. The nesting does not depend on which file attaches first. Innermost is the
+    step's own method or its replacement, then come the wrappers of techniques (in ORDER), then of services and tests.
  9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
-10  `parts.kept` maps a file's name to what its `attach` returned. If this has them, checkpoints call `state()` (JSON,
-    the same on all ranks) and `restore(state)`, and save `owed` (tensors by bucket or unit); validation calls
-    `look(tokens)`; and a run stops only if `between` is false (true: ranks of dp have different weights).
+10  `parts.kept` maps a file's name to what its `attach` returned. This object may have `state()` (JSON, the same on all
+    ranks), `restore(state)` and `owed` (tensors by bucket or unit), for checkpoints; `look(tokens)`, which validation
+    calls; and `between`: while it is true, ranks of dp have different weights, and no signal ends the run.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Orders a method's changes, innermost first: -1 for a replacement, then as in ORDER, then services."""
+        """Its place in the nesting: -1 (innermost) for a replacement, a technique's index in ORDER, else the last."""
         if self.how == "instead of":
             return -1
         return ORDER.index(name_of(self.by)) if self.by.startswith(f"{__name__}.") else len(ORDER)
@@ -73,7 +73,7 @@ class Progress:
 
     def __init__(self, parts: "Parts"):
         self.step, self.now = -1, -1
-        self.starts: Callable[[], None] = lambda: None  # called before each forward or backward of a micro-batch
+        self.starts: Callable[[], None] = lambda: None  # called before each forward and, with a pipeline, backward
         parts.around(parts.data, "batch", self.begin, by=__name__)
         parts.model.register_forward_pre_hook(self.enter)
         for act in ("forward", "backward") if parts.pipeline is not None else ():  # a pipeline does not call the model
@@ -143,7 +143,7 @@ class Parts:
         self.change(owner, name, by, "instead of", call)
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
-        """Wrap a method or entry: it becomes `call(inner, ...)`; `inner` is the method with all inner wrappers."""
+        """Wrap a method or entry by `call(inner, ...)`. `inner`: the method with all wrappers inside this one."""
         placed = not by.startswith(f"{__name__}.") or name_of(by) in ORDER
         assert placed, f"{by} wraps a method: insert it in ORDER of variants/__init__.py"
         self.change(owner, name, by, "around", call)

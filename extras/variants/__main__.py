@@ -26,7 +26,7 @@ WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|
 
 
 def flags(module: ModuleType, text: str) -> list[str]:
-    """Returns a file's flags: values that it adds to menus (`--sync tree`) and its own; or else the first in `text`."""
+    """Returns a file's flags: its menu entries (`--sync tree`) and its own flags; if none, the first flag in `text`."""
     entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
     found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
     found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []

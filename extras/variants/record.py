@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
         return all(self.meets(name, value(name) if name in plain else None, plain) for name in self.flags)
 
     def meets(self, name: str, value: Any, plain: dict[str, Any]) -> bool:
-        """Whether the value meets the condition; if the step lacks the flag, whether a tuple has its value in OFF."""
+        """Whether a value meets the condition. For a flag that the step lacks: whether a tuple has its value in OFF."""
         condition = self.flags[name]
         if name not in plain:
             return type(condition) is tuple and name in OFF and OFF[name] in condition
@@ -55,7 +55,7 @@ class Refusal(NamedTuple):
         return (value in condition) != isinstance(condition, But)
 
     def text(self, value: Callable[[str], Any], plain: dict[str, Any]) -> str:
-        """Returns one line that names all flags, and says what to do."""
+        """Returns the error in one line: the flags with their values, and why they are refused."""
         words = [spelled(name, value(name)) for name in self.flags if name in plain and self.flags[name] != HAS]
         if self.needs:
             given = f", not with {words[1]}" if isinstance([*self.flags.values()][1], But) else ""

@@ -2,16 +2,16 @@
 
 Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a stored score for each pair of tokens. The scores
 are most of what a layer keeps for backward, but little of its work. Selective activation recomputation (Korthikanti et
-al. 2022, section 5) keeps q, k and v, and recomputes scores and softmax, which takes no weights and no messages. A
-fused kernel does this itself, in tiles: nothing is left to gain. With h = dim, k = kv heads x head_dim, f = ffn_dim,
-a = heads, s tokens and e bytes an element, a layer keeps for each token these bytes:
+al. 2022, section 5) keeps q, k and v, and recomputes scores and softmax, which needs no weights and no messages. (A
+fused kernel already does this by itself, tile by tile.) With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads,
+s tokens and e bytes an element, a layer keeps for each token these bytes:
 
     fused                          e (6 h + 2 k + 4 f) + 4 a + 8
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
     scores, --recompute selective  e (6 h + 2 k + 4 f) + 8
 
 The paper's layer, with LayerNorm, GELU and dropout in 16 bits, keeps h (34 + 5 a s / h), and 34 h with recomputation.
-In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
+In step 1, the function below would replace the model's `attend`, and RECOMPUTE would have one more entry.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ tokens fit in one chunk, nothing changes.
 
 The head passes the hidden states on, and the loss multiplies them by the head's weight, chunk by chunk. The model's
 loss function is called for each chunk; step 4's, over a sharded vocabulary, works as well. In step 1 the last line of
-`Decoder.forward` would call this function.
+`Decoder.forward` would call `ChunkedLoss`.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Compiles layers (`--compile`): torch.compile fuses norms, RoPE, SiLU and additions into a few kernels.
 
 All layers share one graph. It breaks where a layer communicates (steps 4, 5, 7); TORCH_LOGS=graph_breaks shows where.
-In step 1 this would follow `RECOMPUTE[config.recompute](model)`, so recomputation is part of the graph. That is
-impossible if the graph breaks. Then recomputation stays outside, and computes each graph of a layer to its end, also
-the product with down_proj. (Without --compile it stops before that product, whose output backward does not need.)
+In step 1 layers would be compiled after `RECOMPUTE[config.recompute](model)`, so that recomputation is part of the
+graph. If the graph breaks, this is impossible: recomputation stays outside, and runs each graph of a layer to its end,
+even the product with down_proj. (Without --compile it stops before that product, whose output backward does not need.)
 """
 
 from collections.abc import Callable

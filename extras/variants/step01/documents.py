@@ -5,13 +5,13 @@ to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.
 need not restart. A document ends with --end-token, whose target, the next document's first token, counts in the loss.
 In step 5 this would be another `visible`. No mask is built: in whole sequences each document is a causal triangle.
 
-    keys ->    a a b | b c c      Consecutive tokens of a rank: one causal triangle for each document. Earlier keys,
-    queries a  #     |            also consecutive: one rectangle or none, because only the last key's document
-            a  # #   |            can continue in these queries.
+    keys ->    a a b | b c c      Queries and keys of one chunk (consecutive tokens): a causal triangle for each
+    queries a  #     |            document. Keys of an earlier chunk: one rectangle or none, because only the
+            a  # #   |            document of that chunk's last key can continue in the queries' chunk.
             b      # |
             ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
-            b      # | #          however the sequence is sharded. This needs no messages: each rank reads the whole
-            c        |   # #      batch, so it knows where documents end.
+            b      # | #          however the sequence is sharded. No messages are needed to find the documents:
+            c        |   # #      each rank reads the whole batch.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """Splits tokens by document: numbers int64 [seq], positions int64 [s] -> runs (start, stop, position, document)."""
+    """Splits tokens into runs: document numbers [seq] and positions [s], int64 -> (start, stop, position, document)."""
     documents = numbers[positions]  # the document of each token
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])  # of adjacent tokens in one document
@@ -78,14 +78,14 @@ class Documents:
         parts.progress.starts = self.enter
 
     def within(self, core: Callable) -> Callable:
-        """Returns a wrapper of `core`, which passes it `visible` or, if sequences are whole, uses `self.attend`."""
+        """Wraps the attention `core`: the wrapper passes `visible` to it or, for whole sequences, uses `attend`."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences are concatenated
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Like `attend` of common/model.py, with a call for each document. (A GPU's varlen kernel needs one call.)"""
+        """Like `attend` of common/model.py, with one call for each document. (A GPU's varlen kernel needs only one.)"""
         split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
         return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
@@ -121,7 +121,7 @@ REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, a
 
 
 def check(config: Any, world: int):
-    """--end-token must be in the vocabulary. Raises UserError."""
+    """Raises UserError unless --end-token is in the vocabulary."""
     if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
         raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 

@@ -6,8 +6,8 @@ layout must drop the same numbers, or it would not train as one process does. So
 batch, the layer and the place in it. A rank keeps the rows of its own tokens. Recomputation draws the same mask again.
 Validation drops nothing. (Counter-based generators, such as Philox of Salmon et al. 2011, draw a single row directly.)
 
-Law: with L layers, a rank keeps 2 L + 1 masks [batch, tokens, dim] for backward, of a byte a number. Without SP each tp
-rank draws and keeps whole masks, with SP 1/tp of them, which is one reason for SP (Korthikanti et al. 2022, section 4).
+Law: with L layers, a rank keeps 2 L + 1 masks [batch, tokens, dim] for backward, one byte per number. Without SP each
+tp rank keeps whole masks, with SP only 1/tp of each: one reason for SP (Korthikanti et al. 2022, section 4).
 In step 1, `DecoderLayer.forward` would call `drop` around each block.
 """
 

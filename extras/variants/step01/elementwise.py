@@ -1,8 +1,8 @@
 """Recomputes elementwise operations only (`--recompute elementwise`), because they are cheap to compute again.
 
-Full recomputation repeats the whole forward of a layer. This keeps the outputs of matrix products and attention, and
-repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e bytes an
-element, a layer keeps for each token these bytes:
+Full recomputation repeats the whole forward of a layer. Here a layer keeps the outputs of matrix products and
+attention, and repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e
+bytes an element, a layer keeps for each token these bytes:
 
     none         e (6 h + 2 k + 4 f) + 4 a + 8
     elementwise  e (5 h + 2 k + 2 f) + 4 a
@@ -37,12 +37,12 @@ RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # `attach` does the rest
 
 
 def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
-    """Wraps a layer that step 1's `recompute_layers` runs again: keep the outputs of these operators."""
+    """Wraps the forward of a layer that recomputes (step 1's `recompute_layers`): keep the outputs of `operators`."""
     return recompute(*inputs, context_fn=partial(create_selective_checkpoint_contexts, operators))
 
 
 def attach(config: Any, parts: Parts):
-    """Set which outputs layers keep. With `full`, routers' choices are kept; other layers are unchanged, to save time.
+    """Set which outputs layers keep. With `full`, only layers with a router change, to save time: they keep its choice.
 
     With --cp, attention and its messages are repeated, because step 5 changes an operator's output in place.
     """

@@ -1,6 +1,6 @@
 """fp16 with dynamic loss scaling (`--dtype fp16`; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
 
-fp16 has few exponent bits: a gradient below 6e-8 becomes zero. So the loss is multiplied by a scale before backward,
+fp16 has few exponent bits: a gradient below 3e-8 becomes zero. So the loss is multiplied by a scale before backward,
 and the finished gradients are divided by it. A gradient above 65504 overflows: then the update is skipped and the scale
 is halved; after 1000 good steps it is doubled. All ranks have the same global norm, so they skip together.
 
@@ -35,7 +35,7 @@ class LossScaling:
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Use this scale and count from the next forward on. Scale the extra losses of MoE layers by the same scale."""
+        """Set the scale and the count of good steps. Scale the coefficients of MoE layers' extra losses likewise."""
         for module, name in product(self.parts.model.modules(), ("coeff", "z_coeff")):
             if hasattr(module, name):
                 setattr(module, name, getattr(module, name) * state["scale"] / self.scale)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 
-TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", "lm_head"]  # each entry shares an input
+TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", "lm_head"]  # in each entry: one input
 
 
 def adds_to_wide(weight: Tensor) -> bool:
-    """Whether this device has a matmul that adds products of this dtype to fp32."""
+    """Whether the weight's device has a matmul that adds products of tensors of the weight's dtype to fp32."""
     factor, total = weight.new_zeros(8, 8), weight.new_zeros(8, 8, dtype=torch.float32)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
@@ -55,9 +55,9 @@ class SummingLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:
-        """x [..., in] -> each layer's output [..., out]. Autograd must not see weights: it would call their hooks."""
+        """x [..., in] -> each layer's [..., out]. Autograd must not see weights, as it would call their hooks, too."""
         ctx.save_for_backward(x)
-        ctx.arguments = [linear.weight for linear in linears], fused  # parameters, whose values may move
+        ctx.arguments = [linear.weight for linear in linears], fused  # the parameters: ZeRO 3 may move their values
         return tuple(F.linear(x, linear.weight) for linear in linears)
 
     @staticmethod

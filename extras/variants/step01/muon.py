@@ -67,12 +67,12 @@ class Muon:
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
     def see(self, parts: Parts):
-        """Before the first step: store what `gather` needs. `firsts`: where this rank's shard of a parameter begins."""
+        """Before the first step: store what updates need. `firsts`: where in a parameter this rank's shard begins."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
-        self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
+        self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All-gathers a unit's updates U, by parameter name: this rank's shards -> whole parameters, flat."""
+        """All-gathers the U of a unit, by parameter name: this rank's shards -> U of whole parameters, flat."""
         dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}

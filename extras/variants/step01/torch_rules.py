@@ -2,8 +2,8 @@
 
 SGD without momentum has no state. It reveals a wrongly scaled gradient, which Adam hides. Adafactor (Shazeer and Stern
 2018) stores the n m second moments of a matrix in n + m numbers: it keeps the mean of each row and of each column of
-the squared gradients, and estimates second moments by their products. It keeps no first moments. A rank must have whole
-rows and columns. In step 1 these would be entries of OPTIMIZERS.
+the squared gradients, and estimates second moments by their products. It keeps no first moments. A rank must hold whole
+rows and columns. In step 1 both rules would be entries of OPTIMIZERS.
 """
 
 from typing import Any

@@ -8,9 +8,9 @@
     query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, its HALO: W-1 tokens.
 
 Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
-rank before it, and sends its gradients back in backward. With b bytes of k and v a token, a rank in the middle sends
-(W-1) b forward and (W-1) b backward in a layer and micro-batch, whatever s is, and computes at most W s/n pairs for its
-s/n tokens: these grow as s, not as s^2. With --cp-mode ulysses sequences are whole and need no halo.
+rank before it, and in backward sends the halo's gradients back. Let k and v of a token have b bytes. A rank in the
+middle sends (W-1) b forward and (W-1) b backward in a layer and micro-batch, whatever s is, and computes at most W s/n
+pairs for its s/n tokens: these grow as s, not as s^2. With --cp-mode ulysses sequences are whole and need no halo.
 `windowed_attention` would replace `attend` in common/model.py, and `ring_attention` in step 5.
 """
 
@@ -36,7 +36,7 @@ TURNED = "turned"
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
     """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), each one kernel call.
 
-    The queries are the last tokens. Slices count from the first query, or key. Shape: False (#), True (+), TURNED (x).
+    Queries and keys end at the same token. Slices count from the first of each. Shape: False (#), True (+), TURNED (x).
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -51,7 +51,7 @@ def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool 
 
 
 def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
-    """Extend a kernel (step05/allgather.py) to TURNED parts: causal, if queries and keys are in reverse order."""
+    """Extend a kernel (step05/allgather.py) to TURNED parts, which are causal once queries and keys are reversed."""
 
     def turning(function: Callable, *given: Any) -> tuple[Tensor, ...]:
         *tensors, shape = given
@@ -84,7 +84,7 @@ def return_halo(grad: Tensor, group: Group, halo: int) -> Tensor:
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, group: Group | None = None, kernel: tuple = FORMULAS
 ) -> Tensor:
-    """Attends in windows: q [batch, s/n, heads, d], k and v likewise with kv_heads -> like q. No group: n = 1."""
+    """Sliding-window attention: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q. No group: n = 1."""
     if group is not None:
         forwards, backwards = (partial(one, halo=window - 1) for one in (add_halo, return_halo))
         k, v = Conjugate.apply(torch.stack((k, v)), group, forwards, backwards)

@@ -7,13 +7,13 @@ Descent"; Karimireddy et al. 2019). So the error arrives late, but is not lost.
     int8   8 bits, and an fp32 scale for 256 values                     (1 + 4/256) / 4
     topk   the largest --topk-fraction of the values, with their places 2 x fraction (1: no loss, twice the bytes)
 
-Sums in so few bits would be rounded at every rank, or overflow. So rank r receives shard r of every rank's
+If ranks added in so few bits, each addition would be rounded, or overflow. So rank r receives shard r of every rank's
 gradient (all-to-all), and adds these in full precision: a reduce-scatter, which is all that ZeRO needs. For an
 all-reduce, rank r then compresses its shard of the sum, keeps the error, and all ranks gather the shards. The gather
 starts when the next bucket is sent, or at the end, so that the all-to-all overlaps with backward.
 
-In step 2 `Compression.send` would be BucketSync.send, in step 3 `.reduce` would be Zero1.reduce. The errors (`owed`)
-take as much memory as a whole gradient on each rank, also in ZeRO 2 and 3. Checkpoints contain them.
+In step 2 `Compression.send` would be `BucketSync.send`; in step 3 `Compression.reduce` would be `Zero1.reduce`. On each
+rank the errors (`owed`) take as much memory as a whole gradient, also in ZeRO 2 and 3. Checkpoints contain them.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def dequantise(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def pick(values: Tensor, fraction: float) -> Tensor:
-    """Picks the largest absolute values: [n, length] floats -> int32 [n, words], in a row their bits, then places."""
+    """Picks the values of largest magnitude: [n, length] floats -> int32 [n, words]: their bits, then their places."""
     places = values.abs().topk(max(1, int(fraction * values.shape[-1]))).indices
     return torch.cat((values.gather(-1, places).view(torch.int32), places.int()), dim=-1)
 
@@ -82,7 +82,7 @@ class Compression:
         self.owed: dict[Bucket | Unit, Tensor] = {}
 
     def scatter(self, key: Bucket | Unit, values: Tensor, then: Callable[[Tensor], None]) -> Pending:
-        """Start to send row r of values [n, length] to rank r. Waiting for it calls `then` with our row of the sum."""
+        """Send row r of values [n, length] to rank r. The Pending's `wait` calls `then` with our row of the sum."""
         values = values.to(wide(values.dtype)) + self.owed.get(key, 0.0)
         length, dtype = values.shape[-1], values.dtype
         message = self.narrow(values)
@@ -103,7 +103,7 @@ class Compression:
         self.sync.pending.append(pending)
 
     def send(self, plain: Callable, bucket: Bucket):
-        """Wraps `BucketSync.send`: first wait for the previous bucket's all-to-all, which backward has hidden."""
+        """Wraps `BucketSync.send`: wait for the previous all-to-all, which backward has hidden; start this bucket's."""
         n = bucket.group.size
         if n == 1:
             return plain(bucket)

@@ -9,8 +9,8 @@ after the last meeting. This mean is the gradient of an *outer step*, SGD with N
     each rank          m = mu m + d, then w = w - eta (d + mu m)      in the paper H = 500, eta = 0.7, mu = 0.9
 
 With eta = 1 and mu = 0, weights are averaged (local SGD: Stich 2018). If also H = 1, with plain SGD and no clipping, it
-is step 2. A meeting sends 2 (n-1)/n S over dp, with S bytes of masters: on average 1/H of step 2's gradients. A rank
-holds 2 S more, w and m. A run saves, and ends after a signal, only at meetings, with all ranks' moments ("exp_avg@1").
+is step 2. If masters have S bytes, a meeting sends 2 (n-1)/n S over dp, on average 1/H of step 2's gradients. A rank
+holds 2 S bytes more, w and m. A run saves (all ranks' moments: "exp_avg@1"), or ends after a signal, only at meetings.
 
 The price: H > 1 needs more tokens to reach the same loss. Between meetings there are n models, and the loss and the
 validation loss are means over them. The gradient norm is that of gradients which are not summed over dp. In step 2,

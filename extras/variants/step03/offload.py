@@ -1,14 +1,14 @@
 """Keeps ZeRO's tensors in host memory (`--offload-optimizer`, `--offload-params`).
 
-    --offload-optimizer cpu     masters and moments are in host memory, updated there ("ZeRO-Offload", Ren et al. 2021)
-    --offload-params cpu        besides, in stage 3, the shards of the weights are in host memory ("ZeRO-Infinity",
-                                Rajbhandari et al. 2021; they use disks, too). The GPU holds one or two units of
+    --offload-optimizer cpu     masters and moments are kept and updated on the host ("ZeRO-Offload", Ren et al. 2021)
+    --offload-params cpu        in stage 3, the shards of the weights are in host memory, too ("ZeRO-Infinity",
+                                Rajbhandari et al. 2021; it also uses disks). The GPU holds one or two units of
                                 weights, the gradients' shards, and activations
 
 The host updates one unit at a time: only this unit has gradients, and update rules skip parameters without gradients.
 In step 3, `Update.step` would be `Zero1.step`. On a GPU, copies use streams of their own: gradients of later units are
-copied while the host updates one, and shards are copied and gathered while the GPU computes. (Pinned memory is rounded
-up to a power of two.)
+copied while the host updates one, and shards are copied and gathered while the GPU computes. (The size of pinned memory
+is rounded up to a power of two.)
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Move a unit's master to other memory, `master`. The update rule keeps its tensor objects, now views of it."""
+    """Replace a unit's master by its copy `master`. The update rule's tensor objects stay, and become views of it."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:

@@ -4,7 +4,7 @@ In a step of m micro-batches, step 3 gathers each layer 2 m times, although its 
 gathered once, by the first micro-batch that uses them, and freed by `publish` (n, P, m, e: see step 3):
 
     elements a rank sends, x (n-1)/n    m (3 P - e)   becomes   (m+1) P, as in stage 2
-    it holds, beside its shards         two units     becomes   all of its units
+    weights it holds, beside shards     two units     becomes   all of its units
 
 Between steps a rank holds as little as in stage 3, within a step as much as in stage 2. The all-gather is hidden behind
 the next step's first forward, instead of following the update. In step 3, only `publish` would call `ShardedUnit.free`.

@@ -1,7 +1,7 @@
 """Applies ZeRO to groups of dp / R ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
 
-With shards over all dp ranks every all-gather waits for the slowest link. With R replicas, dp / R neighbours (those of
-a node, say) share the weights and gather them among themselves; R ranks hold the same shard.
+If weights are sharded over all dp ranks, every all-gather waits for the slowest link. With R replicas, dp / R
+neighbours (those of a node, say) shard and gather the weights among themselves; R ranks hold the same shard.
 
     dp = 4, R = 2:     groups "shard": ranks 0 1, 2 3        groups "replicas": ranks 0 2, 1 3
 
