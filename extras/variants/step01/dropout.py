@@ -4,7 +4,7 @@ It is applied after the embedding, attention and the MLP (Srivastava et al. 2014
 layout must drop the same numbers, or it would not train as one process does. So a mask is drawn as weights are
 (common/layout.py): in full, from a seed that depends only on --seed, the step, the sequence's number in the global
 batch, the layer and the place in it. A rank keeps the rows of its own tokens. Recomputation draws the same mask again.
-Validation drops nothing. (Counter-based generators, such as Philox of Salmon et al. 2011, draw a single row directly.)
+Validation drops nothing. (Counter-based generators, such as Philox, could draw the rows of some tokens alone.)
 
 Law: with L layers, a rank keeps 2 L + 1 masks [batch, tokens, dim] for backward, one byte per number. Without SP each
 tp rank keeps whole masks, with SP only 1/tp of each: one reason for SP (Korthikanti et al. 2022, section 4).
