@@ -174,7 +174,7 @@ def read(source: str, text: str = Flags.text_column) -> tuple[Stream, Stream | N
 
     cache, left_out = Path(datasets.config.HF_DATASETS_CACHE), []
     cache.mkdir(parents=True, exist_ok=True)
-    datasets.logging.set_verbosity_error()  # the error raised names a damaged file
+    datasets.logging.set_verbosity_error()  # errors are still logged: they name a damaged file
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:

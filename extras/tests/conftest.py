@@ -12,7 +12,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import pytest
 
 # The order in which files start; others follow. Only one pool of ranks computes at a time (pool.py), so files that
-# need ranks alternate with files that do not. Short files come last.
+# need ranks alternate with files that do not. Most long files come first.
 ORDER = ["layouts", "cluster", "launch", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
 ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
 

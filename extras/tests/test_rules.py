@@ -1,7 +1,7 @@
 """Compares rules (updates, loss scaling, routing, rounding) with implementations by others.
 
 rows.py compares our rules only with themselves. Here each rule is a function that raises AssertionError if our numbers
-differ from those of other code, which README.md lists. faults.py has mistakes that these must notice. The other code
+differ from those of other code, which README.md lists. faults.py has mistakes that two of them must notice. Other code
 rounds to fp32 or bf16 in places, but not under `exact`, so in fp64 even a wrong last digit of a constant shows.
 """
 
