@@ -1,4 +1,4 @@
-"""The commands of the labs, start, check and grade: `python -m extras.labs --help`."""
+"""The labs' commands `start`, `check` and `grade`: see `python -m extras.labs --help`."""
 
 import argparse
 import csv

@@ -1,7 +1,7 @@
 """Run a chapter's tests with a student's files, in a folder and a process group of their own, and count points.
 
 The tests run in a process that has imported the student's file. Malicious code can therefore forge their report, and
-can read and write all that the grader's user can: grade the files of strangers inside a container.
+can read and write all that you can: use a container to grade the files of strangers.
 """
 
 import contextlib

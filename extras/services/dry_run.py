@@ -171,7 +171,7 @@ def levels_of(config: Any) -> list[float]:
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Add a hook to each MoE layer: it tells `meter` how many rows each level will send, and how many visit experts."""
+    """Add a hook to each MoE layer: it tells `meter` how many rows go to nodes, ranks and experts, as `levels` says."""
 
     def told(_layer: MoE, given: tuple):
         meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]

@@ -1,7 +1,7 @@
 """The table of layouts and behaviours: each row must do the same as one process.
 
 A row covers what pairs of flags (pairs.py) do not: a lossy technique with its bound, other sizes and numbers of ranks,
-or a behaviour besides `equals`. Layouts of the course alone are in tests/ (test_step02.py and later files).
+or a behaviour besides `equals`. More layouts of the course alone are in tests/test_step0*.py.
 
 Row(ranks, step, layout, base)     `layout`: flags of the tested run alone; `base`: flags that it shares with the one
                                    process with which it is compared

@@ -1,4 +1,4 @@
-"""The repository's rules, checked on the parsed source: which folder may import which, lengths of files, and links."""
+"""The repository's rules, checked on its files: which folder may import which, lengths of files, links of pages."""
 
 import ast
 import re

@@ -128,7 +128,7 @@ def nodes_law() -> Law:
 
 
 def fused_law() -> Law:
-    """Fusing spares a micro-batch the cast of each dW, its addition (after the first), and 3 sums of dx a layer.
+    """Fusing spares a micro-batch the casts of dW, 3 sums of dx a layer and, but for the first, adding dW.
 
     dW: the gradient of one of the seven matrices in a layer, or of the head. The FLOPs of matmuls do not change.
     """

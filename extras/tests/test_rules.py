@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """DeepSeek-V3 with softmax: groups ranked by their two best experts, biases on the choice, and shared experts."""
+    """DeepSeek-V3 with softmax: groups ranked by their two best experts, biases only for choosing, shared experts."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)

@@ -119,7 +119,7 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
 def end_bytes(p: MicroBatch) -> float:
     """Bytes that norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
 
-    A loss in chunks instead keeps the gradients of the hidden states and of the head, which it computes in forward.
+    A loss in chunks keeps the gradients of hidden states and head, made in forward, in place of the last two.
     """
     kept = p.own * p.norm + p.tokens * p.m.dim * NARROW
     return kept + p.rows * (p.m.dim * NARROW if p.at_once < p.tokens else p.tokens * WIDE)
@@ -180,7 +180,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
     """Extra bytes of a pipeline rank: (at all times, while activations wait, when none wait any more).
 
-    Only its largest layer counts. That layer's experts count as a ZeRO unit of their own, with one matrix.
+    Of its layers only the largest counts. Its experts are a ZeRO unit; M is one weight tensor of them all.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}

@@ -48,7 +48,7 @@ class Flags:
 
 
 def models() -> dict[str, Shape]:
-    """All models by name: the presets, with their experts, and GPT-3's."""
+    """All models by name: the presets, some with experts, and models like GPT-3."""
     seam.plugins()  # importing the techniques adds their presets with experts, and their schedules
     return {name: shape_of(m, SimpleNamespace(**EXPERTS.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 

@@ -160,7 +160,7 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
 
 
 class Stage(nn.Module):
-    """A stage of step 6 for PyTorch's runtime: it has only its own parameters, and the last one returns logits."""
+    """A stage of step 6 for PyTorch's runtime: it has only its own parameters. The last stage returns logits."""
 
     def __init__(self, model: Decoder, place: Place, positions: Tensor):
         super().__init__()
