@@ -102,8 +102,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
 
     An element that c ranks hold counts 1/c on each, so once in the sum over all ranks. Ranks have different elements
-    along pp, along the dimensions of a parameter's shards, and, if ZeRO shards gradients (`sharded`), along data_dim;
-    along all others they have copies. A tied matrix that several stages hold (`stage_copies`) is counted once, too.
+    along pp, along the mesh dimensions that shard the parameter, and along data_dim if ZeRO shards the gradients
+    (`sharded`). Along all others they have copies. A tied matrix on several stages (`stage_copies`) counts once, too.
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():

@@ -390,7 +390,7 @@ def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
 
 
 def test_what_is_saved_stays(tmp_path):
-    """Writing into a saved run's folder, or resuming with other flags, is refused. A resumed run keeps old metrics."""
+    """A new run in a folder with checkpoints is refused; so are other flags on resuming, which keeps old metrics."""
     config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
     saved = f"{config.out}/checkpoints/step-00000002"
     runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0")]

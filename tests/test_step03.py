@@ -332,7 +332,7 @@ def story(stage: int, layers: str, tied: bool) -> list[str]:
 @cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
 @cases("tied", [False, True])
 def test_when(stage, layers, tied, recompute):
-    """Gathers, sums and frees happen as in Zero3's figure. Two units are whole at a time; with a tied head, three."""
+    """Sums are as in Zero3's figure; in stage 3 also gathers and frees: at most 2 units are whole (tied head: 3)."""
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)

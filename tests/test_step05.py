@@ -235,7 +235,7 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """Results are rounded once, so their error is one rounding's (dq: 1.1 times); with sums in 16 bits, 1.5 to 2."""
+    """Sums are fp32, so errors are 1 (dq: 1.1) times that of rounding once; with 16-bit sums, 1.5 to 2 times."""
     group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
     found, _, back = ring(Tape, group, mine)
     close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")

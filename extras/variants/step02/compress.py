@@ -41,7 +41,7 @@ def in_blocks(values: Tensor) -> Tensor:
 
 
 def quantise(values: Tensor) -> Tensor:
-    """Rounds [..., length] floats to int8 [..., length + 4 x blocks]: multiples of a scale, then the scales (fp32)."""
+    """Rounds floats [..., length] to int8 [..., length + 4 x blocks]: value / block's scale, then the fp32 scales."""
     blocks = in_blocks(values)
     scales = (blocks.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
     whole = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : values.shape[-1]]
