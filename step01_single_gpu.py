@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (With this loop in `train`, its variable would keep a gradient after `zero_grad`.)"""
+    """Multiply gradients in place. (With the loop in `train`, its variable would keep a gradient after `zero_grad`.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)

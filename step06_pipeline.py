@@ -226,7 +226,7 @@ ACTS = {"F": "forward", "B": "backward"}  # kind -> the method that does it: (mi
 
 
 class Instruction(NamedTuple):
-    """A line of a rank's program: compute `action`, receive its input or, if it is the peer's action, send its input."""
+    """A line of a program: compute `action`, receive its input or, if it is the peer's action, send its input."""
 
     verb: Literal["compute", "send", "receive"]
     action: Action
