@@ -18,7 +18,7 @@ ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", 
 
 
 def pytest_xdist_auto_num_workers(config):
-    """With -n auto, start three workers for the whole folder, since many tests use one core or only wait; else none."""
+    """With -n auto, start three workers for the whole folder, and none for single files."""
     return 3 if Path(__file__).parent in map(Path.absolute, map(Path, config.args)) else 0
 
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def pools(pytestconfig):
-    """`pools(4)` returns the pool of four ranks, `pools(4, kind)` a separate one; all are killed after the session."""
+    """`pools(4)` returns a pool of four ranks; each `kind` has pools of its own. All are killed after the session."""
     from extras.tests.pool import Pool
 
     made, device = {}, pytestconfig.getoption("--device")
@@ -50,7 +50,7 @@ def pools(pytestconfig):
 
 @pytest.fixture(scope="session")
 def reference(pools):
-    """`reference(row)` returns the numbers of one process with `row.base`, which trains only once for each base."""
+    """`reference(row)` returns the numbers of one process that trains with `row.base`. Each base trains only once."""
     from extras.tests import equal
 
     made = {}

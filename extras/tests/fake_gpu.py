@@ -56,7 +56,7 @@ def can_fake_cuda() -> bool:
 
 
 class Stream:
-    """A CUDA stream, NCCL's, or the host. done[s]: how many launches of stream s must end before our next begins."""
+    """A stream of CUDA or NCCL, or the host. Its next launch waits for the first done[s] launches of each stream s."""
 
     def __init__(self):
         self.done: Counter[Stream] = Counter()
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """Simulates a CUDA event: a stream (`wait`) or the host (`synchronize`) waits for all launches before `record`."""
+    """A CUDA event: `wait` (a stream) and `synchronize` (the host) wait for all launches that came before `record`."""
 
     def __init__(self, watch: "Watch"):
         self.record = lambda: setattr(self, "done", watch.stream.done.copy())
@@ -90,7 +90,7 @@ def tensors_of(*args: Any) -> list[Tensor]:
 
 
 def place() -> str:
-    """The innermost running line of a step, common or variants; "backward" if none is running, as in autograd."""
+    """The innermost line of a step, common or variants that is running; "backward" if there is none."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
     return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "backward"
 
@@ -102,8 +102,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found, self.rows = [], 0  # numbers of rows for experts, set by `route`
         self.inside = False  # from a step's first forward until its gradients are summed
-        self.waits: Counter[str] = Counter()  # of the host for the GPU while `inside`, by place
-        self.calls: list[list[Call]] = []  # of each launch: one collective, or a batch of messages
+        self.waits: Counter[str] = Counter()  # how often the host waits for the GPU while `inside`, by place
+        self.calls: list[list[Call]] = []  # a list for each launch: one collective, or a batch of messages
         self.written: dict[int, Counter[Stream]] = {}  # storage -> stream -> its last launch that wrote there
         self.early: set[str] = set()  # places that read data before they have waited for it
         self.stream, self.host, self.nccl = Stream(), Stream(), Stream()
@@ -173,7 +173,7 @@ class Watch(TorchDispatchMode):
 
 
 class Watched(OpenRun):
-    """A run that writes nothing. The watch is `inside` from a step's first module until all gradients are complete."""
+    """A run that writes nothing. In each step, it sets `inside` of the watch."""
 
     def __init__(self, config: Any, watch: Watch):
         super().__init__(config)
@@ -189,7 +189,7 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def finish(self, gradients: Callable) -> dict[str, Tensor]:
-        """Wraps `gradients`: later waits of the step are not recorded, because the host has to wait for the norm."""
+        """Wraps `gradients`: end recording the step's waits, because next the host has to wait for the norm."""
         self.watch.inside = False
         return gradients()
 
@@ -221,7 +221,7 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
     def empty(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
         return right(*args, **how)
 
-    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # unlike `empty`, this is no operator
+    def tensor(data: Any, right: Callable = torch.tensor, **how: Any) -> Tensor:  # torch.tensor is no operator
         made = right(data, **how)
         return empty(made.shape, dtype=made.dtype)
 
@@ -265,9 +265,9 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamesp
 
 
 def stuck(queues: list[list[list[Call]]]) -> list[str]:
-    """Simulate each rank's launches in order, as if each blocked its rank; returns a line for each rank that hangs.
+    """Simulate ranks that wait for each launch before the next one; returns a line for each rank that hangs.
 
-    A call ends when all of its ranks have reached its launch; a launch ends with the last of its calls.
+    A call ends when all of its ranks have launched it. A launch ends when all of its calls have ended.
     """
     left = [deque(map(Counter, queue)) for queue in queues]
     while True:

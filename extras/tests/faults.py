@@ -27,16 +27,16 @@ class Fault(NamedTuple):
 
 
 def noticed_by(judge: Row | tuple, module: str, *faults: tuple[str, ...]) -> list[tuple[Row | tuple, Fault]]:
-    """Pair faults of a module with the judge that must notice them; in `module`, "/" stands for "extras.variants.".
+    """Pair faults of a module with the judge that must notice them. In `module`, "/" stands for "extras.variants.".
 
-    A judge is a Row, whose run then differs from one process; or (file, test, parameters...), a test that then fails;
-    or ("resumed", ranks, layout), a run that resumes a checkpoint of one process and then ends with other numbers.
+    A judge is a Row, or a test (file, name, parameters...), or ("resumed", ranks, layout). This last one resumes a
+    checkpoint of one process under the layout, and compares the numbers with those of an uninterrupted run.
     """
     return [(judge, Fault(module.replace("/", "extras.variants."), *fault)) for fault in faults]
 
 
 RUNS_AHEAD = "test_the_host_runs_ahead_and_nothing_is_read_early"
-BF16 = dict(dtype="bf16")  # one process, compared with itself
+BF16 = dict(dtype="bf16")  # for a row of one process, whose reference is the same run without the fault
 
 
 # fmt: off
@@ -122,7 +122,7 @@ FAULTS: list[tuple[Row | tuple, Fault]] = [
         ("attach", "CHOICE", "[]", "recomputation chooses again")),
 ]
 
-PATCHES = {  # changes that both runs of a comparison have, so not mistakes (`patch` in rows.py, test_pairs.py)
+PATCHES = {  # changes that are no mistakes: both runs of a comparison have them (`patch` in rows.py, test_pairs.py)
     "frozen": Fault("common.layout", "materialize", "param.requires_grad)",
         'param.requires_grad and not name.endswith(("1.mlp.up_proj.weight", "0.input_layernorm.weight")))',
         "a matrix and a norm do not train"),
@@ -139,7 +139,7 @@ PATCHES = {  # changes that both runs of a comparison have, so not mistakes (`pa
 
 
 def functions_of(thing: Any) -> dict[str, FunctionType]:
-    """All methods of a class by name, or a function under the name "". Static and decorated ones are unwrapped."""
+    """The methods of a class by name, or a function under the name "", all without their decorators."""
     members = vars(thing).items() if inspect.isclass(thing) else [("", thing)]
     plain = {name: inspect.unwrap(getattr(member, "__func__", member)) for name, member in members}
     return {name: member for name, member in plain.items() if isinstance(member, FunctionType)}
@@ -149,7 +149,7 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 def injected(fault: str | Fault) -> Iterator[None]:
     """Inside this context, the program has this mistake, or the patch of this name; "" changes nothing.
 
-    Only the code objects of functions are replaced, so menus, imports and `super()` lead to the mistake, too.
+    It replaces the code objects of functions. So whoever holds a function, such as a menu, gets the mistake, too.
     """
     if not fault:
         yield
@@ -172,6 +172,6 @@ def injected(fault: str | Fault) -> Iterator[None]:
 
 
 def with_fault(fault: str | Fault, function: Callable, *args: Any) -> Any:
-    """Runs on every rank: call a function, with this mistake in the program ("": none)."""
+    """Runs on every rank: call a function while the program has this mistake."""
     with injected(fault):
         return function(*args)

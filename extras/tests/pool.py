@@ -1,4 +1,4 @@
-"""Starts command lines, and extends the course's pools of ranks (tests/pool.py): their server also imports extras."""
+"""Starts command lines and pools of ranks. The pools are those of tests/pool.py; their server also imports extras."""
 
 import fcntl
 import os
@@ -18,12 +18,12 @@ from tests.pool import RankError as RankError
 pool.PRELOADED.extend(["step07_moe_ep", "extras.services.run", "extras.tests.equal"])
 
 
-# Prefixes of the variables that an outer torchrun sets for its ranks (OMP_: it gives each rank one thread).
+# Prefixes of the variables that torchrun sets. If torchrun has started the tests, `start` removes them.
 OUTER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_")
 
 
 def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
-    """Runs on every rank: call a function, and return the message of an error of this kind, or "" without an error."""
+    """Runs on every rank: call a function; returns the message if it raises an error of this kind, else ""."""
     try:
         function(*args)
     except kind as error:
@@ -46,7 +46,7 @@ def run(ranks: int, words: list[str], log: Path, **env: str) -> tuple[int, str]:
 
 
 def alone(function: Callable, *args: Any) -> Any:
-    """Runs in a pool of one: call a function without process group or torchrun's variables, as in plain `python`."""
+    """Runs in a pool of one rank: call a function as plain `python` would, without the variables of torchrun."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -55,7 +55,7 @@ def alone(function: Callable, *args: Any) -> Any:
 
 
 class Pool(pool.Pool):
-    """A pool that computes only while no other pool of this user does: two at once would be slower than in turn."""
+    """A pool that first waits until no other pool of this user computes. Two at once would be slower than in turn."""
 
     def run(self, function: Callable, *args: Any, seconds: float = 300.0) -> list[Any]:
         """Call a function on all ranks. Raises RankError if one fails or hangs; the next call starts new workers."""

@@ -1,4 +1,4 @@
-"""Benchmarks: each row is a legal command line, and a ratio divides step times of the same round."""
+"""Tests of the benchmarks: their rows are legal command lines, and their ratios divide times of the same round."""
 
 import importlib
 
@@ -16,7 +16,7 @@ LINES += [(step, 2, flags) for step, flags in ROWS]
 
 @pytest.mark.parametrize("step, ranks, flags", LINES, ids=[f"{step[:6]}-{flags}" for step, _, flags in LINES])
 def test_a_row_is_a_legal_command_line(step, ranks, flags):
-    """Parsed as a command line, a row gives the same flags, and they suit its number of ranks."""
+    """The flags of a row can be written as a command line, and suit its number of ranks."""
     given = {name: value for name, value in flags.items() if name != "peer"}
     config = parse(compose(importlib.import_module(step)), " ".join(spelled(*flag) for flag in given.items()).split())
     assert {name: getattr(config, name) for name in given} == given

@@ -1,4 +1,4 @@
-"""Experts: the grouped matmul equals a loop over experts, and presets have the published sizes and set their flags."""
+"""Tests of experts: the grouped matmul equals a loop over experts, and presets have their sizes and set flags."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from extras.variants.step07.grouped_matmul import can_group, multiply
 
 
 def test_grouped_is_expert_by_expert():
-    """Outputs and gradients are equal in fp32; an expert without a row gets a gradient of zero."""
+    """The grouped matmul has the loop's outputs and gradients. An expert without rows gets a gradient of zero."""
     torch.manual_seed(0)
     rows, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
     assert can_group(rows, weight.mT) and not can_group(rows.double())

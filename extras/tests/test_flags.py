@@ -1,4 +1,4 @@
-"""Flags whose sizes do not fit raise the same error on every rank, before anything is sent (pairs: test_pairs.py)."""
+"""Flags whose sizes do not fit raise an error. (test_pairs.py tests pairs of flags that cannot be combined.)"""
 
 import pytest
 

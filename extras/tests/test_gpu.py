@@ -1,7 +1,6 @@
-"""The paths for CUDA and NCCL must not make the host wait, read data too early, or launch collectives that deadlock.
+"""The code for CUDA and NCCL must not make the host wait, read data too early, or launch collectives that deadlock.
 
-Both tests train on simulated GPUs (extras/tests/fake_gpu.py), in a process that loads a shim in C++. faults.py has
-mistakes that each of them must notice.
+Both tests train on simulated GPUs (fake_gpu.py). faults.py has mistakes that each of them must notice.
 """
 
 from types import SimpleNamespace
@@ -23,24 +22,24 @@ CASES = {  # step, flags, ranks, and how often the host waits in forward and bac
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, 0),
     "activations": ("step06_pipeline", dict(pp=2, tp=2, recompute="offload", zero=3), 8, 0),
     "experts": ("step07_moe_ep", MOE | dict(zero=3), 8, 12),  # one for each of 3 layers x 2 micro-batches x 2 steps
-    "capacity": ("step07_moe_ep", MOE | dict(capacity_factor=1.0), 8, 24),  # a second one, to drop choices
-    "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # for counts by rank, then by expert
+    "capacity": ("step07_moe_ep", MOE | dict(capacity_factor=1.0), 8, 24),  # a second wait in each, to drop choices
+    "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, 24),  # two waits: for counts by rank, and by expert
     "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, 36),
     "chunks": ("step07_moe_ep", MOE | dict(ep_overlap=2), 8, 12),
 }
 
 
 def seen(pools, step: str, options: dict, *how: Any) -> SimpleNamespace:
-    """Call `see`, which trains as one rank with these flags, in a process of its own that has loaded the shim."""
+    """Call `see` in a process of its own. If GPUs cannot be simulated, skip the test."""
     (found,) = pools(1, "fake GPUs").run(see, step, options, *how)
     return found or pytest.skip("fake GPUs want a CPU build of torch, and g++")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_runs_ahead_and_nothing_is_read_early(pools, name):
-    """In forward and backward the host waits only for the experts' counts; streams and NCCL wait for what they read.
+    """In forward and backward the host waits only in layers with experts, and nothing is read too early.
 
-    Activations do not share a communicator with ZeRO's all-gathers: else a layer would wait for the next one's weights.
+    Activations and ZeRO's weights have different communicators, so no activation waits for the next layer's weights.
     """
     step, options, world, waits = CASES[name]
     found = seen(pools, step, options, 0, world)
@@ -52,6 +51,6 @@ def test_the_host_runs_ahead_and_nothing_is_read_early(pools, name):
 
 
 def test_all_ranks_launch_in_an_order_that_ends(pools):
-    """Even if each collective or message blocked its rank until all its ranks had launched it, no rank would hang."""
+    """Even if each launch made its rank wait until the other ranks had launched the same calls, no rank would hang."""
     options = dict(pp=2, tp=2, steps=1, n_layers=2, global_batch_size=2)
     assert not stuck([seen(pools, "step06_pipeline", options, rank, 4).calls for rank in range(4)])

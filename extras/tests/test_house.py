@@ -24,7 +24,7 @@ MAY = {  # room (`room_of`) -> the other rooms that it may import
     "extras": {"step", "common", "services"},  # its __main__
     "proof": {"step", "common"},  # tests/ at the root
 }
-# The planner (extras.theory.plan) may also import these: it needs techniques' schedules, models and refusals.
+# The planner (extras.theory.plan) may also import these modules, because it plans runs with techniques.
 DOORS = {"step07_moe_ep", "extras.services.seam", "extras.variants.step07.expert_presets"}
 
 
@@ -42,7 +42,7 @@ FILES = {
 
 
 def room_of(module: str) -> str:
-    """A module's folder: "step", "common", "proof" (tests/), "variants" and so on in extras/; "" if not ours."""
+    """The room of a module, one of MAY; "" for a module that is not ours."""
     first, *rest = module.split(".")
     if first == "extras":
         return rest[0] if rest and rest[0] in MAY else first
@@ -73,7 +73,7 @@ def lines_of(module: str) -> list[str]:
 
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in MAY])
 def test_imports_point_one_way(module):
-    """Steps import common and earlier steps; variants also all steps; services also variants and theory."""
+    """A module imports only from its own room and from those that MAY allows it; a step, only earlier steps."""
     room = room_of(module)
     for name in imported(module) - (DOORS if module == "extras.theory.plan" else set()):
         target = room_of(name)

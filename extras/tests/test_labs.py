@@ -33,7 +33,7 @@ def test_a_lab_is_complete(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_starter_gives_nothing_away(tmp_path, lab):
-    """A folder has all signatures and docstrings; of removed lines, only short ones and those in earlier steps."""
+    """A folder has all signatures and docstrings. It shows no long line of a solution, unless an earlier step does."""
     start(lab, tmp_path / "lab", "ada")
     assert opened(tmp_path / "lab") == (lab, "ada", hollow(lab))
     shown = {line.strip() for path in (tmp_path / "lab").rglob("*.*") for line in path.read_text().splitlines()}
@@ -51,7 +51,7 @@ def test_a_starter_gives_nothing_away(tmp_path, lab):
 
 
 def test_mistakes_are_a_line(tmp_path):
-    """An existing folder for `start`, an unknown lab, or a folder without a lab gives an error of one line."""
+    """A command that cannot be carried out gives an error of one line."""
     folder = tmp_path / "lab"
     assert "open LAB.md" in command("start", 4, folder)
     for words in ("start", 4, folder), ("start", 9, tmp_path / "x"), ("check", tmp_path):
@@ -84,7 +84,7 @@ def test_grading_folders(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lab", LABS)
 def test_points_of_the_project_and_of_a_starter(lab):
-    """The project's files earn all points, in every task, and an unchanged folder none."""
+    """The project's files earn all points, in every task. An unchanged folder earns none."""
     found = judge(lab, ours(lab), SECONDS)
     assert {result.task for result in found if result.points} == set(TASKS[lab])
     assert not [result for result in found if result.wrong]

@@ -21,7 +21,7 @@ TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --glo
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """Flags of a short run on a small text, the source of the steps. (Reading the default text would take longer.)"""
+    """Flags of a short run on a small text, which is read faster than the default text."""
     text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_text("".join(path.read_text() for path in ROOT.glob("step0*.py")))
     return f"{TINY} --dataset {text}"
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory) -> str:
     "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
 )
 def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
-    """A step's launch line, as a short run, trains to the end. (tests/ compares the numbers with one process's.)"""
+    """With flags of a short run added, the launch line in a step's docstring trains to the end."""
     doc = (ROOT / f"{step}.py").read_text()
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has only two layers, for four stages
@@ -57,7 +57,7 @@ MISTAKES = [  # "-m extras" if the run has services; step, ranks, flags, a part 
 
 @pytest.mark.parametrize("extras, step, ranks, flags, named, env", MISTAKES)
 def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, extras, step, ranks, flags, named, env):
-    """The run prints one line that names the flag, or whatever else is wrong. The exit status is not 0."""
+    """A run that cannot start prints one line that says what is wrong. Its exit status is not 0."""
     words = f"{extras} {step}.py {tiny} --out {tmp_path} {flags}".split()
     status, text = run(ranks, words, tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
@@ -66,7 +66,7 @@ def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, extras, step, ra
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
-    """torchrun restarts the job, which resumes from its last checkpoint and ends with the bits of an unbroken run."""
+    """After a rank is killed, torchrun restarts the job, which then ends with the same bits as an unbroken run."""
     words = f"--max-restarts=1 -m extras step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
     words += " --peak-tflops 1 --resume auto --out"
     whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
@@ -84,7 +84,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
 
 
 def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch):
-    """Ranks compare the UUIDs of their GPUs, not the numbers: each may see only its own GPU, which then is number 0."""
+    """Ranks compare the UUIDs of their GPUs. (The numbers may be equal, if each rank sees only its own GPU.)"""
     store = dist.HashStore()
     store.set("the GPU of rank 1", "a")
     monkeypatch.setattr(devices, "fresh_store", lambda _: store)

@@ -45,7 +45,7 @@ HAS = [  # page, a regular expression that its text contains
 
 
 def test_pages_have_what_they_must(pages):
-    """Each step and file of common has a page. All together are small, load nothing from a network, and match HAS."""
+    """Each step and each file of common has a page. Pages contain what HAS lists, and load nothing from a network."""
     assert sorted(pages) == sorted(f"{page}.html" for page in ("index", *FILES))
     assert sum(map(len, pages.values())) < LARGEST
     assert not [page for page, text in pages.items() if 'src="http' in text]
@@ -62,12 +62,12 @@ def test_every_link_leads_somewhere(pages):
 
 
 def test_pictures_obey_the_chapters_laws(pages):
-    """The pictures' data obeys the steps' laws of bytes, sums, shards, pairs in attention, bubbles and routing."""
+    """The data of the pictures obeys the laws that the steps state."""
     text = "".join(pages[f"{step}.html"] for step in list(FILES)[:7])
     recorded = map(json.loads, re.findall("application/json>(.*?)</script>", text, re.DOTALL))
     step, buckets, zero, ring, schedules, routing = recorded
 
-    for choice, frame in step.items():  # a parameter has 16 bytes, or 18 with masters; recomputation saves activations
+    for choice, frame in step.items():  # 16 bytes a parameter in fp32, 18 in bf16
         n_bytes, own = (16, 4) if choice.startswith("fp32") else (18, 2)
         at = next(n for n, (says, _) in enumerate(frame["states"]) if says.startswith("`step`"))
         state = {kind: row[at] for kind, row in frame["curve"].items() if kind not in ("activations", "other")}
@@ -78,7 +78,7 @@ def test_pictures_obey_the_chapters_laws(pages):
     sums = [{cell[0] for cell in row[1:]} for row in buckets[""]["states"][-1][1].values()]
     assert all(len(of_ranks) == 1 and "under way" not in of_ranks for of_ranks in sums), "all ranks have one sum"
 
-    kinds = ("parameters", "gradients", "masters", "moments")  # after the update: 2 + 12/4 bytes, in stage 3 (2 + 12)/4
+    kinds = ("parameters", "gradients", "masters", "moments")  # bytes a parameter: 2 + 12/4, in stage 3 (2 + 12)/4
     whole = {stage: sum(frame["curve"][kind][-1] for kind in kinds) for stage, frame in zero.items()}
     n_params = zero["1"]["curve"]["parameters"][0] / 2
     assert whole == {"1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}

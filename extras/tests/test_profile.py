@@ -1,4 +1,4 @@
-"""`--profile` writes a trace of each rank. Its ranges (F0.1, f, attend, ...) contain the messages sent in them."""
+"""Tests `--profile`: the traces of a pipeline, and the snapshot of a GPU's memory."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def traced(folder: Path, rank: int) -> list[dict]:
 
 
 def test_a_pipelines_trace(pools, tmp_path):
-    """Each F and B of both traced steps is a range on its rank. All f, g, attention and all-gathers are inside these.
+    """In a rank's trace, each action F or B is a range, and each f, g, attention and all-gather is inside an action.
 
     `--profile 2` with too few steps is refused.
     """
@@ -49,7 +49,7 @@ def test_a_pipelines_trace(pools, tmp_path):
 
 
 def snapshots_on_rank(out: str) -> tuple[str, list]:
-    """Runs in one process: the error of a run out of GPU memory in step 4, and its calls of torch.cuda.memory."""
+    """Runs in one process: GPU memory is full in step 4; returns the error, and the calls of torch.cuda.memory."""
     update = mock.Mock(side_effect=[None] * 3 + [torch.OutOfMemoryError("Tried to allocate 2.50 GiB")])
     full = mock.patch.object(step01.Optimizer, "publish", update)
     on_gpu = mock.patch.object(profile, "attach", lambda _, parts: profile.Trace(2, parts, gpu=True))

@@ -1,4 +1,4 @@
-"""Tests `--dataset` (services/readers.py): every kind of file gives the same stream; a mistake gives one line."""
+"""Tests `--dataset` (services/readers.py): all formats give the same tokens; bad data gives one line."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def jsonl(path: Path, **columns) -> Path:
 
 
 def test_all_kinds_give_the_same_stream(tmp_path):
-    """JSONL (also gzipped), Parquet, folders, stored data sets give the same stream; .txt gives the plain reader's."""
+    """The same texts give the same tokens in each format. A .txt file gives the tokens of the course's own reader."""
     expected = [END if byte == 0 else byte for text in TEXTS for byte in text.encode() + b"\0"]
     names = "a.jsonl", "a.parquet", "stored", "b.jsonl.gz", "folder"
     sources = [tmp_path / name for name in names]
@@ -99,7 +99,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """Files of one kind are read, but not hidden or held-out ones. A line lists others; the log names a torn file."""
+    """The training files of one format are read. A line lists files that are left out; the log names a damaged file."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()
@@ -130,7 +130,7 @@ def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
     ],
 )
 def test_labels_and_masks(tmp_path, columns, tokens, targets):
-    """`labels` are the targets; padding is removed from tokens and targets; loss_mask 0 excludes a target."""
+    """`labels` are the targets. `attention_mask` 0 removes a token and its target, and `loss_mask` 0 only a target."""
     columns = {name: 20 * rows for name, rows in columns.items()}
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=20 * [[1, 2, 3], [4, 5, 6]], **columns), 10)
     x, y = data.read([0])
@@ -139,7 +139,7 @@ def test_labels_and_masks(tmp_path, columns, tokens, targets):
 
 
 def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
-    """A file with new content but its old time stamp is read again, also if gzipped; so is another column of a file."""
+    """A file is read again if its content has changed but not its time stamp, or if another column is wanted."""
     for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
         source = tmp_path / name
         for word in ("first", "other"):
@@ -150,7 +150,7 @@ def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
 
 
 def test_held_out_sequences_are_not_trained_on(tmp_path):
-    """Training and validation share no target, and padding of the last micro-batch does not count."""
+    """Training and validation share no target, and use all. Padding of the last micro-batch has no targets."""
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=[[*range(993)]]), 1000)  # 8 x 124 + 1: all are used
     trained = {target for step in range(data.n_train) for target in data.batch(step)[1].flatten().tolist()}
     _, targets = evaluation.held_out(data, 10**6, 4)
@@ -160,7 +160,7 @@ def test_held_out_sequences_are_not_trained_on(tmp_path):
 
 
 def test_shape_flags():
-    """Shape flags add a preset to the menu; its name lists them. Sizes that do not fit together give one line."""
+    """Shape flags make a new preset, whose name lists them. Sizes that do not fit together raise UserError."""
     import step01_single_gpu as step01
 
     made = compose(step01)

@@ -1,8 +1,8 @@
-"""Compares rules (updates, loss scaling, routing, rounding) with implementations by others.
+"""Compares rules (updates, loss scaling, routing, rounding) with implementations by others, which README.md lists.
 
-rows.py compares our rules only with themselves. Here each rule is a function that raises AssertionError if our numbers
-differ from those of other code, which README.md lists. faults.py has mistakes that two of them must notice. Other code
-rounds to fp32 or bf16 in places, but not under `exact`, so in fp64 even a wrong last digit of a constant shows.
+rows.py compares our rules only with themselves. Here each rule has a function that raises AssertionError if our numbers
+differ from those of other code. Other code may round to fp32 or bf16; `exact` prevents this, so that in fp64 even a
+small error of a constant is noticed.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def exact(**more: Callable) -> Iterator[None]:
 
 
 def same(ours: Any, theirs: Any, bound: float = FP64):
-    """Raise AssertionError unless both are equal, to the relative bound."""
+    """Raise AssertionError if the relative difference of both is above the bound."""
     found = difference(ours, theirs)
     assert found <= bound, f"{found:.3g} (relative) from theirs"
 
@@ -51,7 +51,7 @@ def same(ours: Any, theirs: Any, bound: float = FP64):
 
 
 def groups(masters: dict[str, Tensor], config: Any) -> list[dict]:
-    """Parameter groups: matrices decay, and tensors of one dimension do not."""
+    """Parameter groups: weight decay applies to matrices, and not to tensors of one dimension."""
     params = [[tensor for tensor in masters.values() if (tensor.dim() == 1) == norms] for norms in (False, True)]
     return [dict(params=some, weight_decay=decay) for some, decay in zip(params, (config.weight_decay, 0), strict=True)]
 
@@ -62,7 +62,7 @@ def adamw(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
 
 
 class TorchMuon:
-    """torch.optim.Muon for each hidden matrix, also for each expert's; AdamW for all other parameters."""
+    """Updates each hidden matrix (also that of a single expert) by torch.optim.Muon, all other parameters by AdamW."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
         others = ("embed_tokens", "lm_head", "norm", "router")
@@ -90,14 +90,14 @@ THEIRS = dict(
 
 
 def updates(name: str, step: str = "step01_single_gpu", **flags: Any):
-    """Train with our rule and with THEIRS; compare losses, gradients, weights. The learning rate changes every step."""
+    """Train with our update rule and with that in THEIRS, and compare losses, gradients and weights."""
     flags = dict(steps=4, weight_decay=0.3) | flags
     ours = equal.record(step, flags | dict(optimizer=name))
     with mock.patch.dict(OPTIMIZERS, theirs=THEIRS[name]), exact():
         equal.compare(ours, equal.record(step, flags | dict(optimizer="theirs")), BOUND["fp64"])
 
 
-BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # step (from 0) -> a bad gradient; 3 good steps: scale doubles
+BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # step (from 0) -> a number that its gradient gets
 
 
 @contextmanager
@@ -127,15 +127,15 @@ def overflow_on_rank(options: dict) -> list[float]:
 
 @pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
-    """A skipped update halves the scale, and an overflow on the last rank alone makes all ranks skip the update."""
+    """If a gradient of one rank overflows, all ranks skip the update and halve the scale."""
     found = pools(2).run(overflow_on_rank, dict(optimizer="sgd", steps=3, dtype="fp16") | layout)
     assert found == [[2**16, 2**16, 2**15]] * 2
 
 
 def scale():
-    """The scale before each step is GradScaler's; losses and weights are those of a plain run without BAD's updates."""
+    """The scales are those of torch's GradScaler, and the losses those of a plain run without the updates in BAD."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
-    options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # at 5e-2 roundings grow by 1e5
+    options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # 5e-2 amplifies rounding errors
     with overflows(BAD) as scales, mock.patch.object(fp16, "GROWTH", 3):
         ours = equal.record("step01_single_gpu", options | dict(dtype="fp16", patch="wide"))
     steps = count()
@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy our weights into theirs. Returns (get, param) pairs: get(of) applies `of` to our weights for `param`."""
+    """Copy our weights into theirs. Returns pairs (get, param): get(of) is of(our weights), arranged as `param`."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),
@@ -184,7 +184,7 @@ def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
 
 
 def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **methods: Any):
-    """Compare outputs and all gradients of both layers. `loss`: their auxiliary losses, from the router's logits."""
+    """Compare outputs and all gradients of both layers. `loss`: router's logits -> their auxiliary loss."""
     theirs = theirs.double()
     pairs, (x, dy) = paired(moe, theirs), torch.randn(2, 2, 16, 32, dtype=torch.float64)
     x.requires_grad_()
@@ -201,12 +201,12 @@ def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **m
 
 
 def shape(**more: Any) -> dict[str, Any]:
-    """Arguments that give a configuration of `transformers` the sizes of our small model; `more` adds to them."""
+    """Arguments for a configuration of `transformers` with the sizes of our small model, and `more` arguments."""
     return dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1, vocab_size=9) | more
 
 
 def mixtral():
-    """Mixtral: two experts a token, scores that sum to one. Its auxiliary loss counts a token top_k times."""
+    """Mixtral: each token visits two experts. Its auxiliary loss counts a token twice, so the test halves it."""
     from transformers.models.mixtral import modeling_mixtral as hf
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """DeepSeek-V3 with softmax: groups ranked by their two best experts, biases only for choosing, shared experts."""
+    """DeepSeek-V3, but with softmax for its sigmoid. It has groups of experts, biases, and shared experts."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -232,7 +232,7 @@ def deepseek_v3():
 
 
 def switch():
-    """Switch Transformers: an expert takes the first tokens of a sequence, up to its capacity."""
+    """Switch Transformers: of the tokens that choose an expert, it takes the first ones, up to its capacity."""
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
@@ -247,7 +247,7 @@ def switch():
 
 
 def biases():
-    """Wang et al. 2024: experts are chosen by score + bias. A step adds speed sign(mean load - its load) to a bias."""
+    """Wang et al. 2024: a step adds speed * sign(mean load - the expert's load) to the bias of each expert."""
     chosen, biases, choose = [], [], RoutedMoE.choose
 
     def seen(self, scores: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def biases():
 
 
 def rounding():
-    """int8: a value becomes the nearest of 255 multiples of its block's max |x| / 127. inf and nan stay not finite."""
+    """int8 rounds each x to the nearest multiple of max |x| / 127 of its block. inf and nan do not become finite."""
     send = lambda x: dequantise(quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]

@@ -1,4 +1,4 @@
-"""Tests what a run prints and records: tables, metrics, pictures, hangs, and one line for a mistake."""
+"""Tests what a run prints and records: tables, metrics, pictures, and what it says about a hang or a mistake."""
 
 import contextlib
 import importlib
@@ -34,11 +34,11 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
     return SimpleNamespace(text=screen.getvalue(), rows=run.history, held=run.screen.held.most)
 
 
-RUNS = {  # ranks, step, flags; LINES: parts of what is printed, with one space between cells
+RUNS = {  # name -> ranks, step, flags
     "6": (4, "step06_pipeline", dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4)),
     "7": (4, "step07_moe_ep", dict(tp=2, ep=2, experts=4)),
 }
-LINES = {
+LINES = {  # name -> parts of what is printed, with one space between the cells of a table
     "6": ["norm.weight [32] on 1 of 2 Partial Partial Replicate\n", "stage 0: embedding, layer 0; stage 2: layer 2\n"],
     "7": [
         "parameter full shape pp dp cp tp ep expert_data\n",
@@ -51,7 +51,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_served_run(pools, tmp_path, name):
-    """Rank 0 prints how parameters are placed. All ranks have the metrics; rank 0 writes them, and draws pictures."""
+    """Rank 0 prints how parameters are placed, writes the metrics, and draws pictures. Other ranks print nothing."""
     (world, step, options), out = RUNS[name], tmp_path / "run"
     found = pools(world).run(serve_on_rank, step, options | dict(global_batch_size=4), str(out))
     text = found[0].text
@@ -70,7 +70,7 @@ def test_a_served_run(pools, tmp_path, name):
 
 
 def test_the_load_of_experts():
-    """Three layers give one expert all tokens, two experts half each, or all four the same; the last has no experts."""
+    """The busiest expert of three layers gets all, half or a quarter of the tokens. The fourth layer has no experts."""
     counts = torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1], [0] * 4], dtype=torch.float64)
     load = SimpleNamespace(mesh={dim: comm.Group(dim, 0, 1, None) for dim in ("data", "tp", "pp")}, counts=counts)
     right = dict(expert_load_p50=2, expert_load_p90=2 + 0.8 * 2, unused_experts=5)
@@ -78,7 +78,7 @@ def test_the_load_of_experts():
 
 
 def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
-    """The table has the fastest H100. The PCIe form is slower, so its peak is timed: here 2 n^3 FLOPs in one second."""
+    """The table has the peak of the fastest H100. An H100 PCIe is slower, so its peak is measured with a matmul."""
     monkeypatch.setattr(devices, "repeat", lambda *_, **__: [1.0])
     monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
     for name, peak in {"NVIDIA H100 80GB HBM3": GPUS["h100-80"].flops, "NVIDIA H100 PCIe": 2 * 8192**3}.items():
@@ -87,7 +87,7 @@ def test_the_peak_of_a_gpu_is_known_or_timed(monkeypatch):
 
 
 def test_a_clock_reads_a_gpus_events(monkeypatch):
-    """With a GPU, an action's times are those of events in the stream: here event n is reached after n seconds."""
+    """On a GPU, the times of an action are those of CUDA events. Here the stream reaches event n after n seconds."""
     events = []
     later = lambda end: 1e3 * events.index(end)  # noqa: E731  # milliseconds from the first event
     event = lambda enable_timing: events.append(mock.Mock(elapsed_time=later)) or events[-1]  # noqa: E731
@@ -101,7 +101,7 @@ def test_a_clock_reads_a_gpus_events(monkeypatch):
 
 
 def test_memory(pools, tmp_path):
-    """--profile-memory draws what the first steps hold. One process has no traffic."""
+    """--profile-memory draws the memory that the first steps hold. A run of one process prints no traffic."""
     options, out = dict(profile_memory=2, global_batch_size=6), tmp_path / "run"
     found = pools(1).run(serve_on_rank, "step01_single_gpu", options, str(out))[0]
     last, held = found.rows[-1], json.loads((out / "memory.json").read_text())["bytes"]
@@ -111,7 +111,7 @@ def test_memory(pools, tmp_path):
 
 
 def test_a_hang_ends_the_job(tmp_path):
-    """When a step takes too long, each rank prints where it is: one sleeps, the other waits for it in a collective."""
+    """If a step takes too long, each rank prints where it is. Here one rank sleeps, and the other waits for it."""
     code = "import common.comm, os, time\nsum_up, calls = common.comm.all_reduce, []\n"
     code += "def late(*args):\n    calls.append(1) or (os.environ['RANK'] == '1' and calls[3:] and time.sleep(99))\n"
     code += "    return sum_up(*args)\ncommon.comm.all_reduce = late\n"
@@ -130,7 +130,7 @@ def test_a_hang_ends_the_job(tmp_path):
 
 
 def test_one_line_for_a_mistake():
-    """The error's line names the flag in which two ranks differ, or says how much more memory a GPU was asked for."""
+    """One line names the flag that differs between two ranks, or says how much memory a full GPU was asked for."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
         devices.require_same_flags([dict(lr=1), dict(lr=2)])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")

@@ -1,4 +1,4 @@
-"""Wrappers of a call nest in one order, whichever file attaches first."""
+"""The wrappers of a method nest in the same order, whichever file attaches first."""
 
 from itertools import permutations
 from types import SimpleNamespace
@@ -47,6 +47,6 @@ def test_two_replacements_are_refused():
 
 
 def test_a_name_is_of_one_file():
-    """A checkpoint stores a technique's state under its file's name, so names must differ. ORDER has no other names."""
+    """Checkpoints store the state of a technique under the name of its file, so these names must differ."""
     names = [name_of(plugin.__name__) for plugin in plugins()]
     assert len(names) == len({*names}) and {*ORDER} <= {*names}

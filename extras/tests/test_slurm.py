@@ -84,7 +84,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_job_saves_at_a_signal_and_is_queued_again(slurm, tmp_path):
-    """A job on two nodes of one rank each saves at a signal, is queued again, resumes, and has one process's losses."""
+    """At a signal, a job on two nodes saves and is queued again. It resumes, and has the losses of one process."""
     (tmp_path / "text.txt").write_text((ROOT / "step01_single_gpu.py").read_text())
     flags = f"{FLAGS} --dataset {tmp_path / 'text.txt'}".split()
     alone = ["-m", "extras", "step01_single_gpu.py", *flags, "--out", str(tmp_path / "one")]

@@ -1,4 +1,4 @@
-"""Tests what a comparison with one process cannot show: chunks, graphs, overlap, lossy sums, masks, delayed updates."""
+"""Tests what a comparison with one process cannot show, such as the number of graphs, or which messages overlap."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ def logits_of() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("chunk", [0, 40, 64])
 def test_logits_of_one_chunk_exist(chunk):
-    """Of a micro-batch's 64 tokens, at most `chunk` have logits at a time; if `chunk` is 0, all 64 have."""
+    """At most `chunk` tokens have logits at the same time. If `chunk` is 0, all 64 tokens of a micro-batch have."""
     with logits_of() as sizes:
         equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
     assert max(sizes) == (chunk or 64)
@@ -54,7 +54,7 @@ def test_logits_of_one_chunk_exist(chunk):
 
 
 def graphs_of(step: str, flags: dict) -> int:
-    """Runs on every rank: train with --compile in bf16, where gradients are fp32; returns the number of graphs."""
+    """Runs on every rank: train with --compile in bf16; returns the number of compiled graphs."""
     from torch._dynamo.utils import counters  # takes seconds to import
 
     torch.compiler.reset()
@@ -67,7 +67,7 @@ def graphs_of(step: str, flags: dict) -> int:
 
 @pytest.mark.parametrize("step, layers", [("step01_single_gpu", 10), ("step02_ddp", 2)])
 def test_all_layers_share_one_graph(pools, step, layers):
-    """Ten layers share one graph (Dynamo would give up after eight); so do step 2's, whose `.grad` is an fp32 view."""
+    """All layers of a model share one graph. (Dynamo would give up after eight graphs.)"""
     assert pools(1).run(graphs_of, step, dict(n_layers=layers)) == [1]
 
 
@@ -76,7 +76,7 @@ def test_all_layers_share_one_graph(pools, step, layers):
 
 @pytest.mark.parametrize("mode", ["full", "elementwise"])
 def test_a_router_chooses_once(mode):
-    """Recomputation visits the same experts, although this router's scores differ in each call, as on a GPU."""
+    """Recomputation visits the same experts, even if the router's scores differ in each call, as they may on a GPU."""
     right, chosen, draws = F.one_hot, [], torch.Generator()  # recomputation would restore torch's own generator
     step07.shaky = lambda: torch.rand(4, generator=draws)
     shaky = Fault("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()", "")
@@ -90,7 +90,7 @@ def test_a_router_chooses_once(mode):
 
 
 def order() -> tuple[str, list[int]]:
-    """Runs on every rank: returns backward's messages and matmuls, in order, and the shape of the input it keeps."""
+    """Runs on every rank: returns the messages and matmuls of backward, in order, and the shape of the saved input."""
     group = Mesh(tp=dist.get_world_size())["tp"]
     x = torch.ones(1, 6 // group.size, 4, requires_grad=True)
     outputs = EnterLinears.apply(x, group, *(torch.ones(5, 4, requires_grad=True) for _ in range(2)))
@@ -101,21 +101,21 @@ def order() -> tuple[str, list[int]]:
 
 
 def test_collectives_hide_behind_matrices(pools):
-    """Backward waits for its all-gather only after dx, and for dx's sum only after dW. Forward keeps s/n tokens."""
+    """Backward computes dx during the all-gather, and dW during the reduce-scatter. A rank saves only its tokens."""
     events = "start 0, matmul, matmul, start 1, wait 0, matmul, matmul, wait 1"  # dx of two matrices, then dW of both
     assert pools(2).run(order) == [(events, [1, 3, 4])] * 2
 
 
 # --- compressed sums
 
-WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes sent for each number; int8: 1,000 numbers have four scales
-LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # largest error allowed, after five sums
+WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes for each number; int8: 1,000 numbers have four fp32 scales
+LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # bound of the error of five sums' total, without `owed`
 
 
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
-    """Runs on every rank: sum random gradients, fp32 [3000], five times, as a bucket (`whole`) or as a unit.
+    """Runs on every rank: sum random gradients, fp32 [3000], five times, as a bucket (`whole`) or as a unit of ZeRO.
 
-    Returns the largest error of the five sums' total, with all ranks' `owed` added and without; and the bytes per sum.
+    Returns the largest error of the total with `owed` added, the largest error without it, and the bytes of a sum.
     """
     group, sent, length = Mesh(dp=dist.get_world_size())["dp"], [], 3000
     compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25), SimpleNamespace(pending=[]))
@@ -139,7 +139,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
 @pytest.mark.parametrize("kind", WORDS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_lost_is_owed(pools, kind, whole):
-    """The sums plus what is still owed are the true sums. What is owed is below LOST. WORDS gives the bytes sent."""
+    """The total of the sums, plus what is still owed, is the true total. The bytes sent are those of WORDS."""
     for with_debt, without, n_bytes in pools(3).run(sums_on_rank, kind, whole):
         assert with_debt < 1e-4 < without < LOST[kind]
         assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * 3000 * WORDS[kind])
@@ -149,14 +149,14 @@ def test_what_is_lost_is_owed(pools, kind, whole):
 
 
 def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Torch's attention with an explicit mask, which no run uses: q, k, v [batch, seq, heads, head_dim] -> like q."""
+    """PyTorch's attention with an explicit mask: q, k, v [batch, seq, heads, head_dim] -> like q."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     attention = torch.nn.functional.scaled_dot_product_attention
     return attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def test_whole_sequences_equal_a_mask():
-    """Attention within each document by itself equals attention over whole sequences with an explicit mask."""
+    """Attention in each document separately equals attention over whole sequences with a mask between documents."""
     tokens = torch.tensor([[1, 2, 0, 3, 4, 5, 0, 6], [0, 1, 0, 0, 2, 3, 4, 5]])
     batch = MicroBatch(tokens, 0, torch.arange(8)[None])
     assert batch.lengths == [3, 4, 1, 1, 2, 1, 4]
@@ -179,13 +179,13 @@ def test_a_window_equals_a_mask(window):
         assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
-# --- DiLoCo: ranks that meet every H steps (rows.py tests H = 1, and resuming)
+# --- DiLoCo (rows.py tests meetings after every step, and resumed runs)
 
 MEETING = dict(steps=6, global_batch_size=4, lr=0.02, save_every=0)
 
 
 def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train two models in one process, each on half of each batch: SGD's outer step follows every three AdamW steps."""
+    """DiLoCo in one process: two models train on half of each batch, and an outer step follows every third step."""
     config = equal.config_of("step01_single_gpu", MEETING)
     parts = equal.watch("step01_single_gpu", MEETING | dict(steps=0)).parts
     shared, models = parts.model, [deepcopy(parts.model) for _ in range(2)]
@@ -212,7 +212,7 @@ def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_ranks_that_meet_are_two_models(pools):
-    """On two ranks, six steps with two meetings give the losses and weights of `two_models`, to 1e-10."""
+    """DiLoCo on two ranks gives the losses and weights of `two_models`, to 1e-10."""
     losses, weights = two_models()
     for seen in pools(2).run(equal.record, "step02_ddp", MEETING | dict(sync="diloco", inner_steps=3), equal.Apart):
         assert equal.difference(seen.losses, losses) < 1e-10
@@ -225,7 +225,7 @@ UNFLUSHED = dict(global_batch_size=2, seq_len=8)
 
 
 def never_flushed_on_rank() -> tuple:
-    """Runs on every rank: returns the initial weights, then the results (`Shown`) without flushes and with them."""
+    """Runs on every rank: returns the initial weights, and the results (`Shown`) without and with flushes."""
     found, plain, flags = [], pipedream.both, dict(pipedream=8, pp=dist.get_world_size(), lr=0.3, recompute="full")
 
     def both(config, parts):
@@ -239,7 +239,7 @@ def never_flushed_on_rank() -> tuple:
 
 
 def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
-    """Make 8 updates in one process -> losses, weights. If `late`, stage s of p uses weights p-1-s updates old."""
+    """Make 8 updates in one process -> losses, weights. If `late`, stage s of p uses weights of p-1-s updates ago."""
     parts = equal.watch("step01_single_gpu", UNFLUSHED | dict(steps=0)).parts
     ages = {name: late * (len(begin) - 1 - s) for s, weights in enumerate(begin) for name in weights}
     history = [{name: weight for weights in begin for name, weight in weights.items()}]
@@ -255,7 +255,7 @@ def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
 
 
 def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
-    """Losses and weights are those of `descended`; stage s keeps p - s versions of its weights, or one with flushes."""
+    """Losses and weights are those of `descended`. Without flushes, stage s of p keeps p - s weight versions."""
     ranks = 3
     begin, late, flushed = zip(*pools(ranks).run(never_flushed_on_rank), strict=True)
     for shown, versions, lag in (late, [ranks - s for s in range(ranks)], True), (flushed, [1] * ranks, False):
@@ -271,7 +271,7 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools):
 
 
 def test_drops_a_share_of_the_numbers():
-    """Masks drop a share P of the numbers, and no two masks are correlated: both to five standard deviations."""
+    """Each mask drops the requested share of numbers, and no two masks are correlated (to five standard deviations)."""
     seen = []
     for step, first, place in product((0, 1), (0, 4, 8, 12), (0, 3)):
         seeds = [(7, step, sequence, place) for sequence in range(first, first + 4)]

@@ -1,10 +1,10 @@
-"""Compares the bytes that the kernel counts on the cable between two nodes with what the steps say that they send.
+"""Compares the bytes that two nodes exchange, as the kernel counts them, with the bytes that the steps report.
 
     python -m extras.tests.bench cluster-bytes
 
 The nodes are network namespaces of this machine (services/cluster.py) with one rank each, so all traffic crosses the
 cable. `counted` is the payload that node 0 sends and receives in a step, without the packets' headers; `law` is the sum
-of what `comm.observer` reports on both ranks. extras/tests/bench/README.md has a table, and explains it.
+of the bytes that both ranks report to `comm.observer`. extras/tests/bench/README.md has a table, and explains it.
 """
 
 import os
@@ -42,7 +42,7 @@ ROWS = [  # the runs of two ranks: step and flags
 
 
 def passed() -> int:
-    """Bytes of payload that this node's interface has sent and received, once all that was sent has arrived."""
+    """Wait until all messages have arrived; returns the payload bytes that this node has sent and received so far."""
     dist.barrier()
     time.sleep(0.2)
     (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("eth0:")]
@@ -95,7 +95,7 @@ class Config:
 
 
 def main(name: str, argv: list[str]):
-    """The command line: start two nodes, each of which runs the same command to measure. Raises UserError."""
+    """Start two nodes, in each of which this command runs again and measures. Raises UserError if one fails."""
     config = parse(Config, argv)
     if "RANK" in os.environ:
         measure(config)

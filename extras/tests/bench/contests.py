@@ -1,9 +1,9 @@
 """Compares the speed and memory of a step's variants with one another and with PyTorch's own parallelism.
 
-A contestant is a function `train(config, run)`: a step's own, or one of peers.py (`peer`). A contest times whole steps:
-batch, forward, backward, reductions, norm, clipping, update. Each contestant runs in a thread that waits before each
-step, so that several take turns in the same processes: whatever else the machine does slows all of them alike. A ratio
-compares two contestants in the same round. The losses of all contestants must agree.
+A contestant is a function `train(config, run)`: a step's own, or one of peers.py (`peer`). A contest times whole steps,
+from the batch to the update. Contestants take turns in the same processes, so whatever else the machine does slows all
+of them alike. For this, each runs in a thread that waits before each step. A ratio divides the times of two contestants
+in the same round. The losses of all contestants must agree.
 """
 
 import gc
@@ -31,7 +31,7 @@ from extras.tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """A step, and its contestants: `rows` has the flags of each by name, `shared` the flags that all have."""
+    """A step and its contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all of them have."""
 
     ranks: int
     step: str
@@ -71,7 +71,7 @@ CONTESTS = {
 
 @dataclass
 class Config:
-    """Flags of all contestants."""
+    """Flags of a contest."""
 
     model: str = "tiny"  # name of a preset
     rounds: int = 8  # turns of each contestant that are timed, after one to warm up
@@ -114,9 +114,9 @@ class AllTensors(MemoryTimeline):
 
 
 class Contestant(Bare):
-    """Runs `train` in a thread that waits before each step. `step()` lets it do one; its record is then `history[-1]`.
+    """Runs `train` in a thread that waits before each step; `step()` lets it train one step.
 
-    `peak`: the most bytes of tensors in the second step, without memory that kernels allocate and free inside.
+    `peak`: the most bytes of tensors in the second step. Memory that a kernel uses only inside does not count.
     """
 
     def __init__(self, *entry: Any):
@@ -140,7 +140,7 @@ class Contestant(Bare):
             raise error
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Wait before each step. The memory of the first two is recorded, so they take longer."""
+        """Wait before each step. The memory of the first two steps is recorded, which makes them slower."""
         self.built(**parts)
         for step in range(self.config.steps):
             if step == 1:
@@ -159,7 +159,7 @@ class Contestant(Bare):
 
 
 def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step on this rank, by name and round, after a round that warms up.
+    """Seconds of a step on this rank, by name and round. The first round, which warms up, is left out.
 
     In a round each contestant makes three steps in a row. Every other round goes through the names backwards.
     """
@@ -178,7 +178,7 @@ def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float
 
 
 def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, Result]:
-    """Time `entries` (name -> arguments of `Bare`) on all ranks. RuntimeError if losses ever differ by over `bound`."""
+    """Time `entries`: name -> arguments of `Bare`. Raises RuntimeError if losses of a step differ by over `bound`."""
     made, found = {}, {}
     for name, entry in entries.items():
         gc.collect()
@@ -196,7 +196,7 @@ def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, R
 
 
 def report(found: dict[str, Result], beside: dict[str, str]) -> str:
-    """The table of a contest. `beside`: name -> the contestant by whose times its own are divided, round by round."""
+    """The table of a contest. `beside`: name -> the contestant with which it is compared, in each round."""
     rows = [["", "step time", "beside", "time, and its range", "peak memory"]]
     for name, (seconds, peak) in found.items():
         ratios = [a / b for a, b in zip(seconds, found[beside[name]].seconds, strict=True)]

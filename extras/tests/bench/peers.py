@@ -1,7 +1,7 @@
-"""Trains by PyTorch's own parallelism, with the steps' model, weights, batches, clipping and update rule.
+"""Trains by PyTorch's own parallelism. The model, its weights, the batches and the update rule are those of the steps.
 
-Only the code between the batch and the update differs from the steps. Each function `build_...` makes that code: a
-module, and a function `backward(xs, ys, n_targets)` that accumulates gradients and returns the loss.
+A function `build_...` returns what differs: a module, and a function `backward(xs, ys, n_targets)` that accumulates
+gradients and returns the loss.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from step06_pipeline import forward_stage, keep_stage, plan
 
 
 def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut: str, config: Any, run: Run):
-    """The steps' training loop, with the parallelism that `build` makes along one dimension of the mesh, `cut`."""
+    """The steps' training loop. `build` makes the parallelism, along the dimension `cut` of the mesh."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -106,7 +106,7 @@ def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Calla
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """FSDP2: each layer is a unit, and so is the rest. It frees weights after use, and sums gradients (no mean)."""
+    """FSDP2. Each layer is a unit, and all other parameters are another. Gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
     options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
@@ -122,7 +122,7 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Call
 def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """PyTorch's tensor parallelism; with --sp, its SequenceParallel on the norms.
 
-    The input of each block becomes a DTensor once, not again for each of its matrices, which takes less time.
+    The input of a block becomes a DTensor once, which takes less time than once for each of the block's matrices.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
@@ -182,11 +182,11 @@ TORCH_SCHEDULES = {  # the course's schedule -> PyTorch's
     "zbv": "ZBVZeroBubble",
     "dualpipe": "DualPipeV",
 }
-CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # theirs: two stages a rank; ours: one, or one in each model copy
+CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # PyTorch's have two stages a rank, as ours on the right
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """`torch.distributed.pipelining` with the schedule nearest to `--schedule`; it does not scale gradients."""
+    """`torch.distributed.pipelining`, with its schedule that is nearest to `--schedule`."""
     device, dtype = choose_device(config)
     cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
     places, _ = plan(type(config)(**vars(config) | dict(schedule=cut)), m)

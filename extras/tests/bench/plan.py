@@ -1,12 +1,11 @@
-"""Compares the planner with published runs: errors of step time and memory, rank correlation of layouts, regret.
+"""Compares the planner with published runs: their step times and memory, and the choice among their layouts.
 
     python -m extras.tests.bench plan
     python -m extras.tests.bench plan --rows FILE --vtrain FILE --json predictions.json
 
-published/README.md describes the files; other files with the same columns work, too. The first letter of a row's id
-stands for its source. S and K are runs of Megatron, for which the planner has recipes (RECIPES), as it has for vTrain.
-Other rows are predicted as if the course's trainer had run them, so the difference between the two trainers adds to
-their errors. Memory is predicted for the course's trainer in all rows; the sources of S, K and vTrain do not give it.
+published/README.md describes the files. The first letter of a row's id stands for its source. The planner has recipes
+for the trainers of S, K (both Megatron) and vTrain. It predicts all other rows as if the course's trainer had run them,
+so their errors also contain the difference between two trainers. Memory is always that of the course's trainer.
 """
 
 import csv
@@ -69,9 +68,9 @@ class Case(NamedTuple):
 
 
 def rows_of(path: str) -> list[dict[str, str]]:
-    """Read the lines of a file that are not empty: cells by column, and the line's number from 1 on. Raises UserError.
+    """Read the lines of a file that are not empty, as cells by column. Raises UserError if there is no such file.
 
-    Cells are stripped, and a cell "nan" becomes "".
+    The cell `line` is added: the number of the line, without the header. A cell "nan" becomes "".
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
@@ -97,7 +96,7 @@ def real(row: dict[str, str], name: str, default: float | str = "") -> float:
 
 
 def shape_of(row: dict[str, str]) -> Shape:
-    """The model of a row. A size that the row lacks comes from NAMED, if its model is there, or else is a default."""
+    """The model of a row. Sizes that it lacks come from NAMED, or are defaults. Raises UserError."""
     dim, layers, heads, seq = (
         int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
     )
@@ -112,7 +111,7 @@ def shape_of(row: dict[str, str]) -> Shape:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The layout of a row. Defaults: ZeRO 1, and sequence parallelism (in Megatron's rows only with sel+SP)."""
+    """The layout of a row. Megatron's rows have sequence parallelism only with `sel+SP`, all other rows always."""
     megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
@@ -154,7 +153,7 @@ def read_vtrain(path: str) -> list[Case]:
 
 
 def counted_flops(case: Case) -> float:
-    """FLOPs of a token as a row's source counts them: S with recomputation, L and A without masked attention scores."""
+    """FLOPs of a token, as the row's source counts them: S adds recomputation, L and A leave out masked scores."""
     m, letter = case.shape, case.id[0]
     if letter == "S":  # 96 B s l h^2 (1 + s / 6h + V / 16 l h), Narayanan et al., section 5.1
         return 96 * m.n_layers * m.dim**2 * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
@@ -171,18 +170,18 @@ def predict(case: Case) -> dict[str, float]:
 
 
 def error(case: Case, predicted: dict[str, float], name: str) -> float:
-    """The relative error of a figure; for a rate (such as tokens/s), that of the time from which it follows."""
+    """The relative error of a figure. For a rate, such as tokens/s, it is the error of the time."""
     ratio = predicted[name] / case.published[name]
     return (ratio if name in ("step_s", "mem_gib") else 1 / ratio) - 1
 
 
 def time_figure(case: Case) -> str:
-    """The figure by which a row's time is judged: the first of FIGURES, without memory, that is given, or ""."""
+    """The name of the published figure by which the time of a run is judged; "" if there is none."""
     return next((name for name in FIGURES[:4] if name in case.published), "")
 
 
 def choice(published: list[float], predicted: list[float]) -> tuple[float, float]:
-    """Spearman's correlation (equal values share the mean of their ranks), and the regret.
+    """Spearman's correlation of published and predicted times, and the regret.
 
     Regret: how much longer the layout with the least predicted time took than the best.
     """
