@@ -84,7 +84,7 @@ def test_presets_have_their_published_size():
 
 @cases("dtype, bound", [(BF16, 2e-4), (FP64, 1e-12)])
 def test_angles_are_fp32_in_a_bf16_run(dtype, bound):
-    """RoPE's tables are fp32: bf16 cannot represent 257. (x_j, x_j+d/2), a complex number, is rotated, then rounded."""
+    """In a bf16 run RoPE's tables are fp32, because bf16 cannot represent position 257. Rotated vectors are bf16."""
     model, seen = decoder(**SHAPE).to(dtype), []
     model.model.layers["1"].register_forward_pre_hook(lambda _module, inputs: seen.extend(inputs[1:]))
     model(torch.zeros(1, 2049).long(), torch.zeros(1, 2049).long())
@@ -149,7 +149,7 @@ def batches(tmp_path):
 
 
 def test_targets_are_the_next_tokens(batches):
-    """Targets are the next bytes (END after a document), or a reader's labels: ids of the vocabulary, or IGNORE."""
+    """Targets are the next bytes (END after a document). A reader may give others: ids of the vocabulary, or IGNORE."""
     tokens, targets = batches().read([7, 42])
     close(tokens, torch.tensor([[*b"0007"], [*b"0042"]]), "tokens")
     close(targets, torch.tensor([[*b"0070"], [*b"042", data.END]]), "targets")
@@ -165,7 +165,7 @@ def test_targets_are_the_next_tokens(batches):
 
 
 def test_each_epoch_has_every_window_once_in_another_order(batches):
-    """Six epochs (two seeds) each have the 41 training windows, in six orders. Batches can be read in any order."""
+    """Every epoch has each training window once, in an order of its own. Batches can be read in any order."""
     orders = []
     for seed in range(2):
         read = [(found := batches(seed)).batch(i)[0] for i in range(41)]
@@ -246,7 +246,7 @@ def test_optimizer(dtype, bound):
 @task("recomputation", 6)
 @cases("recompute, saved", [("none", (6 + 2) * 32 + 2 * 16 + 4 * 48 + 4 + 2), ("full", 32)])
 def test_law_of_saved_numbers_and_flops(recompute, saved):
-    """One more layer saves and computes, per token, what step 1 says. Recomputation does not change the gradients."""
+    """What a layer saves and computes is what step 1's docstring says. Recomputation does not change the gradients."""
     tokens, found, again = (draw("tokens", 0, 2, 16).abs() * 50).long(), [], recompute == "full"
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -320,7 +320,7 @@ def test_batches_without_targets_change_nothing():
 @task("loop", 1)
 @cases("bad", [torch.inf, torch.nan])
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
-    """In step 2 only the norm is not finite: the error names step, norm, flag. Old gradients and graphs are freed."""
+    """If the gradient norm is inf or nan, the error names step, norm and flag. Old gradients and graphs are freed."""
     memory, graphs, alive = [], [], []
 
     def spoil(model: Decoder):
@@ -390,7 +390,7 @@ def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
 
 
 def test_what_is_saved_stays(tmp_path):
-    """A new run in a folder with checkpoints is refused; so are other flags on resuming, which keeps old metrics."""
+    """A new run in a folder with checkpoints is refused, and so is resuming with other flags. Old metrics are kept."""
     config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
     saved = f"{config.out}/checkpoints/step-00000002"
     runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0")]

@@ -25,8 +25,8 @@ FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matri
 
 
 def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
-    """Build model, optimizer, sync and mesh (stage None: the plain model). Names that match `frozen` are frozen; those
-    that match `apart` have the group "apart": ranks 1 and up, or rank 0 alone. 3 does not divide a unit's size."""
+    """Build model, optimizer, sync and mesh; if stage is None, build only the plain model. Parameters whose names match
+    `frozen` are frozen. Those that match `apart` have the group "apart": all ranks but 0 share one, and 0 is alone."""
 
     def change(model: Decoder):
         for name, param in model.named_parameters():
@@ -84,7 +84,7 @@ def test_unit(dtype, shapes, n):
 
 @task("units", 2)
 def test_unit_names():
-    """Units: the embedding, each of 12 layers, norm with head. Parameters of another group form a unit of their own."""
+    """The units are the embedding, each layer, and norm with head. Parameters of another group form a further unit."""
     units, model = {}, built(None, apart="layers.10.mlp", n_layers=12)
     for name, param in model.named_parameters():
         units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
@@ -126,7 +126,7 @@ SUMS += [(1e-6, dict(apart="1.mlp", dtype=BF16))]
 @cases("stage", [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)])
 @cases("bound, options", SUMS)
 def test_gradients(stage, bound, options):
-    """In two steps of two micro-batches, a rank gets its parts of all summed gradients: for bf16 weights, in fp32."""
+    """In each of two steps, a rank gets its parts of all summed gradients. If weights are bf16, gradients are fp32."""
     (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
     groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
     for turn in range(2):
@@ -162,7 +162,7 @@ def test_gradients(stage, bound, options):
 @ranks(2)
 @task("stage 3", 2)
 def test_stage_3_is_never_whole():
-    """No rank ever holds the whole model. Under no_grad the loss is right; only norm and head stay, until `publish`."""
+    """No rank ever holds the whole model. Under no_grad the loss is right, and then only norm and head stay whole."""
     whole, fill, plain = [], step.materialize, built(None)
     count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
     with mock.patch.object(step, "materialize", count):
@@ -217,7 +217,7 @@ def test_update(stage, dtype, lr, bound):
             close(unit.view(unit.flat, name), plain.get_parameter(name), f"{name} on all ranks", 3, bound)
 
 
-# Mesh sizes; whether ZeRO is on; for two parameters, the record, and dimensions whose ranks hold different elements.
+# Mesh sizes; whether ZeRO is on; for each of two parameters: its record, and dimensions along which elements differ.
 RECORDS = [
     (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
     (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
@@ -250,7 +250,7 @@ def test_global_norm_and_group(sizes, sharded, first, second):
 @cases("stage", [0, 1, 2, 3])
 @cases("m, tied", [(1, False), (3, True)])
 def test_table(stage, m, tied):
-    """After backward a rank holds the bytes, and in a step it sends the elements, that the table of step 3 gives."""
+    """What a rank holds after backward, and what it sends in a step, is what the table in step 3's docstring says."""
     with Live() as live, Tape() as tape:
         model, optimizer, sync, mesh = built(stage, dtype=BF16, tied=tied, bucket_mb=64.0, dim=24)
         for _ in range(2):  # the optimizer has moments from the second turn on
@@ -316,7 +316,7 @@ def figure(layers: str, tied: bool) -> dict[str, list[str]]:
 
 
 def story(stage: int, layers: str, tied: bool) -> list[str]:
-    """The expected events of two micro-batches. A column of the figure begins when the previous communication ends."""
+    """Expected events of two micro-batches. A column of the figure begins when the messages of the previous one end."""
     events, columns = [], [*zip(*figure(layers, tied).values(), strict=True), [""] * 4]
     for before, (gathered, used, _, reduced) in pairwise([columns[-1], *columns]):
         events += [f"reduce {x} ends" for x in before[3]] + [f"reduce {x}" for x in reduced]
@@ -332,7 +332,7 @@ def story(stage: int, layers: str, tied: bool) -> list[str]:
 @cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
 @cases("tied", [False, True])
 def test_when(stage, layers, tied, recompute):
-    """Sums are as in Zero3's figure; in stage 3 also gathers and frees: at most 2 units are whole (tied head: 3)."""
+    """Reduce-scatters come in the order that Zero3's docstring shows. In stage 3, gathers and frees do, too."""
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
@@ -350,6 +350,6 @@ def test_when(stage, layers, tied, recompute):
 @task("loop", 4)
 @cases("zero, tied", [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_zero_trains_to_step_1s_numbers(pools, zero, tied):
-    """Each stage trains to step 1's numbers in 5 steps with 5 rates. 3 ranks divide no unit; micro-batches: 2, 2, 1."""
+    """Each stage trains to step 1's numbers. Units are padded, and a rank's micro-batches have 2, 2 and 1 sequences."""
     base = dict(tied=tied, recompute="full" if tied else "none", steps=5, global_batch_size=15, micro_batch_size=2)
     equals_step1(pools, 3, "step03_zero", base, zero=zero)

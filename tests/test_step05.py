@@ -124,7 +124,7 @@ def test_part_gradients(heads, kv_heads, kind, bound):
 @task("zigzag", 2)
 @cases("n, expected", [(1, ["0123456789ab"]), (2, ["0129ab", "345678"]), (3, ["01ab", "2389", "4567"])])
 def test_zigzag_positions(n, expected):
-    """Of 12 tokens in 2n chunks, rank r has chunks r and 2n-1-r, in this order. Other lengths raise UserError."""
+    """Rank r has chunks r and 2n-1-r of 2n, in this order. Lengths that 2n does not divide raise UserError."""
     for r, digits in enumerate(expected):
         close(step.zigzag_positions(12, r, n).tolist(), [int(digit, 16) for digit in digits], f"rank {r} of {n}")
     for length in (n, 13, 12 + n):
@@ -141,7 +141,7 @@ def zigzag(n: int, rank: int, length: int) -> Tensor:
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
-    """Each pair of a query and a key at or before it is computed once, and no other; all ranks compute equally many."""
+    """Each pair of a query and a key at or before it is computed once, and no other pair. All ranks have equal work."""
     pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
     for rank, source in np.ndindex(n, n):
         for queries, keys, causal in step.zigzag_visible(rank, source, 6):
@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """Another `visible`, for tokens in order: own keys in three parts, earlier ranks' in two, none of later ranks."""
+    """Another rule than zigzag_visible: each rank has consecutive tokens, and computes a hop in several parts."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
@@ -178,7 +178,7 @@ RINGS = cases(  # rows: each group's ranks; they need not be neighbours, nor sta
 
 
 def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tuple:
-    """This rank's group; q, k, v, do of the group's whole sequence; this rank's positions; its shards of the four."""
+    """This rank's group; q, k, v, do of the whole sequence; this rank's positions; its shards of q, k, v and do."""
     mesh = Mesh(dp=n)
     for row in rows:
         mesh.enter("cp", np.array([row]))
@@ -196,7 +196,7 @@ def forward(given: list[Tensor], group: Group, *more) -> Tensor:
 
 
 def ring(mode, group, mine, *rule) -> tuple:
-    """Run forward and backward on `mine` (q, k, v, do), each in a new `mode()`: [o, dq, dk, dv], and the two modes."""
+    """Run forward and backward on q, k, v, do, each in a new `mode()`. Returns [o, dq, dk, dv] and the two modes."""
     with mode() as there:
         o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
     with mode() as back:
@@ -207,7 +207,7 @@ def ring(mode, group, mine, *rule) -> tuple:
 @RINGS
 @task("ring", 4)
 def test_ring_forward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank gets its queries' attention to the keys of all ranks, also with another rule than zigzag's."""
+    """Each rank gets its queries' attention to the keys of all ranks, with zigzag and with another rule."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine[:3]], group.size
     with Tape() as tape:
@@ -235,7 +235,7 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """Sums are fp32, so errors are 1 (dq: 1.1) times that of rounding once; with 16-bit sums, 1.5 to 2 times."""
+    """Sums are fp32: errors are below 1.3 times those of one rounding. (With 16-bit sums: 1.5 to 2 times.)"""
     group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
     found, _, back = ring(Tape, group, mine)
     close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """A rank holds own k and v, those of two hops, o, lse, and a part's results; in backward also dq and three dkv."""
+    """Besides results, a rank holds three times k and v: its own, and those of two hops. Backward adds three dkv."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
@@ -344,5 +344,5 @@ ROWS = [
 @task("loop", 6)
 @cases("n, base, layout", ROWS)
 def test_cp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """cp equals step 1 with dp, rate decay, clipping, ZeRO over dp x cp, tp with and without SP, recomputation, MQA."""
+    """cp trains to step 1's numbers with dp, ZeRO over dp x cp, tp with and without SP, recomputation, and MQA."""
     equals_step1(pools, n, step.__name__, base, **layout)

@@ -72,7 +72,7 @@ def test_interleaved_order():
 @task("orders", 6)
 @cases("name", NAMES)
 def test_laws_of_an_order(name):
-    """Each F and B occurs once, F first; no deadlock; counts in flight are right; the bubble is (p-1) / (v m + p-1)."""
+    """Each F and each B occurs once, F first, and nothing deadlocks. The bubble is (p-1) / (v m + p-1) of a step."""
     for p, m, v in SIZES[name]:
         (lists, places), size = plan(name, p, m, v), f"p={p} m={m} v={v}"
         for rank, row in enumerate(lists):
@@ -89,7 +89,7 @@ def test_laws_of_an_order(name):
 
 
 def test_places_and_consumers():
-    """Seven layers in stages of 1, 2, 2, 2. F's output goes forward, B's back; at the ends, and for kind W, nowhere."""
+    """Stages have almost equally many layers. F's output goes to the next stage, and B's output to the previous one."""
     places, layers = round_robin(7, 2, 2), [range(0, 1), range(1, 3), range(3, 5), range(5, 7)]
     links = [(0, None, 1), (1, 0, 2), (0, 1, 3), (1, 2, None)]
     close(places, [Place(rank, some, *by) for (rank, *by), some in zip(links, layers, strict=True)], "places")
@@ -98,7 +98,7 @@ def test_places_and_consumers():
 
 
 def test_simulate():
-    """Times equal those by hand: 1F1B on two ranks (F takes 2, B 3, a message 1); one rank, which sends nothing."""
+    """Times equal those worked out by hand, for two ranks and for one rank. A deadlock raises ValueError."""
     expected = [(2, 0, 0, "F0.0"), (4, 0, 2, "F1.0"), (5, 1, 3, "F0.1"), (8, 1, 5, "B0.1"), (10, 1, 8, "F1.1")]
     expected += [(12, 0, 9, "B0.0"), (13, 1, 10, "B1.1"), (17, 0, 14, "B1.0")]
     spans = simulate(*plan("one_f_one_b", 2, 2), dict(F=2, B=3), message=1)
@@ -127,7 +127,7 @@ def test_plan():
 @cases("tied", [False, True])
 @cases("places", [round_robin(5, 3, 1), round_robin(5, 2, 2), V], ids=["chain", "loop", "V"])
 def test_keep_stage(tied, places):
-    """A rank keeps its layers; the first rank also the embedding, the last norm and head; both record a tied matrix."""
+    """Each rank keeps its layers. The first rank also keeps the embedding, and the last rank keeps norm and head."""
     n = max(place.rank for place in places) + 1
     for rank in range(n):
         keep = partial(step.keep_stage, group=Group("pp", rank, n, None), places=places)
@@ -147,7 +147,7 @@ def test_keep_stage(tied, places):
 @task("keep", 3)
 @cases("tied, places, rows", [(True, CHAIN, 5), (True, CHAIN, 0), (False, CHAIN, 5), (True, V, 5)])
 def test_sum_tied(tied, places, rows):
-    """If tied, first and last rank add each other's gradient in place: one message each, or none for an empty shard."""
+    """First and last rank add each other's gradient of a tied matrix, in place. An empty shard is not sent."""
     group = Mesh(pp=3)["pp"]
     terms = [draw("embedding", r, rows, 4) for r in range(3)]
     held = terms[group.rank].clone()
@@ -182,13 +182,13 @@ def test_forward_stage(dtype):
 
 
 def carry_out(programs: list[list[list]], places: list[Place]):
-    """Simulate all ranks. A line: (verb, action, peer)s posted together. A message needs both ranks at its line."""
+    """Simulate all ranks. A line lists what is posted together. A message passes when both its ranks have posted it."""
     left, there, moving = [deque([*line] for line in row) for row in programs], set(), True
     while moving:
         moving = False
         for rank, row in enumerate(left):
             for verb, action, peer in [*row[0]] if row else ():
-                ready = (rank, action) in there  # its input is there; the first stage has tokens, the last the loss
+                ready = (rank, action) in there  # its input is there; tokens and the loss always are
                 if verb == "compute" and (ready or places[action.stage][2 if action.kind == "F" else 3] is None):
                     there.add((rank, consumer(action, places)))
                 elif verb == "send" and ready and left[peer] and ("receive", action, rank) in left[peer][0]:
@@ -202,7 +202,7 @@ def carry_out(programs: list[list[list]], places: list[Place]):
 
 
 def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
-    """Run a loop's `execute` with numbers for tensors. Returns its lines: an action, or all messages up to a wait."""
+    """Run `execute` with numbers for tensors. Returns its lines: each has one action, or all messages up to a wait."""
     lines, loop, posts = [], cls.__new__(cls), []
     loop.group, loop.xs, loop.places, loop.buffer = Group("pp", rank, p, None), [0] * m, round_robin(p, p, 1), int
     loop.forward = lambda i, stage, _: lines.append([("compute", Action("F", i, stage), None)]) or i
@@ -223,7 +223,7 @@ def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
 @task("messages", 3)
 @cases("name, cls", [("afab", step.Pipeline), ("one_f_one_b", step.OneForwardOneBackward)])
 def test_law_of_loops(name, cls):
-    """The loops run their lists without deadlock. After w warm-ups, 1F1B waits once for y and dy, once for dx and x."""
+    """The loops run their lists without deadlock. When steady, 1F1B waits once for y and dy, and once for dx and x."""
     for p, m, _ in GRID[::3]:
         programs, (lists, places) = [posted(cls, rank, p, m) for rank in range(p)], plan(name, p, m)
         done = [[action for line in row for verb, action, _ in line if verb == "compute"] for row in programs]
@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """Expected events: forwards, starts, waits (for an input, the previous send to a peer and finally the rest)."""
+    """The expected events. An action waits for its input, and a send waits for the previous send to the same peer."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)
@@ -279,7 +279,7 @@ FOLDED = [f"F0.{a} F1.{a} F0.{b} F1.{b} B0.{b} B1.{b} B0.{a} B1.{a}" for a, b in
 @task("messages", 5)
 @cases("name, sizes, m, v", [pytest.param(*some, marks=ranks(n)) for n, *some in STEPS])
 def test_a_step_of_all_ranks(name, sizes, m, v):
-    """Loss and gradients equal one device's; each x and dx is a message; graphs and sent outputs are freed in time."""
+    """Loss and gradients are those of one device. Each x and dx is one message. Graphs and outputs are freed."""
     group, (xs, ys, n_targets, positions) = Mesh(**sizes)["pp"], batch(m)
     lists, places = [*map(acts, FOLDED)], V
     if name != "V":
@@ -342,5 +342,5 @@ LAYOUTS = [
 @task("loop", 5)
 @cases("n, base, layout", LAYOUTS)
 def test_pp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """pp equals step 1 with dp, tp, cp, ZeRO, all schedules, uneven micro-batches and stages, a tie, recomputation."""
+    """pp trains to step 1's numbers with dp, tp, cp, ZeRO, all schedules, tied weights, and recomputation."""
     equals_step1(pools, n, S6, base, **layout)

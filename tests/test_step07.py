@@ -42,7 +42,7 @@ def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
 
 
 class Plain(nn.Module):
-    """Every expert computes every token; experts that were not chosen have a score of 0. `loss`: E sum_e f_e P_e."""
+    """Every expert computes every token; those not chosen have a score of 0. `loss` is the auxiliary loss."""
 
     def __init__(self, dim: int, width: int, config: Config):
         super().__init__()
@@ -59,7 +59,7 @@ class Plain(nn.Module):
 
 
 def train(config: Config, run: Run):
-    """Step 1's `train` with `Plain` in place of MLPs, whose auxiliary losses are added, averaged over micro-batches."""
+    """Step 1's `train` with `Plain` in place of MLPs. It adds the mean of their auxiliary losses over micro-batches."""
     seen, plain = [], Data.batch
 
     def batch(data: Data, number: int) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ ROUTES = {
 
 
 def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
-    """A group of ranks 1 to 3 (rank 0 is alone); numbers of rows [from, to, expert there]; the rows of all ranks."""
+    """This rank's group (ranks 1 to 3, or 0 alone); the numbers of rows [from, to, expert of `to`]; all ranks' rows."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
         mesh.enter("ep", np.array([row]))
@@ -333,7 +333,7 @@ GROUPS = [
 @task("groups", 4)
 @cases("sizes, ep, groups, columns", GROUPS)
 def test_groups(sizes, ep, groups, columns):
-    """ep: neighbours in a stage, which share all experts; expert_data: ranks with the same experts; and the records."""
+    """The ranks of ep share all experts. Those of expert_data have the same experts. Records name the right groups."""
     mesh, layers = sharded(sizes, ep=ep)
     length = mesh["cp"].size * mesh["tp"].size
     rows = dict(ep=groups, expert_data=columns, sequence=[range(r, r + length) for r in range(0, 4, length)])
@@ -400,7 +400,7 @@ def bytes_of(flags: dict) -> tuple[dict, int]:
 
 @cases("flags, again", [({}, 1), (dict(recompute="full"), 2), (dict(experts_per_token=4), 1)])
 def test_law_of_bytes(pools, flags, again):
-    """Over ep: rows to experts and back, forward (twice if recomputed) and backward; counts. Over others: gradients."""
+    """Over ep, ranks send rows to experts and back, and counts. Recomputation repeats what the forward sends."""
     found, passes = pools(4).run(bytes_of, flags), 3 * 3  # layers, micro-batches
     rest = sum(p.numel() for name, p in decoder(**SHAPE).named_parameters() if "mlp" not in name) + 3 * 4 * 32
     for sent, rows in found:
@@ -471,7 +471,7 @@ def every_legal_layout() -> list[tuple[str, dict, bool]]:
 @pytest.mark.exhaustive
 @cases("of, layout, tied", every_legal_layout(), ids=str)
 def test_every_legal_layout(pools, of, layout, tied):
-    """All pp x dp x cp x tp = 8 ranks, with every legal ep, train to step 1's numbers."""
+    """Every legal layout of 8 ranks trains to step 1's numbers."""
     base = dict(global_batch_size=32, micro_batch_size=4, n_kv_heads=4, n_layers=8, tied=tied)
     if of == S7:
         equals_step1(pools, 8, S7, base | dict(experts=8, aux_loss_coeff=0.3), beside=__name__, **layout)
