@@ -1,8 +1,8 @@
 """Checks that a layout, with the techniques that its flags select, trains to the numbers of one process.
 
 `record` trains with a step's own `train` and keeps every loss, gradient norm, gathered gradient and final parameter. A
-layout is correct if these equal step 1's numbers in one process, to a norm-wise relative 1e-10 in fp64. tests/equal.py
-defines which pieces a rank keeps, how they are assembled, and when two numbers are equal.
+layout is correct if these equal the numbers of step 1 in one process: in fp64, to a relative difference of 1e-10.
+tests/equal.py defines which pieces a rank keeps, how they are assembled, and when two numbers are equal.
 """
 
 import functools
@@ -29,15 +29,14 @@ from tests.equal import SHAPE, close, distance, together
 
 SMALL = {name: size for name, size in SHAPE.items() if name != "tied"}
 FIELDS = list(ModelConfig.__dataclass_fields__)
-# Bounds are derived from dtype and operation, not from one processor. Kernels for different processors differ in the
-# order of additions, fused multiply-adds and exp, but all round sums and products by half a unit in the last place.
-# BOUND is for two runs of a few steps: a thousand times the rounding errors of sums of some thousand numbers, of the
-# division by a norm, and of Adam's division by a root. Every fault causes errors of 1e-6 or more (in fp32, 1e-4).
+# BOUND: how much the numbers of two runs of a few steps may differ. It is well above the rounding errors of any
+# processor (kernels add in different orders), and well below the errors of each mistake in faults.py: 1e-6 or more (in
+# fp32, 1e-4).
 BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: one process, compared with itself
-# FP64 is for one layer, operator or collective in fp64: 9,000 roundings, for sums of up to some hundred numbers.
+# FP64: the same for one layer, operator or collective in fp64. It is 9,000 times the error of one rounding.
 FP64 = 1e-12
-# The losses (nats) of two 16-bit runs that round in different places may differ by one bf16 rounding, 2^-8, of the
-# first loss, log(259) = 5.6. Sums and masters are fp32, so drift does not grow with the steps.
+# DRIFT: how much losses (in nats) may differ between two 16-bit runs that round in different places. It is one bf16
+# rounding, 2^-8, of the first loss, log(259) = 5.6. Sums and masters are fp32, so drift does not grow with the steps.
 DRIFT = 0.02
 # Two steps: the second shows whether the first update left the right state. With `peak_tflops`, no peak is measured.
 BASE = equal.BASE | dict(steps=2, dataset="", peak_tflops=1.0)
@@ -60,7 +59,7 @@ class Seeing(equal.Watch):
         return run
 
     def pieces(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Masters, or their gradients -> whole tensors by name, assembled from all ranks' pieces. A collective."""
+        """Assemble masters, or their gradients, from the pieces of all ranks -> whole tensors by name. A collective."""
         return together([piece for theirs in gather_objects(super().pieces(local)) for piece in theirs])
 
 
@@ -99,7 +98,7 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
 
 
 def one_process(row: Any) -> str:
-    """The step that one process trains as a row's reference: step 1, or the row's own if step 1 lacks a flag."""
+    """The step of a row's reference: step 1 or, if `base` has a flag that step 1 lacks, the row's own step."""
     known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *FIELDS, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
 
@@ -110,7 +109,7 @@ def world() -> int:
 
 
 def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing:
-    """Train with `options` (see `config_of`), and return the run. Their entry `patch` names PATCHES of faults.py."""
+    """Train with `options` (see `config_of`), and return the run. options["patch"] names PATCHES of faults.py."""
     options = dict(out=tempfile.gettempdir(), patch="") | options
     patch, config = options.pop("patch"), config_of(step_name, options)
     check(config, world())
@@ -146,7 +145,7 @@ def difference(a: Any, b: Any) -> float:
 
 
 def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int = 1):
-    """Raise AssertionError at the first number that differs, naming step and parameter. n: number of ranks."""
+    """Raise AssertionError at the first number that differs. It names the step and the parameter. n: ranks."""
     both = lambda mine, right: ((name, torch.from_numpy(mine[name]), torch.from_numpy(right[name])) for name in mine)  # noqa: E731
     for i, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         close(ours.losses[i], theirs.losses[i], f"step {i + 1}: the loss", n, bound)

@@ -18,8 +18,8 @@ STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step
 STEPS += ["step07_moe_ep"]
 Options = dict[str, Any]
 
-# Values of flags of steps and services; the first means: without the flag. `table` adds those of menus and switches.
-# COMPUTED flags change the numbers, so the reference run has them, too; HOW flags do not; LOOKS flags only observe.
+# Values of flags of steps and services; the first stands for a run without the flag. `table` adds more for some flags.
+# COMPUTED flags change the numbers, so the reference run has them, too. HOW flags do not. LOOKS flags only observe.
 COMPUTED = dict(steps=(2, 3), global_batch_size=(4, 8), micro_batch_size=(1, 2), seed=(0, 1), optimizer=("adamw",))
 COMPUTED |= dict(lr=(0.05, 0.02), warmup_steps=(2, 0), weight_decay=(0.1, 0.0), grad_clip=(0.5, 0.0))
 COMPUTED |= dict(dataset=("", "uneven"))  # `uneven` ignores many targets: tests/equal.py
@@ -32,13 +32,13 @@ HOW = dict(dtype=("fp64",), zero=(0,), bucket_mb=(1.0, 0.01), tp=(1, 2), cp=(1, 
 HOW |= dict(chunks=(2, 1), pp_split=("even",))
 LOOKS = dict(eval_every=(0, 1), eval_sequences=(64, 5), save_every=(0, 1), save_async=(False, True))
 LOOKS |= dict(profile_memory=(0, 1))
-BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # flags that it needs
+BESIDE = dict(micro_batch_size=dict(global_batch_size=8), balance=dict(bias_speed=0.1))  # flag -> what it needs
 BESIDE |= dict(eval_every=dict(eval_sequences=5), eval_sequences=dict(eval_every=1), save_async=dict(save_every=1))
 # Not combined, because they end a run early, need other hardware, or set other flags: flag -> the file that tests it.
 APART = dict(model="experts", device="gpu", timeout="checkpoint", text_column="readers", rank="dry_run")
 APART |= dict(resume="checkpoint", stop_after="checkpoint", generate="evaluation", pipedream="variants")
 APART |= dict(profile="profile", dry_run="dry_run", gpu="dry_run", out="layouts", peak_tflops="screen")
-# Not compared together: router gradients of unvisited experts can be rounding errors, which Adafactor scales up.
+# Not compared together: the router's gradients can be mere rounding errors, which Adafactor would scale up.
 ROUNDING = dict(optimizer=("adafactor",), balance=("none", "bias"))
 TWO_STAGES = ("interleaved", "rounds", "zbv", "dualpipev", "v-half", "v-min")  # schedules that need 4 layers
 
@@ -46,7 +46,7 @@ TWO_STAGES = ("interleaved", "rounds", "zbv", "dualpipev", "v-half", "v-min")  #
 class Flag(NamedTuple):
     """One flag of a step."""
 
-    values: tuple  # the first means: without the flag
+    values: tuple  # the first stands for a run without the flag
     beside: Options  # other flags without which it has no effect
     computed: bool  # it changes the numbers that are computed
 
@@ -81,7 +81,7 @@ def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
 
 
 def plain(step: str) -> Options:
-    """All flags of a step with their first values, which mean: without the flag."""
+    """All flags of a step with their first values: a run without flags."""
     return {name: flag.values[0] for name, flag in table(step)[0].items()}
 
 
@@ -97,9 +97,9 @@ def broken(step: str, run: Options) -> Rule | None:
 
 
 def complete(step: str, given: Options) -> Options:
-    """Add all other flags of a step to `given`; those that it needs, or that show its effect, are set accordingly.
+    """Add the other flags of a step to `given`, so that the given flags have an effect.
 
-    While the run breaks a rule, one of the rule's flags, but none of `given`, gets the next value that is allowed.
+    While the run breaks a rule, one of the rule's flags gets another value, but never a flag in `given`.
     """
     flags, run, seen = table(step)[0], plain(step), set()
     new = {name: value for name, value in given.items() if name in flags}
@@ -117,7 +117,7 @@ def complete(step: str, given: Options) -> Options:
 
 
 def ranks_of(run: Options) -> int:
-    """How many ranks show the flags' effect: pp x cp x tp, or twice that if below four. ZeRO replicas need four."""
+    """The number of ranks for a run: pp x cp x tp, or twice as many if below four (ZeRO replicas: four)."""
     if "sync" not in run:
         return 1
     taken = run.get("pp", 1) * run.get("cp", 1) * run.get("tp", 1)
@@ -142,7 +142,7 @@ def trains(step: str, run: Options) -> bool:
 
 
 def join(step: str, chosen: Options, more: Options) -> Options | None:
-    """Add flags `more`, and those that they need, to `chosen`; None if they contradict it, or if `trains` is False."""
+    """Add the flags `more`, and those that they need, to `chosen`. Returns None if they cannot be tested together."""
     if any(chosen.get(name, value) != value for name, value in more.items()):
         return None
     run, without = complete(step, chosen | more), plain(step)
@@ -152,7 +152,7 @@ def join(step: str, chosen: Options, more: Options) -> Options | None:
 
 
 def covering(step: str, wanted: Iterable[Options]) -> list[Options]:
-    """A few runs that cover all `wanted` combinations of flags: each run includes every one that still fits."""
+    """A few runs that together cover all `wanted` combinations of flags. Each run takes as many as go together."""
     runs, left = [], list(wanted)
     while left:
         chosen = join(step, {}, left[0])
@@ -165,7 +165,7 @@ def covering(step: str, wanted: Iterable[Options]) -> list[Options]:
 
 
 def lighter(run: Options) -> Options:
-    """Remove two of step 7's layers to halve the time, unless a rank has two stages or the first layers are dense."""
+    """Remove two layers from a run of step 7, to halve its time, unless it needs all of them."""
     deep = run.get("schedule") in TWO_STAGES or run.get("dense_layers")
     return run if deep or "moe_every" not in run else run | dict(n_layers=run["n_layers"] - 2)
 
@@ -184,11 +184,11 @@ def pairs_of(step: str) -> Iterator[Options]:
 
 @lru_cache
 def chosen_runs(kind: str, step: str) -> list[Options]:
-    """Runs that cover, as `kind` says, "any two flags" and each value (the default), or "any two values" (the sweep).
+    """Runs that cover all pairs of flags (`kind` is "any two flags"), or all pairs of values ("any two values").
 
-    The default leaves out --compile, whose runs take seconds, and pairs of --schedule with --sync or --cp-mode: nearly
-    two hundred such pairs would each need a run. Flags that only observe (LOOKS) need a run with all services, so they
-    have runs of their own.
+    "Any two flags" also covers each value. It leaves out --compile, whose runs take seconds, and pairs of --schedule
+    with --sync or --cp-mode, which would each need a run of their own. LOOKS flags are tested in separate runs, because
+    they need all services.
     """
     without, pairs = plain(step), [pair for pair in pairs_of(step) if trains(step, complete(step, pair))]
     random.Random(0).shuffle(pairs)

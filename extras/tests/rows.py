@@ -24,7 +24,7 @@ LOSSY = (
     (dict(compress="int8"), 0.2),
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
-SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so slow that a step's error hardly grows in the next
+SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # a small lr, so that errors hardly grow
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 WINDOW = dict(window=7)
@@ -44,14 +44,14 @@ class Row(NamedTuple):
 
 
 def sized(row: Row) -> Row:
-    """Set sizes that `base` lacks: 2 layers, 3 micro-batches a dp rank; with pp > 1, 3 layers, 2 pp micro-batches."""
+    """Set the batch size and the number of layers, if `base` lacks them. With a pipeline, both are larger."""
     pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
     batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
     return row._replace(base=dict(global_batch_size=batch, n_layers=2 + (pp > 1)) | row.base)
 
 
 ROWS = [
-    # all behaviours, for layouts of steps 2 to 7, mostly with flags of earlier steps; others: tests/test_step02.py ...
+    # all behaviours, for one or two layouts of each step from 2 to 7
     Row(2, "step02_ddp", dict(bucket_mb=0.01), does=ALL),
     Row(2, "step03_zero", dict(zero=3), TIED, does=ALL),
     Row(4, "step04_tp_sp", dict(tp=2, zero=1), does=ALL),
@@ -96,7 +96,7 @@ ROWS = [
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
-    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), dict(window=5) | TIED),  # the halo: all 4 tokens of a rank
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), dict(window=5) | TIED),  # a rank sends all its 4 tokens
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), MASK | SGD | dict(seq_len=18)),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), MASK, does=EVALUATES),
     # variants of pipelines

@@ -1,4 +1,4 @@
-"""Tests that runs resume under any layout as if unbroken, and that a crash or damage leaves a valid checkpoint."""
+"""Tests checkpoints: a run resumes under any layout as if it had never stopped, and a crash leaves a valid one."""
 
 import importlib
 import os
@@ -32,7 +32,7 @@ from extras.tests.rows import EXPERTS, TIED
 
 STEPS = dict(steps=4, save_every=2, eval_every=0, global_batch_size=6)
 ALONE = (1, {})
-LAYOUTS = [  # in each row, the flags of all its runs, then its layouts (ranks, flags): see `cases`
+LAYOUTS = [  # each row: flags that all its runs have, then several layouts (ranks, flags); see `cases`
     (TIED, ALONE, (3, dict(zero=3)), (4, dict(tp=2, zero=3)), (3, dict(pp=3)), (4, dict(pp=2, zero=2)), ALONE),
     (TIED, (4, dict(pp=2, tp=2)), (4, dict(cp=2, tp=2, zero=1)), (3, dict(zero=0)), (3, dict(zero=2))),
     (EXPERTS, (4, dict(ep=2, tp=2, zero=1)), (4, dict(pp=2, ep=2, zero=3)), (4, dict(ep=4, cp=2, zero=0)), ALONE),
@@ -75,7 +75,7 @@ def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Te
 
 
 def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], bound: float = 0.0):
-    """Require the same tensors in both: to a relative difference of `bound`, by default bit for bit."""
+    """Assert that both have the same tensors, with a relative difference of at most `bound` (0: the same bits)."""
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert difference(tensor, expected[key]) <= bound, key
@@ -83,10 +83,10 @@ def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str,
 
 @pytest.fixture(scope="session")
 def continues(pools, tmp_path_factory):
-    """`continues(base, saved, resumed)` trains under layout `saved`, resumes under `resumed`, and compares.
+    """`continues(base, saved, resumed)` trains under the layout `saved`, and resumes under the layout `resumed`.
 
-    Raises AssertionError unless losses, the validation loss, masters and moments equal those of an uninterrupted run of
-    one process, to 1e-10. `fault` is injected into the program of the resumed run.
+    It asserts that losses, masters and moments then equal those of one process that never stopped, to 1e-10. `fault`
+    is a mistake for the program of the resumed run.
     """
     made: dict[str, tuple] = {}
 
@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """Pairs (saved, resumed) of layouts in a row: the 1st and 2nd, 3rd and 4th ...; with -m exhaustive, all others."""
+    """All pairs (saved, resumed) of layouts in a row. All but (1st, 2nd), (3rd, 4th) ... are marked `exhaustive`."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
@@ -133,7 +133,7 @@ def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[di
 
 @pytest.mark.parametrize("step, layout", [("step06_pipeline", dict(pp=2, tp=2, zero=3)), ("step02_ddp", {})])
 def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, layout):
-    """Two ranks resume a checkpoint that four saved without services; `hub` exports a later one. Both get an index."""
+    """A checkpoint that four ranks have saved without services can be resumed on two ranks, and can be exported."""
     out, resumed = f"{tmp_path}/first", f"{tmp_path}/first/checkpoints/step-00000002"
     options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
     pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
@@ -143,7 +143,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
 
 
 def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
-    """A run without services resumes, with the same flags, what services have saved; its losses have the same bits."""
+    """A run without services resumes a checkpoint that services have saved, and has the same losses, bit for bit."""
     options = dict(tp=2, zero=2, out=f"{tmp_path}/first")
     history = pools(4).run(train_on_rank, "step04_tp_sp", options)[0]
     more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")
@@ -152,7 +152,7 @@ def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
 
 
 def test_debts_of_another_layout_are_left_out(pools, tmp_path):
-    """If the number of ranks changes, residuals of compressed sums are not restored; later the run saves new ones."""
+    """If the number of ranks changes, what compressed sums owe (`owed`) is not restored. The run saves new debts."""
     base = dict(compress="topk", zero=2)
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "two")
     train(pools, base, (3, {}), out=tmp_path / "three", resume=tmp_path / "two")
@@ -162,7 +162,7 @@ def test_debts_of_another_layout_are_left_out(pools, tmp_path):
 
 
 def test_what_does_not_fit_is_one_line(tmp_path):
-    """Another model, precision or update rule, or a missing checkpoint, gives an error of one line."""
+    """A checkpoint that does not fit the flags, or that is missing, gives an error of one line."""
     out = str(tmp_path / "run")
     train_on_rank("step01_single_gpu", dict(out=out, steps=1))
     for change, says in [
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_one_line(tmp_path):
 
 
 def test_a_run_directory_has_one_run(pools, tmp_path):
-    """In the directory of a run, a second one is refused on every rank, and changes no file of the first."""
+    """While a run uses a directory, a second run is refused there on every rank, and changes no file."""
     (tmp_path / "metrics.jsonl").touch()
     with resume.hold(tmp_path):
         said = pools(2).run(error_of, UserError, train_on_rank, "step02_ddp", dict(out=str(tmp_path)))
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """A resumed run says whether there is a checkpoint and which flags differ, and keeps all metrics but a torn row."""
+    """A resumed run prints what it resumes and which flags have changed. It keeps all whole rows of metrics."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
-    """An fp16 run that was interrupted and resumed saves the loss scale and count of good steps of an unbroken one."""
+    """The state of fp16 (its loss scale) is resumed: at the end it equals that of a run that never stopped."""
     options = dict(dtype="fp16", out=str(tmp_path / "cut"), resume="auto")
     for changed in dict(stop_after=2), {}, dict(out=str(tmp_path / "whole")):
         train_on_rank("step01_single_gpu", options | changed)
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_run_in_one_line(pools, tmp_path, how):
 
 
 def test_a_whole_tensor_is_cut_and_assembled():
-    """Rows are sharded over four ranks and again over two, with padding; each shard has two slices, as under ZeRO."""
+    """A tensor is cut into shards, with padding, and these into slices; the pieces together give the tensor again."""
     whole, pieces = torch.arange(21).view(7, 3), []
     for i, j, (first, n) in product(range(4), range(2), ((0, 1), (1, 2))):
         shards = Shard(0, "tp", 2 * i, 2 * i + 2, 7), Shard(0, "ep", j, j + 1, 2)

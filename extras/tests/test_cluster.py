@@ -1,4 +1,4 @@
-"""Tests emulated nodes (services/cluster.py): two train as one process does, and leave nothing behind."""
+"""Tests emulated nodes (services/cluster.py): two nodes train as one process does, and leave no process behind."""
 
 import os
 import re
@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
 
 
 def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path):
-    """The kernel counts less than 4 % more bytes on the cable than the law: gloo adds some; nothing is sent twice."""
+    """On the cable, the kernel counts the bytes that the laws say and less than 4 % more, which gloo adds."""
     _, said = launch(0, ["-m", "extras.tests.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
     assert 0.15 < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine

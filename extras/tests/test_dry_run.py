@@ -19,7 +19,7 @@ from extras.theory.gpus import GPUS
 from extras.variants.step07 import grouped_matmul
 from extras.variants.step07.routing import RoutedMoE
 
-EVEN = dict(experts=4, experts_per_token=4)  # each token visits all experts: the dry run spreads them evenly
+EVEN = dict(experts=4, experts_per_token=4)  # all experts are visited equally often, as a dry run assumes
 GROUPS = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5, n_layers=1)
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a group; capacity drops half of all choices
@@ -54,7 +54,7 @@ def dry_ends(step: str, options: dict, ranks: int) -> list[SimpleNamespace]:
 
 
 def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
-    """Replaces `RoutedMoE.choose`, which picks the best experts: assigns experts to tokens in turn."""
+    """Replaces `RoutedMoE.choose`: gives each token the next experts in turn, not those with the highest scores."""
     return torch.arange(len(scores) * layer.top_k).view(-1, layer.top_k) % scores.shape[1]
 
 
@@ -62,7 +62,7 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
     """Runs on every rank: the `counts` of a step of real training."""
     config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
-    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # for gloo's own reduce-scatter: comm.py's allocates
+    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # because comm.py allocates more with gloo
     with loops, balanced, whole, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
         importlib.import_module(name).train(config, run)
     return counts(run)
@@ -70,10 +70,9 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 
 @pytest.mark.parametrize("ranks, step, flags", LAYOUTS, ids=str)
 def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
-    """On the first and last rank, bytes sent, calls and FLOPs equal the dry run's; held bytes and peak are within 1 %.
+    """Real ranks send and compute exactly what a dry run counts; held bytes and the peak differ by 1 % at most.
 
-    A thread of gloo may hold a message for a moment after it was waited for. So where messages overlap computation, a
-    real rank may hold tensors for longer, and its peak may differ by 8 %.
+    Where messages overlap computation, the peak may differ by 8 %: gloo may hold a tensor for a moment after the wait.
     """
     options = SHAPE | flags
     overlaps = {"zero": 3, "tp_overlap": True, "offload_optimizer": "cpu"}
@@ -87,7 +86,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
 
 
 def test_matmuls_are_those_that_torch_counts():
-    """Matmul FLOPs equal torch's. Of a CPU's attention, torch counts all scores (before 2.15, none), a dry run half."""
+    """FLOPs of matmuls are those of torch. Of a CPU's attention, torch counts all scores or (before 2.15) none."""
     options = SHAPE | dict(n_layers=2, recompute="full")
     count = dry("step01_single_gpu", options, 1).meter.count
     with FlopCounterMode(display=False) as theirs:

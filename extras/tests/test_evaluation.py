@@ -46,7 +46,7 @@ def their_loss(model: torch.nn.Module, run: str) -> torch.Tensor:
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, rope_theta=1e4) | hub.LLAMA3_ROPE
 PUBLISHED = [
-    ("Llama", dict(rope_theta=1e5, rms_norm_eps=1e-4, tie_word_embeddings=True)),  # as SmolLM2's
+    ("Llama", dict(rope_theta=1e5, rms_norm_eps=1e-4, tie_word_embeddings=True)),  # like SmolLM2
     ("Llama", dict(rope_parameters=LLAMA3, num_key_value_heads=4)),
     ("Mixtral", dict(rope_theta=1e6, num_local_experts=4)),
 ]
@@ -54,7 +54,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("kind, more", PUBLISHED)
 def test_published_models_there_and_back(tmp_path, kind, more, monkeypatch):
-    """An imported model, run with the flags that `import` prints, has transformers' loss; its export, the same bits."""
+    """An imported model has the loss that transformers computes, and its export has the same weights, bit for bit."""
     transformers = pytest.importorskip("transformers")
     theirs, run, back, out = (str(tmp_path / name) for name in ("hf", "run", "back", "out"))
     sizes = {hub.SIZES[name]: value for name, value in SMALL.items()} | dict(initializer_range=0.5) | more

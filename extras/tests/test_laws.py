@@ -32,7 +32,7 @@ P, PARAMS = L * LAYER + ENDS, 9 * L + 3  # the model's elements, and its number 
 A = SEQ * D * B  # an activation of a micro-batch of one sequence
 KEYS = 12 * 2 * KV * (D // HEADS) * B  # bytes of k and v of 12 tokens
 INT8, SCORES = dict(compress_activations="int8"), dict(attention="scores")
-NORMS = 2 * B * (1 + D)  # bytes a token that two norms keep on a CPU beside inputs: statistics, normalised inputs
+NORMS = 2 * B * (1 + D)  # bytes: on a CPU, each of two norms keeps a statistic and the normalised input of a token
 
 
 def reduced(n: int, size: float) -> float:
@@ -41,10 +41,11 @@ def reduced(n: int, size: float) -> float:
 
 
 class Law(NamedTuple):
-    """What a rank sends, computes and holds in a step with `flags`; if `than` is given, the excess over `flags | than`.
+    """What a rank sends, computes and holds in a step with `flags`: the numbers in `has`.
 
-    Examples for `has`: "dp", bytes sent over a dimension; "dp send", those of an operation; "dp send calls", its calls;
-    "held moments", bytes of a kind; "peak", of all kinds; "add kernels", runs of an operator; "flops", of all matmuls.
+    If `than` is given, each number is the difference from a step with `flags | than`. Some keys: "dp", bytes sent over
+    dp; "dp send", bytes of this operation; "dp send calls", its calls; "held moments", bytes of the moments; "peak",
+    bytes of everything held; "add kernels", runs of an operator; "flops", FLOPs of all matmuls.
     """
 
     step: str
@@ -73,13 +74,13 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
 
 
 def swapped(n: int, kv_heads: int = KV) -> int:
-    """Bytes that one of n ranks sends for 12 tokens in Ulysses, in both passes. If kv heads < n, they are repeated."""
+    """Bytes that one of n ranks sends for 12 tokens in both passes of Ulysses. Fewer than n kv heads are repeated."""
     q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, n // kv_heads)))
     return 2 * (n - 1) * (2 * q + kv) // n
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Ulysses over `swap` ranks; a ring of r = n/swap ranks sends k and v r - 1 times a pass, gradients r times."""
+    """Besides the swaps: a ring of r = n / swap ranks sends k and v r - 1 times in each pass, and gradients r times."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -89,16 +90,17 @@ def usp_law(n: int, swap: int, kv_heads: int) -> Law:
 
 
 def window_law(n: int, rank: int, window: int, seq: int) -> Law:
-    """A rank sends k and v of `window` - 1 tokens to the next, as many gradients to the one before, for any `seq`."""
+    """For any `seq`, k and v of `window` - 1 tokens are sent to the next rank, and backward sends gradients back."""
     tokens = (window - 1) * ((rank + 1 < n) + (rank > 0))  # forward; backward
     has = {"cp send": M * L * tokens * KEYS // 12}
     return Law("step05_cp_ring", n, dict(cp=n, cp_mode="ring", window=window, seq_len=seq), has, rank=rank)
 
 
 def tp_law(flags: dict) -> Law:
-    """Over tp, a micro-batch sends (n-1)/n of 8 activations a layer and 4 at the ends; for the loss, 2 numbers a token.
+    """In a micro-batch, a rank sends (n-1)/n of 8 activations for each layer, and of 4 for the embedding and the head.
 
-    With overlap, backward gathers each block's input again. int8: 1 byte a value, 4 for the scale of up to 256 of them.
+    The loss adds 2 numbers a token. With overlap, backward gathers the input of each block again. With int8, a token
+    of an activation takes D + 4 bytes: a byte for each number, and 4 for their scale.
     """
     gathers, block = (4 + 2 * ("tp_overlap" in flags)) * L, SEQ * (D + 4) if "compress_activations" in flags else A
     sent = M * ((gathers + 4 * L) * block // 2 + 4 * A // 2 + 2 * SEQ * B)
@@ -109,7 +111,7 @@ def tp_law(flags: dict) -> Law:
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all 4 experts. Backward sends as much as forward, but no counts; tp ranks share the tokens."""
+    """Each token visits all 4 experts. The tp ranks share the tokens. Backward sends gradients, but no counts."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
@@ -117,20 +119,18 @@ def experts_law(mode: str, tp: int) -> Law:
 
 
 def nodes_law() -> Law:
-    """Each token visits all 8 experts, on two nodes of two ranks: it crosses to the other node once, for both ranks.
-
-    `--ep-mode rows` would send it to each of these two ranks, so twice as many bytes would cross.
-    """
-    row, gate = 2 * SEQ * D * B, SEQ * B  # bytes of rows, there and back; of gates for one expert
+    """Each token visits all 8 experts, on two nodes of two ranks. It is sent to the other node once, for both ranks."""
+    row, gate = 2 * SEQ * D * B, SEQ * B  # bytes: the rows, there and back; the gates of one expert
     flags = dict(ep=4, ep_mode="nodes", experts=8, experts_per_token=8, global_batch_size=2 * 4)
     has = {"ep between": 2 * L * (2 * (row + 4 * gate) + 8), "ep inside": 2 * L * (2 * 2 * (row + 2 * gate) + 8)}
     return Law("step07_moe_ep", 4, flags, has)
 
 
 def fused_law() -> Law:
-    """Fusing spares a micro-batch the casts of dW, 3 sums of dx a layer and, but for the first, adding dW.
+    """Fusing removes kernels from each micro-batch: the cast of each dW, and 3 sums of dx in each layer.
 
-    dW: the gradient of one of the seven matrices in a layer, or of the head. The FLOPs of matmuls do not change.
+    From the second micro-batch on, it also removes the addition of each dW to a gradient. There is a dW for each of the
+    seven matrices of a layer, and for the head. The FLOPs of matmuls do not change.
     """
     matrices, m = 7 * L + 1, 2
     flags = dict(dtype="bf16", global_batch_size=m, fused_gradients=True)
@@ -145,9 +145,9 @@ def kept_law(bytes_of_a_token: int, **flags: Any) -> Law:
 
 
 def mask_law(share: int, **layout: Any) -> Law:
-    """Dropout keeps 2 L + 1 masks for backward, one byte for each number; with SP, a rank keeps 1/tp of each mask.
+    """Dropout keeps 2 L + 1 masks for backward, with a byte for each number. With SP, a rank keeps 1/tp of each mask.
 
-    Each mask is drawn in four calls of `rand`, one for each sequence.
+    A mask is drawn by four calls of `rand`, one for each sequence.
     """
     flags, masks = dict(global_batch_size=4, micro_batch_size=4, dropout=0.2), (2 * L + 1) * 4
     has = {"held activations": masks * SEQ * D // share, "rand kernels": masks}
@@ -157,29 +157,29 @@ def mask_law(share: int, **layout: Any) -> Law:
 KVD = D * KV // HEADS  # width of k and of v
 SIDES = L * (4 * D + 2 * (D + KVD) + 3 * (D + FFN)) + 2 * (VOCAB + D)  # sum of n + m over all matrices n x m
 LAWS: dict[str, Law] = {
-    # S: bytes of all gradients. Rank 0 sends (n-1) S, to each rank a message per parameter; any other rank sends S
+    # all gradients have S bytes, in a message for each parameter. Rank 0 sends (n-1) S; each other rank sends S
     **{f"server, rank {rank}": Law("step02_ddp", 3, dict(sync="server", global_batch_size=3), {
         "dp send": times * P * B, "dp send calls": times * PARAMS}, rank=rank) for rank, times in ((0, 2), (1, 1))},
-    # a step in which ranks meet sends as much as step 2, others only the loss. The first meeting makes outer_momentum
+    # in each step a rank sends the loss; if the ranks meet, also P numbers. The first meeting adds P moments
     **{f"meets, H = {h}": Law("step02_ddp", 2, dict(sync="diloco", inner_steps=h), {
         "dp": reduced(2, meets * P * B + B), "dp all_reduce calls": meets + 1, "held moments": (2 + meets) * P * B})
        for h, meets in ((2, 1), (3, 0))},
-    # each rank but 0 sends S to its parent, and each rank sends S to each of its children: together 2 (n-1) S
+    # each rank but 0 sends P numbers to its parent, and each rank sends P numbers to each of its children
     **{f"tree of {n}, rank {rank}": Law("step02_ddp", n, dict(sync="tree", global_batch_size=n), {
         "dp send": ((rank > 0) + below) * P * B}, rank=rank)
        for n, all_below in ((3, (2, 0, 0)), (4, (2, 0, 1, 0))) for rank, below in enumerate(all_below)},
-    # over replicas 2 (R-1)/R P R/n elements, once a step; over the n/R ranks of shard, what step 3 sends over n/R ranks
+    # n ranks, R replicas: over replicas, an all-reduce of P R/n elements; over shard, as step 3 on n/R ranks
     **{f"replicas, zero {zero}": Law("step03_zero", 4, dict(zero=zero, zero_replicas=2, global_batch_size=4), {
         "replicas all_reduce": reduced(2, P * B / 2), "shard all_gather": gathered * B / 2,
         "shard reduce_scatter": P * B / 2}) for zero, gathered in ((1, P), (3, 2 * P - ENDS))},
-    # (n-1)/n of (m+1) P elements: in a step, each unit has one all-gather and m reduce-scatters
+    # n ranks, m micro-batches: each unit has one all-gather and m reduce-scatters, so (n-1)/n (m+1) P elements are sent
     "kept": Law("step03_zero", 2, dict(zero=3, zero_keep=True, global_batch_size=4), {
         "dp all_gather": P * B / 2, "dp all_gather calls": L + 2,
         "dp reduce_scatter": 2 * P * B / 2, "dp reduce_scatter calls": 2 * (L + 2),
     }),
     "early sums": Law("step03_zero", 2, dict(zero=1, zero_overlap=True), {"dp": 0, "dp reduce_scatter calls": 0},
                       dict(zero_overlap=False)),
-    # once a step (n-1)/n of each layer (dp), or of its hidden matrices (tp), is gathered in bf16: 2 bytes a number
+    # an all-gather in bf16 (2 bytes a number) sends half of each layer over dp, and half of its matrices over tp
     **{f"muon, {dim}": Law(step, 2, flags | dict(optimizer="muon", dtype="fp32"), {
         f"{dim} all_gather": L * size * 2 / 2}, dict(optimizer="adamw")) for dim, step, flags, size in (
             ("dp", "step03_zero", dict(zero=1), LAYER), ("tp", "step04_tp_sp", dict(tp=2, zero=0), HIDDEN))},
@@ -190,11 +190,11 @@ LAWS: dict[str, Law] = {
         "overlap": dict(tp_overlap=True), "int8": INT8}.items()},
     # D + 4 bytes a token: a byte for each of D numbers, and a scale of 4 bytes
     "int8, pp": Law("step06_pipeline", 2, dict(pp=2, n_layers=2) | INT8, {"pp send": M * SEQ * (D + 4)}),
-    # two more micro-batches add no graph, only what enters stage 1 (rank 1 holds it), and tokens and targets, twice
+    # each further micro-batch adds its tokens and targets, twice, and on rank 1 the stage's input, but no graph
     **{f"gpipe, rank {rank}": Law("step06_pipeline", 2, dict(pp=2, schedule="gpipe", global_batch_size=4), {
         "held activations": 0, "peak": 2 * (rank * A + 4 * SEQ * 8)}, dict(global_batch_size=2), rank)
        for rank in (0, 1)},
-    # ring: k and v (of kv_heads heads) n-1 times a pass, gradients n times. allgather: both n-1 times in all
+    # on n ranks, the ring sends k and v n-1 times in each pass and gradients n times; allgather sends each n-1 times
     **{name: Law("step05_cp_ring", 2, flags | dict(cp=2, seq_len=24), {
         "cp send": M * L * 4 * KEYS, "cp send calls": M * L * 4,
     }) for name, flags in {"flash": dict(cp_kernel="flash"), "ring": dict(cp_mode="ring")}.items()},
@@ -207,15 +207,15 @@ LAWS: dict[str, Law] = {
     **{f"window {sizes}": window_law(*sizes) for sizes in ((2, 0, 5, 16), (2, 1, 5, 48), (4, 0, 5, 16), (4, 2, 5, 16))},
     **{f"experts, {mode}, tp={tp}": experts_law(mode, tp) for mode in ("rows", "allgather") for tp in (1, 2)},
     "nodes": nodes_law(),
-    # the same bytes in 3 times as many messages; two tensors of 8 row counts, int64, are not kept until backward
+    # compared with one chunk: the same bytes, 3 times as many messages, and a layer keeps two int64 tensors [8] fewer
     "experts in chunks": Law("step07_moe_ep", 2, dict(ep=2, ep_overlap=3), {
         "ep": 0, "ep all_to_all calls": M // 2 * L * 4 * 2, "held activations": -L * 2 * 8 * 8}, dict(ep_overlap=1)),
     "fused": fused_law(),
-    # e of the docstrings is B = 8 bytes; explicit scores are most of what a layer keeps
+    # B is called e in the docstrings of the techniques
     **{f"fused attention, {k} kv heads": kept_law(B * (6 * D + 2 * k * D // HEADS + 4 * FFN + HEADS), n_kv_heads=k)
        for k in (2, 4)},
     **{f"scores, {k} kv heads": kept_law(B * (8 * D + 4 * FFN + HEADS * SEQ), **SCORES, n_kv_heads=k) for k in (2, 4)},
-    # copies on the host, which a dry run counts, too: an input has one copy for each matrix that it enters
+    # the copies on the host: an input has one for each matrix that multiplies it
     "offloaded": kept_law(B * (10 * D + 2 * KVD + 4 * FFN + HEADS) + NORMS, recompute="offload"),
     "selective recomputation": kept_law(B * (6 * D + 2 * KVD + 4 * FFN), **SCORES, recompute="selective"),
     "dropout": mask_law(1, tp=1),
@@ -249,7 +249,7 @@ def test_sums_start_in_backward():
 
 
 def test_messages_of_experts_are_hidden():
-    """While experts compute a chunk, later chunks arrive and outputs of earlier ones return; likewise in backward."""
+    """In both passes, while experts compute a chunk, later chunks arrive and the outputs of earlier ones return."""
     events = []
 
     def all_to_all(output, rows, *_):  # as if the other rank had the same rows

@@ -17,7 +17,7 @@ LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro
 
 
 def equals(pools, reference, row: Row, folder: Path):
-    """Losses, norms, gathered gradients and final parameters equal one process's to 1e-10 in fp64, on every rank."""
+    """On every rank, losses, norms, gathered gradients and final parameters equal those of one process."""
     pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound)
 
 
@@ -58,7 +58,7 @@ def evaluates(pools, reference, row: Row, folder: Path):
 
 
 def goes_on(pools, reference, row: Row, folder: Path):
-    """A signal to one rank stops all after the same step; the resumed run ends with the bits of an unbroken one."""
+    """A signal to one rank stops all ranks after the same step. The resumed run ends as if it had not stopped."""
     options = row.base | row.layout | dict(save_async=True)
     whole, cut = (options | dict(out=str(folder / name)) for name in ("whole", "cut"))
     pools(row.ranks).run(train_on_rank, row.step, whole)
@@ -71,7 +71,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
 
 
 def meets(pools, reference, row: Row, folder: Path):
-    """Losses and final parameters equal one process's to 1e-10, though each dp rank has its own gradients and norms."""
+    """Losses and final parameters equal those of one process. Gradients do not, as each dp rank has its own."""
     right = reference(row)
     for seen in pools(row.ranks).run(equal.record, row.step, row.base | row.layout, equal.Apart):
         assert difference(seen.losses, right.losses) < 1e-10 and seen.parameters.keys() == right.parameters.keys()

@@ -68,7 +68,7 @@ def goes_wrong(pools, reference, folder: Path, step: str, options: Options, trai
 
 
 def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, str]:
-    """Remove all flags without which a run still goes wrong; returns the others, and the error with them alone."""
+    """Remove each flag without which the run still goes wrong. Returns the flags that are left, and their error."""
     for name, value in plain(step).items():
         fewer = options | {name: value}
         if fewer != options and not text_of_refusal(step, fewer) and (found := wrong(fewer)):
@@ -117,6 +117,6 @@ def without_refusals(*args):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step, options", refused_runs())
 def test_what_is_refused_would_go_wrong(pools, reference, tmp_path, step, options):
-    """Without the refusal a run raises, hangs, or trains other numbers, so no refusal is needless."""
+    """Without its refusal, each refused run would raise an error, hang, or train to other numbers."""
     assert text_of_refusal(step, options)
     assert goes_wrong(pools, reference, tmp_path, step, options, train=without_refusals)

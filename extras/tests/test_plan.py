@@ -52,7 +52,7 @@ def counted(x: Layout, shape: dict, rank: int = 0, **flags) -> Counted:
 
 
 def test_no_legal_layout_is_left_out():
-    """For 24 ranks, `meshes` lists all legal sizes, no others; for pp 2, `variants` every schedule and ZeRO stage."""
+    """`meshes` lists all legal sizes for 24 ranks, and no others. `variants` lists all schedules and ZeRO stages."""
     m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
     for pp, cp, tp, ep in (each for each in product(sizes, repeat=4) if 24 % (each[0] * each[1] * each[2]) == 0):
@@ -67,7 +67,7 @@ def test_no_legal_layout_is_left_out():
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
 def test_the_dearest_stage_costs_least(vocab):
-    """For 7 layers and a head, `balanced` minimises the largest stage cost, then (to 5%) the sum of squared costs."""
+    """`balanced` makes the dearest stage as cheap as possible. The sum of squared costs is within 5% of its least."""
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab
@@ -81,7 +81,7 @@ def test_the_dearest_stage_costs_least(vocab):
 
 
 def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, int]:
-    """Draw a legal layout, a model's shape (large, since it is only counted), its experts, and a rank."""
+    """Draw a legal layout, the shape and the experts of a large model, and a rank."""
     draw, experts = random.Random(seed), {}
     pick = lambda *options: draw.choice(options)  # noqa: E731
     while True:
@@ -108,13 +108,13 @@ USUAL = ("0", "0 experts", "1", "1 experts")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in USUAL)) for n in DRAWN])
 def test_the_bound_of_the_peak(name):
-    """The planner's bytes are within 20% of the peak that the dry run counts; for one of 200 layouts, 29% above."""
+    """The planner's bytes are within 20% of the peak that a dry run counts; for one of 200 layouts, 29% above it."""
     x, shape, experts, rank = DRAWN[name]
     seen, m = counted(x, shape, rank, **experts), shape_of(ModelConfig(**shape), SimpleNamespace(**experts))
     ours, peak = rank_bytes(m, x, rank * x.pp // x.world), sum(seen.meter.peak().values())
     assert 0.8 <= ours.total / peak <= (1.3 if name == "68 experts" else 1.2), (ours.total / peak, DRAWN[name])
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
-    matrix = 2 * m.vocab_size * m.dim // x.tp * (m.tied and x.zero == 3)  # bytes of a tied matrix: maybe still gathered
+    matrix = 2 * m.vocab_size * m.dim // x.tp * (m.tied and x.zero == 3)  # bytes, if a tied matrix is still gathered
     assert ours.weights + ours.optimizer in [pytest.approx(state - more, rel=0.005) for more in (0, matrix)]
 
 
@@ -129,7 +129,7 @@ def test_a_layer_keeps_what_the_dry_run_counts(recompute):
 
 
 def test_weights_and_flops():
-    """GPT-3 has 175e9 weights, Llama and Mixtral as many as on their model cards; pipeline ranks share all of them."""
+    """GPT-3, Llama and Mixtral have as many weights as published. The ranks of a pipeline together have all of them."""
     for m, size in ((gpt(12288, 96, 96), 175e9), (LLAMA, 8.03e9), (MODELS["llama3-405b"], 405.8e9), (MIXTRAL, 46.7e9)):
         assert total_weights(m) == pytest.approx(size, rel=0.01)
     assert sum(sum(rank) for rank in rank_numbers(LLAMA, "1f1b", 4, 1, 1, 1)) == total_weights(LLAMA)
@@ -140,9 +140,9 @@ def test_weights_and_flops():
 
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
-    """`pipeline_ratio` is within 1% of a full simulation, whose bubble is at least `least_bubble`.
+    """`pipeline_ratio` is within 1% of a full simulation, and `least_bubble` is not above the simulated bubble.
 
-    On p ranks, the first 4 p + m % p of m micro-batches need as much memory as all m; in afab each one adds some.
+    On 4 ranks, the first 16 micro-batches need as much memory as all 40, except with afab.
     """
     v = {"interleaved": 3}.get(schedule, 1)
     kept = dict.fromkeys(range(4 * max(2, v)), (1.0, float(pipeline_of(schedule, 4, v).split)))
@@ -160,7 +160,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 
 @pytest.mark.parametrize("sp", [True, False])
 def test_messages_over_tp_are_sent_again(sp):
-    """As in a dry run, recomputing a layer repeats 3 of forward's 4 messages over tp (no SP: 1 of 2 all-reduces)."""
+    """--recompute full repeats 3 of the 4 messages of a layer's forward (without SP, 1 of 2), as in a dry run."""
     m, net = shape_of(ModelConfig(n_layers=2, **SMALL), Layout()), Network(4, 4)
     whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
     kinds = ("none", "full", "elementwise")
@@ -201,7 +201,7 @@ def test_search_finds_what_trying_everything_finds(more):
 
 
 def test_errors_beside_published_runs():
-    """Errors for published runs, rank correlations (1: same order, -1: reversed) and regrets are near RESULTS.md's."""
+    """Predictions are close to published numbers and, within most groups of layouts, have nearly the same order."""
     assert bench.choice([1, 2, 2, 3], [1, 2, 2, 3]) == (pytest.approx(1), 0)  # ties share a rank
     assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (pytest.approx(-1), 1.0)
     known = [case for case in bench.read_rows(bench.Config().rows) if case.recipe is not COURSE]
@@ -241,7 +241,7 @@ def test_files_with_gaps(tmp_path):
     ],
 )
 def test_the_report(name, more, capsys, tmp_path):
-    """The step's parser reads the printed flags and launch line as the layouts that were found, and these fit."""
+    """The flags and the launch line in the report mean the layouts that were found, and these fit into memory."""
     flags, file = parse(plan.Flags, ["--model", name, *shlex.split(more)]), tmp_path / "plan.json"
     assert plan.main(["--model", name, *shlex.split(more), "--json", str(file)]) == 0
     out, entries = capsys.readouterr().out, json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Tests extras' schedules: they are complete, ordered, free of deadlock, and obey the papers' laws (time, memory)."""
+"""Tests the schedules of extras: they are complete and free of deadlock, and obey their papers' laws."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from step06_pipeline import add_messages
 from tests.test_step06 import carry_out
 
 plugins()
-TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # these: tests/test_step06.py
+TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interleaved")]  # all but the course's
 UNIT = dict(F=1, R=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # in a schedule without W, B computes both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
@@ -41,9 +41,9 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Assert that each micro-batch has F and B at each of its stages and, in some schedules, R before B or W after B.
+    """Assert that each micro-batch has all its actions at each of its stages, in the order F, R, B, W.
 
-    Also, no rank waits for ever if messages are sent in the order of a simulation with these costs.
+    (Not all schedules have R or W.) Also, no rank waits for ever if messages are ordered by a simulation with `costs`.
     """
     kinds = [kind for kind in "FRBW" if any(action.kind == kind for row in lists for action in row)]
     starts = [s for s, place in enumerate(places) if place.before is None]
@@ -68,7 +68,7 @@ def makespan(lists: Lists, places: list[Place], costs: dict) -> int:
 
 
 def in_flight(row: list[Action], until: str = "B") -> int:
-    """The most (micro-batch, stage) pairs that a rank holds at once: each from its F to the end of its B (or W)."""
+    """The most (micro-batch, stage) pairs that a rank holds at once. It holds a pair from F to the end of `until`."""
     return max(accumulate({"F": 1, until: -1}.get(action.kind, 0) for action in row))
 
 
@@ -81,7 +81,7 @@ def test_every_size_is_complete_and_ends(name):
 
 
 def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If m >= p and F, B, W take f, b, w, a rank idles for (p-1) (f + b - min(f, b, w)); in 1F1B, (p-1) (f + b + w)."""
+    """If F, B and W take f, b and w, and m >= p, a rank is idle for (p-1) (f + b - min(f, b, w))."""
     assert [in_flight(row) for row in lists] == [min(m, p - rank) for rank in range(p)]
     assert max(in_flight(row, "W") for row in lists) == min(m, p)
     for costs in COSTS if m >= p else ():
@@ -90,7 +90,7 @@ def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If m >= 2p-1, a rank idles for at most (p-1) max(0, f+b-2w, b-f) between its first start and its last end."""
+    """If m >= 2p-1, a rank that has begun is idle for at most (p-1) max(0, f + b - 2w, b - f); F, B, W take f, b, w."""
     assert max(in_flight(row, "W") for row in lists) == min(m, 2 * (p - 1) + 1)
     for costs in COSTS if m >= 2 * p - 1 else ():
         f, b, w = costs.values()
@@ -101,9 +101,9 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def rounds_law(p: int, m: int, *_):
-    """The laws of rounds.py. If m >= p, the bubble is interleaved's; if m < p, a step takes (v p + m - 1) (f + b).
+    """The laws of rounds.py: if m >= p, the bubble is that of interleaved; if not, a step takes (v p + m - 1) (f + b).
 
-    Memory, and the time a message may take, grow with N: --round-size. If N = p divides m, the lists are interleaved's.
+    f and b are the times of F and B. With a larger round, a rank holds more, but a message may take longer.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)
@@ -112,15 +112,15 @@ def rounds_law(p: int, m: int, *_):
         assert makespan(lists, places, PLAIN) == 3 * (stages * max(m, p) + min(m, p) - 1)
         flying = [(stages - 1) * longest + min(stages, 2) * (p - 1 - rank) + 1 for rank in range(p)]
         assert m < p or [in_flight(row) for row in lists] == [min(stages * m, n) for n in flying]
-        assert more or m % p or lists == made("interleaved", p, m, chunks=v)[0]
+        assert more or m % p or lists == made("interleaved", p, m, chunks=v)[0]  # rounds of p, which divides m
         if stages > 1 and m >= p:
             ends = {action: (start, end) for end, _, start, action in simulate(lists, places, PLAIN)}
             first = m // max(1, m // (p + more))  # size of the first round, whose second stage is also warm-up
             assert ends[Action("F", 0, p)][0] - ends[Action("F", 0, p - 1)][1] == first - p
 
 
-# Schedules with two stages a rank, if f = b = w = 1: a step's time, or a range that contains it; the least m for which
-# it holds; the most (micro-batch, stage) pairs that a rank holds until W ends (a stage of dualpipe is twice as large).
+# For schedules with two stages on each rank: the time of a step if F, B and W take 1 (or a range that contains it), the
+# least m for which it is so, and the most (micro-batch, stage) pairs that a rank holds. Dualpipe's stages are larger.
 HALVES = {
     "zbv": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p - 1, lambda p: 2 * p),
     "dualpipev": (lambda p, m: 6 * m + p - 1, lambda p: 2 * p, lambda p: 2 * p + 1),
@@ -131,7 +131,7 @@ HALVES = {
 
 
 def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
-    """The time of a step and the stages in flight are as HALVES says."""
+    """The time of a step, and the number of pairs that a rank holds, are as HALVES says."""
     units, least, most = HALVES[name]
     assert all(in_flight(row, "W") <= most(p) for row in lists)
     if m >= least(p) and p > 1 and not (name == "dualpipe" and m % 2):
