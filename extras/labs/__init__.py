@@ -1,12 +1,12 @@
-"""A lab is a chapter as one or two evenings' work: a student writes functions that were removed from its step.
+"""A lab turns a chapter into one or two evenings' work: a student writes functions that were removed from its step.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, whose removed functions raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
     python -m extras.labs grade FOLDERS > points.csv
 
-The chapter's own tests in tests/ are the judge: the decorator `task` gives the task and the points of each test. A lab
-consists of a row of TASKS below and of labN.md. That file has, for each task, its title, its minutes, what to read and
-three hints. It ends with a question, which is answered in writing and graded by hand.
+The chapter's own tests in tests/ judge the work: the decorator `task` gives the task and the points of each test. A lab
+consists of an entry of TASKS below and of labN.md, which says for each task how many minutes it takes and what to read,
+and gives three hints. At the end it asks a question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
 there. `check` and `grade` take from it only the files from which functions were removed, and everything else from the
@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Lab -> task -> the functions and methods that are removed ("holes"); "module:function" if they are not in the step. A
-# task without holes has tests of the file as a whole.
+# Lab -> task -> the functions and methods that are removed ("holes"); "module:function" if they are not in the step. If
+# a task has no holes, its tests try the whole file.
 TASKS: dict[int, dict[str, str]] = {
     1: {
         "learning rate": "learning_rate",

@@ -1,4 +1,4 @@
-"""Run a chapter's tests with a student's files, in a folder and a process group of their own, and count points.
+"""Runs a chapter's tests on a student's files, in a folder and a process group of their own, and counts points.
 
 The tests run in a process that has imported the student's file. Malicious code can therefore forge their report, and
 can read and write all that you can: use a container to grade the files of strangers.
@@ -21,7 +21,7 @@ from extras.labs import ROOT, step_of
 
 
 class Result(NamedTuple):
-    """The result of one test, over all values of its parameters, for one task."""
+    """The result of one test of a task, over all values of the test's parameters."""
 
     test: str
     task: str
@@ -35,7 +35,7 @@ def chapter(lab: int) -> str:
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Write the files that a chapter needs, with `texts` for ours; without tests/faults.py, which quotes solutions."""
+    """Copy all files that a chapter needs, with `texts` in place of ours; but not tests/faults.py: it has solutions."""
     others = {"tests/faults.py"} | {f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")} - {chapter(lab)}
     paths = [*ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     paths += [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]

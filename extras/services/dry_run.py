@@ -6,10 +6,10 @@ Under `FakeTensorMode` a tensor has a shape, a dtype and a device, but no data, 
 process group "fake", one process can act as any rank of any number of ranks; it sends nothing. Tokens are assumed to
 visit all experts equally often; `levels_of` estimates how many rows are sent to nodes, to ranks and to experts.
 
-Of two training steps, the second is counted: the FLOPs and bytes of each operator. By the roofline model an operator
-takes max(FLOPs / peak, bytes / bandwidth), a lower bound. The peak is that of 16-bit matmuls, messages take no time; of
-causal attention only half of the scores count, as its kernels skip the others. All operators are those of a CPU, but
-RMSNorm is that of a GPU (`Norm`), which saves less for backward, unless --device is cpu.
+It trains two steps, and counts the FLOPs and bytes of each operator in the second. By the roofline model an operator
+takes max(FLOPs / peak, bytes / bandwidth), a lower bound. The peak is that of 16-bit matmuls; messages take no time. Of
+causal attention only half of the scores count, as its kernels skip the others. Operators are counted as on a CPU. Only
+RMSNorm is counted as on a GPU (unless --device is cpu), where it saves less for backward: see `Norm`.
 """
 
 import gc
@@ -105,7 +105,7 @@ class Meter(MemoryTimeline):
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # rows to send at each level that the current dispatch has not reached yet
+        self.found: list[int] = []  # rows that the current dispatch has still to send: to nodes, to ranks, to experts
         self.rows = 0  # rows that visit experts
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
@@ -210,11 +210,11 @@ class Counted(OpenRun):
 
 @contextmanager
 def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Iterator[None]:
-    """A context in which this process acts as `rank` of `world`, and tensors have no data. `gpu`: RMSNorm is `Norm`."""
+    """A context: this process acts as `rank` of `world`, on tensors without data. If `gpu`, RMSNorm is `Norm`."""
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:
-        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: [sent, received] at the next level; 1-D: rows by expert
+        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: rows [sent, received]; 1-D: rows of each expert
         rows = meter.found.pop(0) if both else meter.rows
         counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
         return [counts, counts] if both else counts

@@ -53,7 +53,7 @@ class Piece:
         return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
 
     def like(self, kind: str, value: Tensor) -> "Piece":
-        """A piece for `value`, state of this master: cut like the master or, if its shape differs (a count), whole."""
+        """A piece for a `value` of this master's state. It is cut as the master is, or whole if its shape differs."""
         if value.shape == self.tensor.shape:
             return replace(self, kind=kind, tensor=value)
         return Piece(kind, self.name, value, tuple(value.shape))

@@ -205,7 +205,7 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """Let `read` replace the hub's reader, which reads only `text`, and the others if --text-column is set."""
+    """For the hub, or if --text-column is set, let `read` with this column replace the reader of --dataset."""
     kind = kind_of(config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)

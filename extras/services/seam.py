@@ -34,11 +34,11 @@ def plugins() -> list[ModuleType]:
 
 
 def serves(plugin: ModuleType, cls: type) -> bool:
-    """Whether a file serves this Config's step. It serves SINCE's, else its folder's, and later ones; a service all."""
-    if hasattr(plugin, "SINCE"):
+    """Whether a file serves the step of this Config. A technique serves a first step and all later ones."""
+    if hasattr(plugin, "SINCE"):  # the Config of its first step, if that is not the step of its folder
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
-    return not folder.startswith("step0") or folder <= cls.__module__
+    return not folder.startswith("step0") or folder <= cls.__module__  # a service without SINCE serves all steps
 
 
 @lru_cache

@@ -1,15 +1,14 @@
 """The planner's constants: the memory, peak, bandwidths and latencies of each GPU, and some that hold for all GPUs.
 
-They come from data sheets, from published measurements of networks, or from published step times. Constants of the
-last kind are fitted once for each GPU, to all published step times on it together, never to a single one.
+They come from data sheets, from published measurements of networks, or are fitted to published step times.
 """
 
 from typing import NamedTuple
 
 GIB = 2**30
-ROOM = 0.95  # part of the memory that a plan may fill: allocators lose some to fragmentation. If close: --dry-run
+ROOM = 0.95  # part of the memory that a plan may fill, because fragmentation makes some of it useless
 CONTEXT = 1.5 * GIB  # bytes of CUDA's context and libraries
-COMMUNICATOR = 0.5e9  # bytes of NCCL's buffers for one group of ranks: estimated at 0.3e9 or more, and rounded up
+COMMUNICATOR = 0.5e9  # bytes of NCCL's buffers for one group of ranks, an estimate (see below)
 NODE = 8  # GPUs of a node
 
 
@@ -25,22 +24,22 @@ class Gpu(NamedTuple):
     between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do the same
     node: int = NODE  # GPUs of a node
     number: int = 2  # bytes of one element of an activation or of a weight
-    start: float = 34e-6  # fixed seconds of a message, in addition to those for its bytes and hops
+    start: float = 34e-6  # seconds of a message besides those for its bytes and hops
     hop: float = 3.4e-6  # seconds from one rank of a ring to the next within a node
     hop_between: float = 14e-6  # seconds from a rank to the next one of the ring, if that is on another node
-    launch: float = 12e-6  # fixed seconds of a kernel, in addition to those for its work
+    launch: float = 12e-6  # seconds of a kernel besides those for its work
 
 
-# `flops`, `single`: data sheets. `hbm`: 80 to 84% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s.
-# `between`: each GPU has one network card of 200 or 400 Gbit/s, the latter less a sixth for protocol. `within`: near
-# NCCL's bus bandwidth on NVLink 3, 4, 5. `matmul` could not be measured, so one number is fitted to all published step
-# times on a GPU: for the A100 those of Megatron and vTrain (together with `within`, `hbm`, `start` and `launch`), for
-# the H100, the 500 W H100 and the B200 those of other software (tests/bench/published). H200: an H100 with its own
-# memory. Hops: NCCL's own model for rings of large messages (src/graph/tuning.cc since NCCL 2.18).
+# `flops`, `single`: from data sheets. `hbm`: 80 to 84% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s.
+# `between`: each GPU has one network card of 200 or 400 Gbit/s; of the faster one, a sixth is lost to the protocol.
+# `within`: near NCCL's bus bandwidth on NVLink 3, 4 and 5. Hops: NCCL's own model for rings of large messages
+# (src/graph/tuning.cc since NCCL 2.18). `matmul`: fitted, one number for each GPU, to all published step times on it
+# (tests/bench/published). Those on the A100 are by Megatron and vTrain, and `within`, `hbm`, `start` and `launch` are
+# fitted to them, too. The H200 is an H100 with other memory.
 #
 # `COMMUNICATOR`: among more than two H100s, NCCL reports 288 MiB a rank for NVLink SHARP alone (vllm-project/vllm,
-# issue 9699), and its channels have buffers, too. An all-to-all connects all pairs of ranks and may need more, which is
-# not included: among eight H100s, one took 3.3 GB more (NVIDIA/nccl, issue 1685).
+# issue 9699), and its channels have buffers, too. An all-to-all may need more, which is not included: one among eight
+# H100s took 3.3 GB more (NVIDIA/nccl, issue 1685).
 GPUS = {
     "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
     "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node

@@ -1,6 +1,6 @@
-"""Defines a layout (the size of each dimension, and other flags that decide memory and time), and lists legal ones.
+"""Defines a layout, the flags of a run that decide its memory and its time, and lists all legal layouts.
 
-It also derives from a schedule which stages each pipeline rank has, and which list of actions it runs.
+It also finds the stages that each pipeline rank has, and the list of actions that it runs.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """The number of all ranks; ep is a part of dp x cp x tp."""
+        """The number of all ranks. ep does not add to it: its ranks are taken from dp x cp x tp."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def way(self) -> tuple[str, int, int]:
-        """Schedule, pipeline ranks and --chunks, which decide a pipeline's stages and its lists of actions."""
+        """The flags that describe the pipeline: --schedule, --pp and --chunks."""
         return self.schedule, self.pp, self.chunks
 
     def flags(self) -> str:
@@ -84,8 +84,8 @@ class Network(NamedTuple):
         return -(-self.ranks // self.in_node)
 
 
-# Dimension -> (number of ranks, distance of neighbours). tp is innermost, then cp, dp, pp. ZeRO shards over dp x cp.
-# tp does not shard experts: ep distributes them, and ZeRO shards each over the dp x cp x tp / ep ranks that have it.
+# Dimension -> (how many ranks it has, by how much the numbers of two neighbours differ). ZeRO shards the parameters of
+# experts over the dp x cp x tp / ep ranks of "expert shard", and all others over the dp x cp ranks of "shard".
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
@@ -103,13 +103,12 @@ def network(x: Layout, dim: str, node: int = NODE) -> Network:
 
 
 def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
-    """Yield a message for each rule about sizes that a layout breaks. `v`: stages on a rank in a pipeline.
+    """Yield a message for each rule about sizes that a layout breaks. `v`: the number of stages on a pipeline rank.
 
-    Both a run (extras/services/legal.py) and the planner use it. Techniques declare which flags exclude one another
-    (extras/variants/record.py).
+    Runs (extras/services/legal.py) and the planner have the same rules.
     """
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
-    cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of a rank
+    cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of it on a rank
     heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
     in_all, ranks = pp * v if pp > 1 else 1, dp * cp * tp
 
@@ -153,7 +152,7 @@ def illegal(m: Shape, x: Layout) -> str:
         schedule, pp, n = schedule_of(x.schedule, x.chunks), x.pp, x.micro_batches
         for message in broken(m, x, schedule.v):
             return message
-        lists_of(*x.way, min(n, 2 * pp + n % pp))  # UserError if the schedule cannot have n micro-batches
+        lists_of(*x.way, min(n, 2 * pp + n % pp))  # UserError if the schedule does not allow n micro-batches
         return f"--schedule {x.schedule}: the planner does not know R; use --dry-run" if "R" in schedule.costs else ""
     except UserError as error:
         return str(error)
@@ -161,24 +160,24 @@ def illegal(m: Shape, x: Layout) -> str:
 
 @lru_cache
 def schedule_of(name: str, chunks: int) -> Schedule:
-    """The schedule of this name, always the same object. Raises UserError if it needs flags that a layout lacks."""
+    """The schedule of this name, for layouts with this number of chunks."""
     return SCHEDULES[name](Layout(chunks=chunks))
 
 
 def has_chunks(name: str) -> bool:
-    """Whether --chunks sets the number of a rank's stages under this schedule."""
+    """Whether --chunks decides how many stages a rank has under this schedule."""
     return schedule_of(name, 99).v == 99
 
 
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
-    """How many layers each of n stages has, to minimise the largest cost of a stage, then (nearly) the sum of squares.
+    """How many layers each of n stages gets, so that the most expensive stage costs as little as possible.
 
-    A layer's cost is the multiply-adds of its matrices and attention for one token; the last layer's includes the head.
+    A layer's cost is the number of its multiply-adds for one token. The cost of the last layer includes the head's.
     """
     costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
     costs[-1] += m.vocab_size * m.dim
-    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage of a best split costs more
+    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # in a best split no stage costs more
     best = {0: (0, 0, ())}  # number of layers so far -> (largest cost of a stage, sum of squares, layers of each stage)
     for stage in range(n):
         best = {
@@ -196,9 +195,9 @@ def balanced(m: Shape, n: int) -> tuple[int, ...]:
 
 
 def balance(m: Shape, places: list[Place]) -> list[Place]:
-    """The same places with layers balanced by cost, as --pp-split cost does in a run (services/stages.py).
+    """Give each stage new layers, so that all stages cost about the same (--pp-split cost, services/stages.py).
 
-    Both directions of dualpipe get the same split.
+    Both directions of dualpipe get the same layers.
     """
     bounds = [0, *accumulate(balanced(m, len(places) // sum(place.before is None for place in places)))]
     stages = [range(*bound) for bound in pairwise(bounds)]
@@ -206,11 +205,11 @@ def balance(m: Shape, places: list[Place]) -> list[Place]:
 
 
 class Pipeline(NamedTuple):
-    """The stages and directions of a schedule on a given number of ranks, whatever the model."""
+    """What a schedule decides on a given number of ranks. The model has no influence on it."""
 
-    places: list[Place]  # of the stages of a model with just enough layers
-    ways: int  # directions that micro-batches take; with two, pairs of ranks hold the same weights
-    split: bool  # whether the gradients of weights are separate actions, W
+    places: list[Place]  # of all stages, for a model with just enough layers
+    ways: int  # directions in which micro-batches pass the ranks; if 2, pairs of ranks hold the same weights
+    split: bool  # whether the gradients of weights are computed by separate actions, W
 
     @property
     def depth(self) -> int:
@@ -229,7 +228,7 @@ def pipeline_of(schedule: str, pp: int, chunks: int) -> Pipeline:
 
 @lru_cache(maxsize=4096)
 def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
-    """For each pipeline rank, its stages by number."""
+    """For each pipeline rank, its stages: {number of the stage: place}."""
     entry = schedule_of(schedule, chunks)
     places = balance(m, entry.places(m.n_layers, pp, entry.v if pp > 1 else 1))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
@@ -243,9 +242,9 @@ def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
 
 
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
-    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with defaults for everything else.
+    """Yield every legal mesh, as a layout whose other flags have their defaults.
 
-    The size of a micro-batch divides a rank's number of sequences.
+    Each comes once for each size of a micro-batch that divides the number of a rank's sequences.
     """
     for pp in [d for d in divisors(world) if d <= m.n_layers]:
         for tp in [d for d in divisors(world // pp) if m.n_heads % d == 0]:
@@ -258,13 +257,13 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[int]:
-    """The stages of ZeRO that differ on a mesh; the last one needs the least memory."""
+    """The ZeRO stages to try: only 0 if there are no ranks to shard over. The last one needs the least memory."""
     shards = [network(mesh, dim).ranks for dim in ("shard", "expert shard")[: 1 + (m.experts > 0)]]
     return [0] if max(shards) == 1 else [0, 1, 2, 3]
 
 
 def variants(m: Shape, mesh: Layout) -> list[Layout]:
-    """A mesh with every legal schedule (without a pipeline, only one), every --chunks and every stage of ZeRO."""
+    """All layouts to try on a mesh. They differ in the schedule, in --chunks and in the stage of ZeRO."""
     ways = [("1f1b", 1)] if mesh.pp == 1 else product(SCHEDULES, divisors(m.n_layers // mesh.pp))
     each = [replace(mesh, schedule=name, chunks=v) for name, v in ways]
     legal = [x for x in each if not illegal(m, x) and has_chunks(x.schedule) == (x.chunks > 1)]

@@ -4,27 +4,28 @@
     waiting     activations of each micro-batch, from its F to its B (and W), along the rank's list of actions
     moment      what an action needs in addition, while it runs
 
-A number has e = 2 bytes; gradients that accumulate, and logits, have w = 4. T: tokens. h: dim. V: a rank's rows of the
-vocabulary. f: its part of ffn_dim. A rank has N = V h numbers of the head or of the embedding, M of a layer's largest
-matrix, U of a whole layer. From ZeRO 2 on, Z = w, because a unit's gradients are copied into a buffer, which is freed
-when the next unit's gradients are sent; else Z = 0. While activations wait, the moment is the largest of these four:
+The moment depends on these sizes, which are those of one rank:
 
-    loss        3 w T V: logits, their logarithms, their gradient. If the loss is computed in chunks of C tokens,
-                3 w C V + w N
-    head        (e + w + Z) N: its gradient as autograd makes it, as it is accumulated, and in ZeRO's buffer. What head
-                and loss have kept is free by then, and is subtracted
-    layer       3 e T f + e T h: gradients of SwiGLU's products and of the output. A layer that is recomputed adds its
-                own activations
-    weights     (e + w) M: the largest gradient, as autograd makes it and accumulated. If W is a separate action, Z U
-                is added here, else to the larger one of layer and weights
+    T, h, V, f  tokens of a micro-batch, width of the model, rows of the vocabulary, a part of ffn_dim
+    N, M, U     numbers of the embedding or the head (N = V h), of a layer's largest matrix, of a whole layer
+    e, w        bytes of a number: e = 2; but w = 4 for logits, and for gradients that accumulate
+    Z           Z = w from ZeRO 2 on, because a unit's gradients are sent from a buffer; else Z = 0
 
-    embedding   (e + w) N, when no activation waits any more. w N more if there is one more copy: a tied head's
-                gradient, which autograd keeps; or, if W is separate, the gradient that ZeRO 2 copies into its buffer
-    always      Z U for the unit that is being sent (Z N, if more, on ranks with embedding or head). ZeRO 3 adds 2 e U
-                for the gathered weights of two layers
-    update      w for each gradient summed into a new tensor: of ZeRO 1's shards, or of weights of a pair of ranks
+While activations wait, the moment is the largest of `loss`, `head`, `layer` and `weights`:
 
-The dry run counts every tensor. Of 200 random layouts, 199 are within 20% of its count, one 29% above (test_plan.py).
+    loss        3 w T V for logits, their logarithms and their gradient; in chunks of C tokens, 3 w C V + w N
+    head        (e + w + Z) N for its gradient: as autograd makes it, as it is accumulated, and in ZeRO's buffer.
+                What head and loss have kept is free by then, and is subtracted
+    layer       3 e T f + e T h for gradients of activations, and the activations that are recomputed
+    weights     (e + w) M for the largest gradient of a weight: as autograd makes it, and as it is accumulated
+    buffer      Z U is added to `weights` if W is a separate action, else to the larger of `layer` and `weights`
+
+    embedding   (e + w) N, when no activation waits any more. w N is added for one more copy of the gradient, if
+                the rank also has the tied head, or if W is a separate action under ZeRO 2 or 3
+    always      Z U for the unit that is being sent, or Z N if that is more; ZeRO 3 adds 2 e U for two gathered layers
+    update      w for each gradient that is summed into a new tensor: ZeRO 1's shards, and weights that two ranks share
+
+For 199 of 200 random layouts this is within 20% of the dry run's count, for one it is 29% above (test_plan.py).
 """
 
 from functools import lru_cache
@@ -65,8 +66,8 @@ class MicroBatch(NamedTuple):
     own: float  # tokens that the rank holds between blocks
     share: float  # its share of the work inside blocks, in tokens; also the number of tokens that it routes
     visits: float  # rows that its experts compute if all experts are equally busy
-    kv: float  # channels of its keys (and as many of its values); it has at least one head
-    rows: int  # of the vocabulary, in its shards of the embedding and of the head
+    kv: float  # channels of its keys; its values have as many
+    rows: int  # of the vocabulary, in its shard of the embedding or of the head
     at_once: int  # tokens whose logits exist at the same time
     norm: int  # bytes that a norm keeps of a token: its input and one wide number
 
@@ -81,9 +82,9 @@ def micro_batch(m: Shape, x: Layout) -> MicroBatch:
 
 
 def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
-    """A layer's matrix products on one rank: (rows, inner, outer, number of products in one launch).
+    """A layer's matrix products on one rank, each as (rows, inner, outer, number of such products in one launch).
 
-    Matrices with the same input are one product: q, k and v; gate and up.
+    Matrices with the same input count as one: the products with q, k and v are one, those with gate and up another.
     """
     m, tp, up = p.m, p.x.tp, 1 if p.m.gpt else 2
     width = m.shared_experts * m.expert_width if experts else m.ffn_dim  # of the MLP that every token visits
@@ -99,15 +100,14 @@ def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float,
 def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
     """Bytes that one layer keeps until its backward. tp shards what is inside the blocks, SP also what is between them.
 
-    Each of two norms keeps `MicroBatch.norm`. Attention keeps its input, q, k, v, its output and a number per head; an
-    MLP its input, gate, up, silu(gate) and silu(gate) up. Experts keep the same and their outputs, once for each expert
-    of a token, and the router its results. Full recomputation keeps only the layer's input; elementwise recomputation
-    also keeps the outputs of matrices and attention. (With step01/attention_scores.py a layer may keep scores, too.)
+    Attention keeps its input, q, k, v, its output and a number for each head of each token. An MLP keeps its input,
+    gate, up, silu(gate) and silu(gate) up. Each expert that a token visits keeps the same, and its output. Full
+    recomputation keeps only the layer's input; elementwise recomputation also the outputs of matrices and attention.
     """
     m, e, cheap = p.m, NARROW, recompute == "elementwise"
     if recompute == "full":
         return p.own * m.dim * e
-    whole, products = p.tokens * m.dim * e, 2 if cheap else 4  # whole: a block's input, or its last matrix's output
+    whole, products = p.tokens * m.dim * e, 2 if cheap else 4  # whole: a block's input, or its last output
     kept = whole + p.tokens * 2 * p.kv * e + p.share * (2 * m.dim * e + WIDE * m.n_heads)
     kept += p.own * (m.dim * e if cheap else 2 * p.norm)
     if not experts:
@@ -119,16 +119,16 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
 def end_bytes(p: MicroBatch) -> float:
     """Bytes that norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
 
-    A loss in chunks keeps the gradients of hidden states and head, made in forward, in place of the last two.
+    A loss in chunks keeps two gradients, made in forward, in place of the head's input and the logarithms.
     """
     kept = p.own * p.norm + p.tokens * p.m.dim * NARROW
     return kept + p.rows * (p.m.dim * NARROW if p.at_once < p.tokens else p.tokens * WIDE)
 
 
 def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]:
-    """Bytes that a stage keeps of a micro-batch from F to B and, if `split`, from B to W.
+    """Bytes that a stage keeps of a micro-batch: (from F to B, from B to W). Without `split`, there is no W.
 
-    From B to W it keeps the inputs and gradients of its products.
+    From B to W it keeps the inputs of its matrix products, and the gradients of their outputs.
     """
     kinds = [p.m.has_experts(n) for n in place.layers]
     kept = sum(layer_bytes(p, kind, p.x.recompute) for kind in kinds) + (place.after is None) * end_bytes(p)
@@ -137,7 +137,7 @@ def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]
 
 
 def kept_along(row: list[Action], kept: dict[int, tuple[float, float]]) -> list[float]:
-    """Bytes that a rank keeps before each action of its list, and after the last. `kept`: stage -> `stage_bytes`."""
+    """Bytes that a rank keeps before each action of its list, and at its end. `kept`: stage -> `stage_bytes`."""
     changes = []
     for kind, _, stage in row:
         until_b, until_w = kept[stage]
@@ -152,7 +152,7 @@ def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
 
 @lru_cache(maxsize=100_000)
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int) -> tuple[tuple[float, float], ...]:
-    """For each pipeline rank: (weights replicated over dp x cp, weights of its experts). Tied weights count once."""
+    """The number of weights on each pipeline rank: (those replicated over dp x cp, those of its experts)."""
     (embedding, head), numbers = end_weights(m, tp), []
     for places in rank_places(m, schedule, pp, chunks):
         first, last = ends_of(places)
@@ -171,16 +171,16 @@ def numbers_of(m: Shape, x: Layout, rank: int) -> tuple[float, float]:
 
 
 def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
-    """Bytes that a pipeline rank always holds: weights; gradients; masters and AdamW's moments."""
+    """Bytes that a pipeline rank always holds: (weights, gradients, masters and AdamW's moments together)."""
     whole, slices = numbers_of(m, x, rank)
     weights, gradients, optimizer = (slices if x.zero >= stage else whole for stage in (3, 2, 1))
     return NARROW * weights, WIDE * gradients, 3 * WIDE * optimizer
 
 
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
-    """Extra bytes of a pipeline rank: (at all times, while activations wait, when none wait any more).
+    """Bytes that a rank's actions need in addition: (always, while activations wait, when none wait any more).
 
-    Of its layers only the largest counts. Its experts are a ZeRO unit; M is one weight tensor of them all.
+    Only the rank's largest layer counts. Its experts are one ZeRO unit; M is a tensor with one matrix of each of them.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}
@@ -195,7 +195,7 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
     unit, cast = summed * max(rest, experts), made * largest
     layer = max(work, unit + cast) if split else unit + max(work, cast)
 
-    in_chunks = p.at_once < p.tokens  # else `end_bytes` counts the logarithms
+    in_chunks = p.at_once < p.tokens  # if not, `end_bytes` counts the logarithms
     loss = WIDE * p.rows * ((2 + in_chunks) * p.at_once + in_chunks * m.dim)
     head = (made + summed) * matrix - end_bytes(p)
     along = summed * (max(rest, matrix) if first or last else rest) + NARROW * 2 * (rest + experts) * (x.zero == 3)
@@ -206,7 +206,7 @@ def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[
 def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
     """The most bytes that a pipeline rank holds in a step, by kind."""
     p, places, pipeline = micro_batch(m, x), rank_places(m, *x.way)[rank], pipeline_of(*x.way)
-    few = 4 * x.pp + x.micro_batches % x.pp  # more micro-batches hold no more memory, except in afab
+    few = 4 * x.pp + x.micro_batches % x.pp  # more micro-batches need no more memory, except under afab
     row = lists_of(*x.way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     kept = {stage: stage_bytes(p, place, pipeline.split) for stage, place in places.items()}
     waiting, (along, beside, alone) = max(kept_along(row, kept)), moment_bytes(p, places, pipeline.split)
@@ -220,10 +220,9 @@ def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
 
 
 def held(m: Shape, x: Layout) -> Held:
-    """Bytes that a layout's fullest rank holds on a GPU. If there are over eight pipeline ranks, only five are tried.
+    """Bytes that a layout's fullest rank holds on a GPU. Of more than eight pipeline ranks only five are tried.
 
-    This includes CUDA's context and the buffers of communicators, which PyTorch's allocator does not see. There is a
-    communicator for all ranks, and one for each dimension or product of dimensions over which the trainer sends.
+    They include CUDA's context and the buffers of NCCL's communicators, which PyTorch's allocator does not see.
     """
     ranks = range(x.pp) if x.pp <= 8 else (0, 1, x.pp // 2, x.pp - 2, x.pp - 1)
     most = max((rank_bytes(m, x, rank) for rank in ranks), key=sum)

@@ -3,10 +3,10 @@
     python -m extras.theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m extras.theory.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
 
-It prints the memory and time of the ten best layouts of the course's own trainer, or of the given one; how obvious
-alternatives compare; answers to the usual questions, with their laws; and a launch line. Nodes have 8 GPUs; tp is the
-innermost dimension, then cp, dp, pp. Memory is estimated (memory.py); a step's --dry-run counts it. Time is predicted
-(seconds.py); `python -m extras.tests.bench plan` compares it with published runs. search.py finds the best layouts.
+It prints the memory and the time of the ten best layouts, or of the layout that is given. Then it compares obvious
+alternatives, answers the usual questions, and prints the command that launches the best layout. All nodes are assumed
+to have 8 GPUs. Memory is estimated by formulas (memory.py); a step's --dry-run counts it. Time is also predicted by
+formulas (seconds.py), and `python -m extras.tests.bench plan` compares it with that of published runs.
 """
 
 import json
@@ -48,8 +48,8 @@ class Flags:
 
 
 def models() -> dict[str, Shape]:
-    """All models by name: the presets, some with experts, and models like GPT-3."""
-    seam.plugins()  # importing the techniques adds their presets with experts, and their schedules
+    """All models by name: the course's presets, those of techniques (with experts), and models like GPT-3."""
+    seam.plugins()  # imports the techniques, which adds their presets and their schedules
     return {name: shape_of(m, SimpleNamespace(**EXPERTS.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 
 
@@ -91,7 +91,7 @@ def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
 
 
 def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
-    """Evaluate --layout or, without it, find the best layouts. UserError if --layout is wrong, or no layout fits."""
+    """Evaluate --layout or, without it, find the best layouts. Raises UserError if --layout is wrong or none fits."""
     gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]

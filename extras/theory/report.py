@@ -1,9 +1,9 @@
 """Writes the planner's report: tables of the best layouts, how others compare, and answers to usual questions.
 
-Each question is answered by the law from a step's chapter, with this model's and this cluster's numbers, and by the
-flags of the best layout. The last line launches that layout.
+An answer gives a law of a step's chapter with the numbers of this model and cluster, then the best layout's flags.
 
-N: weights. n: ranks. b: sequences of a micro-batch, of which a rank has m in a step. s: tokens of a sequence. h: dim.
+In the laws, N is the number of weights, n of ranks, m of a rank's micro-batches in a step, b of sequences in a
+micro-batch, and s of tokens in a sequence; h is the model's width, `dim`.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def tables(m: Shape, best: list[Found], gpu: Gpu) -> str:
 
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
-    """Yield a line for each obvious change of the best layout: its flags, and why it fails or how its time differs."""
+    """Yield a line for each obvious change of the best layout: why it fails, or by how much a step's time changes."""
     x, alone = best.layout, dict(tp=1, pp=1, cp=1)
     tries = [dict(tp=1), alone | dict(tp=NODE), alone | dict(tp=2 * NODE), dict(pp=1), dict(pp=2 * x.pp), dict(ep=1)]
     tries += [alone | dict(zero=3, micro_batch_size=1), dict(zero=0), dict(recompute="none"), dict(recompute="full")]
@@ -88,19 +88,19 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
 
 
 def can_fit(m: Shape, x: Layout, gpu: Gpu) -> bool:
-    """Whether a model fits on a mesh with one sequence a micro-batch, full recomputation and ZeRO 3."""
+    """Whether a model fits on a mesh if all other flags are those that need the least memory."""
     return any(fits(held(m, x), gpu) for x in leanest(m, replace(x, micro_batch_size=1, recompute="full")))
 
 
 def largest(known: dict[str, Shape], m: Shape, x: Layout, gpu: Gpu) -> str:
-    """The name of the largest known model that fits on a mesh with sequences as long as those of `m`, or "none"."""
+    """The name of the largest known model that fits on a mesh, with sequences as long as those of `m`; or "none"."""
     others = {name: replace(other, seq_len=m.seq_len) for name, other in known.items()}
     fitting = [name for name, other in others.items() if can_fit(other, x, gpu)]
     return max(fitting, key=lambda name: total_weights(others[name]), default="none")
 
 
 def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
-    """The longest sequence that fits on a mesh: 8 to 15 times a power of two, in tokens; 0 if not even 1,024 fit."""
+    """The number of tokens of the longest sequence that fits on a mesh; 0 if not even 1,024 tokens fit."""
     lengths = ((8 + part) << doubled for doubled in range(7, 24) for part in range(8))
     legal = (s for s in lengths if leanest(replace(m, seq_len=s), x))
     return max(takewhile(lambda s: can_fit(replace(m, seq_len=s), x, gpu), legal), default=0)

@@ -1,9 +1,9 @@
-"""Finds the best of all legal layouts without timing them all: branch and bound.
+"""Finds the best of all legal layouts without timing them all, by branch and bound.
 
-The lower bound: a step takes at least its computation and exposed messages, spread evenly over the pipeline ranks.
-Meshes, each with one kind of recomputation, are taken in the order of their bounds. As soon as the next bound is longer
-than the tenth best step, the search is over: no other layout can be better. Within a mesh, a layout's bound has the
-least bubble that its schedule could have; only layouts that fit, and could still win, are simulated.
+A step takes at least the time of its computation and exposed messages, spread evenly over the pipeline ranks. This is
+the lower bound of a mesh. The search takes the meshes in the order of their bounds. It ends when the next bound is not
+below the tenth best step, because then no other layout can be better. In a mesh, each layout has its own bound, and
+only layouts that fit and could still win are simulated.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ def evaluate(m: Shape, x: Layout, gpu: Gpu) -> Found:
 
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
-    """A lower bound of the step time of every layout of this mesh with this recomputation."""
+    """A lower bound for the seconds of a step, for all layouts of this mesh."""
     return mesh.micro_batches * model_work(m, mesh, gpu)[:5].sum() / mesh.pp
 
 
@@ -49,7 +49,7 @@ def leanest(m: Shape, mesh: Layout) -> list[Layout]:
 
 
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> Found | None:
-    """The fastest layout of a mesh, of all schedules and ZeRO stages, that fits and takes less than `limit` seconds."""
+    """The fastest layout of a mesh that fits and takes less than `limit` seconds; None if there is none."""
     winner, room = None, ROOM * gpu.memory
     bounds = [(step_seconds(m, x, gpu, simulated=False).step, i, x) for i, x in enumerate(variants(m, mesh))]
     for bound, _, x in sorted(bounds):
@@ -65,7 +65,7 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> Found | None
 def search(
     m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Callable[[Iterable], Iterable] = iter
 ) -> list[Found]:
-    """The `count` best meshes, each with its best layout; none if nothing fits."""
+    """The best layout of each of the `count` best meshes; an empty list if nothing fits."""
     each = [replace(mesh, recompute=kind) for mesh in meshes(m, world, batch) for kind in RECOMPUTE]
     order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(each)))
     best: dict[Layout, Found] = {}

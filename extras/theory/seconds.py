@@ -1,18 +1,18 @@
 """Predicts the time of one step: the sum of its matmuls, passes over memory and exposed messages.
 
-    matmul        FLOPs / (peak x part reached) + bytes of its three matrices / memory bandwidth + a launch
+    matmul        FLOPs / the reached part of the peak + bytes of its three matrices / memory bandwidth + a launch
     elementwise   bytes / memory bandwidth + a launch
     collective    bytes sent by a rank / bandwidth + a start + hops. The bandwidth is `within` inside a node;
                   across nodes, it is `between` x the group's ranks in one node, which send at the same time
-    all-to-all    rows for ranks of the same node at `within`; at the same time, rows for other nodes at `between`
-    pipeline      its lists of actions, simulated with equal stages; everything else is taken from the busiest rank
+    all-to-all    rows go to ranks of the same node at `within` and, at the same time, to other nodes at `between`
+    pipeline      its lists of actions are simulated; all stages are assumed to take the same time
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
-The bytes explain why small matmuls are slow. For [N, K] x [K, M]: time = FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
+The bytes explain why small matmuls are slow: [N, K] x [K, M] takes FLOPs x (1 / peak + (1/N + 1/M + 1/K) / bandwidth).
 
-Round a ring of n ranks on k nodes, data makes n - 1 hops, n - k within nodes and k - 1 between (NCCL's
-ncclTopoTuneModel, in src/graph/tuning.cc). With more ranks, messages become smaller but hops more numerous. From some n
-on, nothing hides the hops. A network is assumed to be as fast between many nodes as between two.
+In a ring of n ranks on k nodes, data makes n - k hops within nodes and k - 1 between nodes (NCCL's ncclTopoTuneModel,
+in src/graph/tuning.cc). With more ranks, messages become smaller, but there are more hops. A network is assumed to be
+as fast between many nodes as between two.
 """
 
 from functools import lru_cache
@@ -86,7 +86,7 @@ def ring(net: Network, n_bytes: float) -> float:
 
 
 def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float = 1) -> float:
-    """Seconds to gather (or reduce and scatter) `n_bytes` in so many `messages`, while other groups do the same."""
+    """Seconds to gather (or reduce and scatter) `n_bytes` in `messages` parts, while other groups do the same."""
     if net.ranks == 1:
         return 0.0
     bandwidth = min(gpu.within, net.in_node * gpu.between) if net.leaves else gpu.within
@@ -106,22 +106,22 @@ def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
 
 
 def attention_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> tuple[float, float]:
-    """Seconds of one layer's attention core, between the projections: forward, backward."""
+    """Seconds of one layer's attention between its projections: (forward, backward)."""
     m, x = p.m, p.x
     if recipe.flash:  # a token sees half of the keys, on average
         forward = p.tokens * m.seq_len / 2 * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
         return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, p.tokens * m.seq_len * m.n_heads / x.tp
     one = matmul_seconds(gpu, m.seq_len, m.head_dim, m.seq_len, heads)
-    # bytes a score: softmax reads 2, writes 2; dropout reads 2, writes 2 and a mask of 1; their backwards 6 and 5
+    # bytes a score: softmax reads 2, writes 2; dropout reads 2, writes 2 and a mask of 1; in backward they move 6 and 5
     return 2 * one + memory_seconds(gpu, 9 * scores, 2), 4 * one + memory_seconds(gpu, 11 * scores, 2)
 
 
 def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> tuple[float, float]:
-    """Seconds of one layer's passes over memory between its matmuls: forward, backward."""
+    """Seconds of one layer's passes over memory between its matmuls: (forward, backward)."""
     m, x = p.m, p.x
     width = (p.visits + p.share * m.shared_experts) * m.expert_width if experts else p.share * m.ffn_dim
-    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # 2 norms x 2, 2 sums x 3, GPT: 2 masks of a byte
+    between = p.own * m.dim * gpu.number * (11 if m.gpt else 10)  # 2 norms x 2, 2 sums x 3; GPT: 2 masks of 1 byte
     qkv = p.tokens * (m.dim / x.tp + 2 * p.kv) * (2 if recipe.flash else 6)
     inside = gpu.number * (qkv + width * (2 if m.gpt else 3))
     rows = experts * p.visits * m.dim * gpu.number * 2 * 3  # rows are sorted, sent, and put back
@@ -132,17 +132,16 @@ def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) 
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> list[float]:
     """Seconds of one layer on one rank, forward and backward of one micro-batch: [part].
 
-    The parts are computation, recomputation, and exposed messages over tp, cp and ep. Two more parts are contained in
-    these: a forward pass, and the gradients of weights.
+    The parts are computation, recomputation, and messages over tp, cp and ep that nothing hides. Two more parts,
+    a forward pass and the gradients of weights, are already contained in these five.
 
-    A block has a gather and a scatter over tp, or an all-reduce, which is both. Experts have neither; shared experts
-    have both, and without SP the experts' outputs are also gathered. A ring's messages over cp overlap with
-    attention. Recomputation repeats forward's messages, also if it keeps the outputs of matmuls ("elementwise", as the
-    dry run counts), but a recipe that `stops` needs neither an MLP's last matmul nor the sum over tp after it.
+    A block has a gather and a scatter over tp, or an all-reduce, which is both. Experts have neither, but shared
+    experts have both. A ring's messages overlap with attention. Full and elementwise recomputation repeat the messages
+    of forward; a recipe that `stops` leaves out an MLP's last matmul, and the sum over tp after it.
     """
     p, last, ep = micro_batch(m, x), 0.0, 0.0
     products = products_of(p, experts) + [(p.share, m.dim, m.experts, 1)] * experts  # the router
-    matmul = sum(matmul_seconds(gpu, *product) for product in products)  # a gradient takes as long
+    matmul = sum(matmul_seconds(gpu, *product) for product in products)  # the gradient of a factor takes as long
     core, memory = attention_seconds(p, gpu, recipe), elementwise_seconds(p, gpu, recipe, experts)
     if recipe.stops and not experts:
         last = matmul_seconds(gpu, p.tokens, m.ffn_dim / x.tp, m.dim)
@@ -194,11 +193,11 @@ def layer_layout(x: Layout) -> Layout:
 
 @lru_cache(maxsize=200_000)
 def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int, int]) -> np.ndarray:
-    """Seconds of one micro-batch on the busiest rank, for a `layer_layout`: [part].
+    """Seconds of one micro-batch on the busiest pipeline rank: [part]. `x`: a `layer_layout`; `way`: `Layout.way`.
 
     If micro-batches pass the ranks in two directions, half of them go each way.
     """
-    loads = []  # of each rank: its layers without experts, those with experts, and heads
+    loads = []  # of each rank: how many layers without experts, layers with experts, and heads it has
     for places in rank_places(m, *way):
         kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
         loads.append((kinds.count(False), kinds.count(True), ends_of(places)[1]))
@@ -207,9 +206,9 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int
 
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
-    """Makespan of `n` micro-batches on `p` ranks. The result, b, w and `message` are in units of a stage's forward.
+    """Time of `n` micro-batches on `p` ranks. It, b, w and `message` are in units of a stage's forward.
 
-    Only the first micro-batches of a long step are simulated, because after 2 p each further p add the same time.
+    Only the first micro-batches of a long step are simulated: after 2 p of them, every p more add the same time.
     """
     pipeline, few = pipeline_of(schedule, p, chunks), min(n, 2 * p + n % p)
     costs = dict(F=1.0, B=b if pipeline.split else b + w, W=w)
@@ -221,10 +220,10 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
 
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
-    """A lower bound of the bubble, in seconds, for any order of actions.
+    """A lower bound of the bubble, for any order of actions. f, b and w: seconds of a stage's F, B and W.
 
-    The rank that micro-batches reach last is idle before its first forward and, if no W fills the gap, while the last
-    backward passes the other ranks. Also, no step is shorter than a micro-batch's way through all stages and back.
+    The rank that micro-batches reach last is idle until the first one arrives. If no W fills the gap, it is idle again
+    while the last backward passes the other ranks. No step is shorter than a micro-batch's way to the loss and back.
     """
     pipeline, whole = pipeline_of(*x.way), f + b + w
     ends = x.pp // pipeline.ways - 1
@@ -254,7 +253,7 @@ def pipeline_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: b
 
 
 def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulated: bool = True) -> Seconds:
-    """Seconds of one layout's step; unless `simulated`, a lower bound."""
+    """Seconds of a step under one layout. Unless `simulated`, they are a lower bound."""
     busy = rank_work(m, layer_layout(x), gpu, recipe, x.way)[:5]
     bubble, pp = pipeline_seconds(m, x, gpu, recipe, simulated) if x.pp > 1 else (0.0, 0.0)
     compute, again, tp, cp, ep = (x.micro_batches * busy).tolist()
@@ -263,21 +262,21 @@ def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulat
 
 
 def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
-    """The number of weights on the fullest rank: (replicated over dp x cp, of its experts)."""
+    """The number of weights on the fullest rank: (those replicated over dp x cp, those of its experts)."""
     return max(rank_numbers(m, *x.way, x.tp, x.ep), key=sum)
 
 
 def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
-    """Exposed seconds of summing gradients and gathering weights over dp x cp.
+    """Seconds of summing gradients and gathering weights over dp x cp that nothing hides.
 
-    With `overlap_dp`, an all-reduce is hidden behind the last micro-batch, and the sums of ZeRO 2 and 3 behind all
-    micro-batches. At least a twentieth is exposed: the last unit's gradient is sent when nothing is left to compute.
-    With `overlap_dp` gradients are sent layer by layer, without it all at once. If a schedule has two directions, pairs
-    of pipeline ranks share their weights, and nothing hides the sum of their gradients.
+    With `overlap_dp`, gradients are sent layer by layer. The last micro-batch hides the all-reduce of ZeRO 0. All
+    micro-batches hide the sums of ZeRO 2 and 3, and the gathers of ZeRO 3. At least a twentieth is exposed: the last
+    gradient is sent when nothing is left to compute. If a schedule has two directions, pairs of pipeline ranks hold the
+    same weights, and nothing hides the sum of their gradients.
     """
     n, hidden, exposed = x.micro_batches, 0.0, 0.0
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1
-    sums, late_sums, gathers, late_gathers = {  # how often: during computation, or after it
+    sums, late_sums, gathers, late_gathers = {  # how often in a step; the `late` ones come after computation
         0: (2, 0, 0, 0),  # an all-reduce has two halves
         1: (0, 1, 0, 1),
         2: (n, 0, 0, 1),
@@ -301,7 +300,7 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
 
 
 def update_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
-    """Seconds of norm, clip and AdamW on a rank's part: read and write weights, gradients, masters and moments."""
+    """Seconds of clipping and AdamW on a rank's part of the state, by the bytes that they read and write."""
     shared, own = fullest_numbers(m, x)
     data, expert = (network(x, dim).ranks if x.zero else 1 for dim in ("shard", "expert shard"))
     passes = 2 * 12 + 4 * recipe.gradient + 8

@@ -10,7 +10,7 @@ from common.model import ModelConfig
 
 @dataclass(frozen=True)
 class Shape(ModelConfig):
-    """The sizes of a decoder, with the experts of step 7, or with GPT-3's differences (Brown et al. 2020)."""
+    """The sizes of a decoder. It may have the experts of step 7, or be like GPT-3 (Brown et al. 2020)."""
 
     experts: int = 0  # number of experts in each layer that has them instead of an MLP; 0: no layer has experts
     experts_per_token: int = 2
@@ -18,7 +18,7 @@ class Shape(ModelConfig):
     shared_experts: int = 0
     moe_every: int = 1
     dense_layers: int = 0  # number of layers at the start that have no experts
-    gpt: bool = False  # an MLP of two matrices, and dropout; learned positions and biases are not counted
+    gpt: bool = False  # like GPT-3: MLPs of two matrices, and dropout; its learned positions and biases are not counted
 
     @property
     def expert_width(self) -> int:
@@ -27,7 +27,7 @@ class Shape(ModelConfig):
 
     @property
     def kv_dim(self) -> int:
-        """The number of channels of the keys, which is also that of the values."""
+        """The number of channels of the keys. The values have as many."""
         return self.n_kv_heads * self.head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -37,7 +37,7 @@ class Shape(ModelConfig):
 
 
 def shape_of(m: ModelConfig, flags: Any) -> Shape:
-    """A model's shape, with the experts that `flags` ask for, if they are flags of step 7."""
+    """A model's shape. If `flags` are those of step 7, it has the experts that they ask for."""
     own = {field.name for field in fields(Shape)} - {field.name for field in fields(ModelConfig)}
     return Shape(**vars(m) | {name: value for name, value in vars(flags).items() if name in own})
 
@@ -56,12 +56,12 @@ GPTS = {
 
 
 def mlp_weights(m: Shape, width: int) -> int:
-    """Weights of an MLP, or of an expert, of this width."""
+    """The number of weights of an MLP, or of an expert, of this width."""
     return (2 if m.gpt else 3) * m.dim * width
 
 
 def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
-    """Number of weights of one layer on one rank: (those replicated over dp x cp, those of its experts)."""
+    """The number of weights of one layer on one rank: (those replicated over dp x cp, those of its experts)."""
     kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbouring tp ranks may hold the same key/value head
     shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
     if not experts:
@@ -71,13 +71,13 @@ def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[fl
 
 
 def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:
-    """Weights of the embedding on one tp rank, and those of an untied head with the final norm."""
+    """The number of weights on one tp rank: (the embedding's, those of the final norm and an untied head)."""
     rows = -(-m.vocab_size // tp) * m.dim
     return rows, rows + m.dim
 
 
 def total_weights(m: Shape) -> float:
-    """Weights of the whole model."""
+    """The number of weights of the whole model."""
     embedding, head = end_weights(m)
     ends = embedding + (m.dim if m.tied else head)
     return ends + sum(n * sum(layer_weights(m, flag)) for flag, n in layer_counts(m).items())
@@ -91,7 +91,7 @@ def layer_counts(m: Shape) -> dict[bool, int]:
 
 
 def visited_weights(m: Shape, experts: bool) -> int:
-    """The number of weights in one layer's matrices by which a token is multiplied."""
+    """The number of weights by which one layer multiplies a token."""
     attention = 2 * m.dim * (m.dim + m.kv_dim)
     if not experts:
         return attention + mlp_weights(m, m.ffn_dim)
@@ -101,11 +101,10 @@ def visited_weights(m: Shape, experts: bool) -> int:
 def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
     """FLOPs of training on one token: (model, executed).
 
-    Each weight by which a token is multiplied takes 2 FLOPs in forward and 4 in backward, 6 in all. Attention to
-    seq_len keys takes 4 seq_len dim in a layer's forward, and three times that in all; by convention masked keys count,
-    too (Chowdhery et al. 2022, appendix B). Executed FLOPs include the scores that flash attention's backward computes
-    again. With recomputation they also include a second forward of each layer: up to its last matrix, whose output is
-    not needed, or, with experts, to its end.
+    A weight takes 2 FLOPs in forward and 4 in backward. The attention of a layer takes 4 seq_len dim in forward, and
+    twice that in backward; by convention masked keys count, too (Chowdhery et al. 2022, appendix B). Executed FLOPs
+    include the scores that flash attention computes again in backward and, with `recompute`, a second forward of each
+    layer. This ends before an MLP's last matrix, whose output is not needed.
     """
     layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
     attention = 4 * m.n_layers * m.seq_len * m.dim
