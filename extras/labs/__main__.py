@@ -56,7 +56,7 @@ def start(lab: int, folder: Path, student: str):
 
 
 def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
-    """Read a folder: (lab, student, {file: text}). Raises UserError if it is no lab's, OSError if a file is missing."""
+    """Read a folder: (lab, student, {file: text}). Raises UserError if it has no lab, OSError if a file is missing."""
     words = (folder / "LAB.md").read_text() if (folder / "LAB.md").is_file() else ""
     found = re.match(r"# Lab ([1-7]):.*\n\nStudent: ?(.*)", words)
     if not found:

@@ -256,7 +256,7 @@ def run_rank(train: Callable, config: Any, rank: int) -> Counted:
 
 
 def report(seen: dict[int, Counted], config: Any) -> str:
-    """Make tables: a row for each rank; then memory, traffic and operators of the rank with the highest peak."""
+    """Make tables: a row for each counted rank; then memory, traffic, operators of the one with most memory."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())

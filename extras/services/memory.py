@@ -71,7 +71,7 @@ class MemoryTimeline(TorchDispatchMode):
         return self.known[address][0]
 
     def resize(self, address: int, n_bytes: int):
-        """Note that a known storage now has `n_bytes` bytes."""
+        """Record the new size of a known storage, in bytes."""
         number, before = self.known[address]
         if n_bytes != before:
             self.known[address] = number, n_bytes
@@ -79,7 +79,7 @@ class MemoryTimeline(TorchDispatchMode):
             self.total[self.kind[number]] += n_bytes - before
 
     def release(self, address: int):
-        """Note that a storage has been freed."""
+        """Record that a storage has been freed."""
         self.resize(address, 0)
         del self.known[address]
 

@@ -65,7 +65,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 @lru_cache
 def refusals(cls: type) -> tuple[Refusal, ...]:
-    """All refusals that NEEDS and REFUSES of the files declare: flags of a step that exclude or need one another."""
+    """All rules in the lists NEEDS and REFUSES of a step's files: which of its flags exclude or need one another."""
     plain = defaults(cls)
     needs = (line for plugin in offered(cls, "NEEDS") for line in plugin.NEEDS if {*line[:2]} <= plain.keys())
     return *(need(plain, *line) for line in needs), *(one for file in offered(cls, "REFUSES") for one in file.REFUSES)

@@ -101,7 +101,7 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
     """Bytes that one layer keeps until its backward. tp shards what is inside the blocks, SP also what is between them.
 
     Attention keeps its input, q, k, v, its output and a number for each head of each token. An MLP keeps its input,
-    gate, up, silu(gate) and silu(gate) up. Each expert that a token visits keeps the same, and its output. Full
+    gate, up, silu(gate) and silu(gate) * up. Each expert that a token visits keeps the same, and its output. Full
     recomputation keeps only the layer's input; elementwise recomputation also the outputs of matrices and attention.
     """
     m, e, cheap = p.m, NARROW, recompute == "elementwise"

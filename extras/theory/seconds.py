@@ -175,7 +175,7 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> list[float]:
 
 @lru_cache(maxsize=100_000)
 def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
-    """Seconds of a layer without experts, of one with experts, and of the head: [3, part]. `x`: a `layer_layout`."""
+    """Seconds of a layer without experts, of one with experts, and of the head: [3, part]. `layer_layout` makes `x`."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
     layers = [layer_work(m, x, gpu, recipe, kind and m.experts > 0) for kind in (False, True)]
     return np.array([*layers, head_work(m, x, gpu)])

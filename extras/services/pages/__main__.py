@@ -59,7 +59,7 @@ class Pages:
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
         """Render a docstring's Markdown. Names in backquotes that `module` uses become links, except those in `own`.
 
-        `own`: the parameters of the function. Lines with columns are rendered as a figure.
+        `own`: parameters of the docstring's function. Lines with columns become a figure.
         """
 
         def link(match: re.Match) -> str:
