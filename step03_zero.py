@@ -279,7 +279,7 @@ class Zero3(Zero2):
             modules[-1].register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, ahead: int):
-        """Gather the units of entry `i` and wait for them; prefetch those of entry `ahead`, which computes next."""
+        """Gather the units in `uses[i]` and wait for them; prefetch those in `uses[ahead]`, needed next."""
         for unit in [*self.uses[i], *self.uses[ahead]]:
             unit.gather()
         for unit in self.uses[i]:

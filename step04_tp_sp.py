@@ -160,7 +160,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the parameter itself.
 
-    Shards are equally long, so the last ones may be padded. `materialize` (common/layout.py) reads the layout record.
+    Shards are equally long, so the last ones may be padded. The shard's record (common/layout.py) notes its place.
     """
     if group.size == 1:
         return weight

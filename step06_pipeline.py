@@ -66,8 +66,8 @@ TIED = "model.embed_tokens.weight"  # the name of a tied embedding and head, on 
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep the modules of this rank's stages, with their names in the whole model; delete others, or set them to None.
 
-    A `Place` has a stage's rank and layers, and the numbers of the stages `before` and `after` it (None at the ends). A
-    tied embedding also stays on the last stage as head. If that is on another rank, the record says stage_copies=2.
+    A `Place` has a stage's rank and layers, and the numbers of the stages `before` and `after` it (None at the ends).
+    If first and last stage are on two ranks, both keep a tied embedding, and its record says stage_copies=2.
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)

@@ -92,7 +92,7 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x, as if coeff * loss were added to the model's loss: in backward the scalar loss gets gradient coeff."""
+    """Return x, as if coeff * `loss` were added to the model's loss: in backward, `loss` gets the gradient coeff."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:

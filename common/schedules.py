@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One stage: its rank and layers; the stage `before` it (None: it gets tokens) and `after` it (None: the loss)."""
+    """One stage: its rank, its layers, and the numbers of the stages `before` and `after` it (None at the ends)."""
 
     rank: int
     layers: range

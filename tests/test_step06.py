@@ -40,7 +40,7 @@ def acts(text: str) -> list[Action]:
 
 
 def plan(name: str, p: int, m: int, v: int = 1) -> tuple[list[list[Action]], list[Place]]:
-    """The lists of all ranks, and the places of p v stages with one layer each."""
+    """Each rank's actions, and the places of p v stages with one layer each."""
     return [getattr(schedules, name)(p, m, v, rank) for rank in range(p)], round_robin(p * v, p, v)
 
 

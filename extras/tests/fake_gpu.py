@@ -189,7 +189,7 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def finish(self, gradients: Callable) -> dict[str, Tensor]:
-        """Wraps `gradients`: end recording the step's waits, because next the host has to wait for the norm."""
+        """Wraps `gradients`: stops recording waits, as the host must wait next, for the norm of gradients."""
         self.watch.inside = False
         return gradients()
 

@@ -1,6 +1,6 @@
 """Compares rules (updates, loss scaling, routing, rounding) with implementations by others, which README.md lists.
 
-rows.py compares our rules only with themselves. Here each rule has a function that raises AssertionError if our numbers
+rows.py compares a rule with itself in one process. Here a function for each rule raises AssertionError if our numbers
 differ from those of other code. Other code may round to fp32 or bf16; `exact` prevents this, so that in fp64 even a
 small error of a constant is noticed.
 """

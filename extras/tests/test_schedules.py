@@ -25,7 +25,7 @@ Lists = list[list[Action]]
 
 
 def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
-    """Make a schedule's lists for p ranks and m micro-batches, and its places. Raises UserError if it refuses them."""
+    """Make a schedule's lists for p ranks and m micro-batches, and its places. UserError if it refuses p or m."""
     actions, places, stages, _ = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
     v = stages if p > 1 else 1
     return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)

@@ -4,7 +4,7 @@
     TRIED      values that tests combine with all other flags, besides the defaults. Switches, Literals and menus need
                none, because tests try all their values
     BESIDE     values that tests give to other flags, so that the flags of the file have an effect
-    COMPUTED   True if the flags change the result: then the single process that a test compares with gets them, too
+    COMPUTED   True if the flags change the result: then a test also sets them in its reference run of one process
     NEEDS      (flag, other, values...): the flag may be set only if the other one has one of these values; without
                values, only if the other one is set
     REFUSES    Refusal(flags, why): flags that cannot be combined, or a value that a flag cannot have
