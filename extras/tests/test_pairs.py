@@ -61,7 +61,7 @@ def goes_wrong(pools, reference, folder: Path, step: str, options: Options, trai
     run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=EXACT)
     kind = equal.Served if looked_at else equal.Watch
     try:
-        limit = 300 if options["compile"] else 100  # seconds; tracing experts with several techniques takes minutes
+        limit = 300 if options.get("compile") else 100  # seconds; tracing experts with several techniques takes minutes
         pools(row.ranks).run(train, step, run, reference(row), 1e-10, kind, seconds=limit)
     except RankError as error:
         return str(error)
