@@ -72,7 +72,8 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
     """Real ranks send and compute exactly what a dry run counts; held bytes and the peak differ by 1 % at most.
 
-    Where messages overlap computation, the peak may differ by 8 %: gloo may hold a tensor for a moment after the wait.
+    A thread of gloo may hold a tensor for a moment after the wait. So held bytes may also differ by one message, of at
+    most 4 KiB here, and the peak by 8 % where messages overlap computation.
     """
     options = SHAPE | flags
     overlaps = {"zero": 3, "tp_overlap": True, "offload_optimizer": "cpu"}
@@ -81,7 +82,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
     ends = pools(1).run(dry_ends, step, options, ranks)[0]
     for ours, theirs in zip((real[0], real[-1]), ends, strict=True):
         assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops)
-        assert ours.held == pytest.approx(theirs.held, rel=0.01)
+        assert ours.held == pytest.approx(theirs.held, rel=0.01, abs=4096)
         assert ours.peak == pytest.approx(theirs.peak, rel=0.08 if under_way else 0.01)
 
 
