@@ -47,8 +47,5 @@ def layout_of_flags(config: Any, world: int) -> Layout:
 def check(config: Any, world: int):
     """Raises UserError for the first rule of theory/layouts.py, or of the schedule, that the layout breaks."""
     x = layout_of_flags(config, world)
-    schedule = SCHEDULES[x.schedule](config)
-    v = schedule.v if x.pp > 1 else 1
-    for message in broken(shape_of(PRESETS[config.model], config), x, v):
+    for message in broken(shape_of(PRESETS[config.model], config), x, SCHEDULES[x.schedule](config)):
         raise UserError(message)
-    schedule.actions(x.pp, x.micro_batches, v, 0)  # raises UserError if this number of micro-batches is not allowed

@@ -177,8 +177,8 @@ class Screen:
             self.say(traffic_table(last))
         if self.config.profile_memory:
             plots.memory(out, *self.timeline.curves())
-        if rows := [row for row in self.run.history if "unused_experts" in row]:
-            plots.experts(out, rows)
+        if loads := [row for row in self.run.history if "unused_experts" in row]:
+            plots.experts(out, loads)
         if self.parts.pipeline is not None and self.config.pp > 1:
             rows = timelines[:: self.world // self.config.pp]  # of one pipeline's ranks
             spans = [(rank, start, end) for rank, row in enumerate(rows) for *_, start, end in row]

@@ -3,7 +3,7 @@
 It also finds the stages that each pipeline rank has, and the list of actions that it runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -102,15 +102,28 @@ def network(x: Layout, dim: str, node: int = NODE) -> Network:
     return Network(ranks, max(1, min(ranks, node // stride)))
 
 
-def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
-    """Yield a message for each rule about sizes that a layout breaks. `v`: the number of stages on a pipeline rank.
+@lru_cache(maxsize=4096)
+def refusal(actions: Callable, pp: int, n: int, v: int) -> str:
+    """The reason why a schedule cannot have n micro-batches and v stages on each of pp ranks; "" if it can."""
+    few = min(n, 2 * pp + n % pp)  # if a schedule can have these, it can have n; a short list takes less time
+    if few < n and not refusal(actions, pp, few, v):
+        return ""
+    try:
+        actions(pp, n, v, 0)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
+    """Yield a message for each rule about sizes that a layout breaks.
 
     Runs (extras/services/legal.py) and the planner have the same rules.
     """
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
     cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of it on a rank
     heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    in_all, ranks = pp * v if pp > 1 else 1, dp * cp * tp
+    v, ranks = schedule.v if pp > 1 else 1, dp * cp * tp
 
     # what is split over dp, tp and cp
     if batch % dp:
@@ -127,8 +140,10 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
     if cp > 1 and x.cp_mode == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
         yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
 
-    if m.n_layers < in_all:
-        yield f"--pp {pp}: {m.n_layers} layers for {in_all} stages: lower --pp or --chunks"
+    if m.n_layers < pp * v:
+        yield f"--pp {pp}: {m.n_layers} layers for {pp * v} stages: lower --pp or --chunks"
+    if reason := refusal(schedule.actions, pp, x.micro_batches, v):
+        yield reason
     if dp * cp % x.zero_replicas:
         yield f"--zero-replicas {x.zero_replicas} must divide the {dp * cp} ranks over which ZeRO cuts"
 
@@ -148,14 +163,10 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
 
 def illegal(m: Shape, x: Layout) -> str:
     """The reason why a layout's sizes do not fit, or why the planner cannot time it; "" if it is legal."""
-    try:
-        schedule, pp, n = schedule_of(x.schedule, x.chunks), x.pp, x.micro_batches
-        for message in broken(m, x, schedule.v):
-            return message
-        lists_of(*x.way, min(n, 2 * pp + n % pp))  # UserError if the schedule does not allow n micro-batches
-        return f"--schedule {x.schedule}: the planner does not know R; use --dry-run" if "R" in schedule.costs else ""
-    except UserError as error:
-        return str(error)
+    schedule = schedule_of(x.schedule, x.chunks)
+    if message := next(broken(m, x, schedule), ""):
+        return message
+    return f"--schedule {x.schedule}: the planner does not know R; use --dry-run" if "R" in schedule.costs else ""
 
 
 @lru_cache
