@@ -1,6 +1,7 @@
 """The dry run counts what real ranks send, compute and hold, and counts a GPU's kernels."""
 
 import importlib
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -63,7 +64,9 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
     config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
     whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # because comm.py allocates more with gloo
-    with loops, balanced, whole, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
+    # gloo's thread frees tensors a moment after their wait: sleep before the bytes of a forward are read
+    late = mock.patch.object(Meter, "phase", lambda *given, right=Meter.phase: time.sleep(0.05) or right(*given))
+    with loops, balanced, whole, late, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
         importlib.import_module(name).train(config, run)
     return counts(run)
 
@@ -72,8 +75,7 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
     """Real ranks send and compute exactly what a dry run counts; held bytes and the peak differ by 1 % at most.
 
-    A thread of gloo may hold a tensor for a moment after the wait. So held bytes may also differ by one message, of at
-    most 4 KiB here, and the peak by 8 % where messages overlap computation.
+    Where messages overlap computation, the peak may differ by 8 %: gloo may hold a tensor for a moment after the wait.
     """
     options = SHAPE | flags
     overlaps = {"zero": 3, "tp_overlap": True, "offload_optimizer": "cpu"}
@@ -82,7 +84,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
     ends = pools(1).run(dry_ends, step, options, ranks)[0]
     for ours, theirs in zip((real[0], real[-1]), ends, strict=True):
         assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops)
-        assert ours.held == pytest.approx(theirs.held, rel=0.01, abs=4096)
+        assert ours.held == pytest.approx(theirs.held, rel=0.01)
         assert ours.peak == pytest.approx(theirs.peak, rel=0.08 if under_way else 0.01)
 
 
