@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from common import UserError
@@ -16,15 +17,15 @@ from extras.tests.pool import ROOT, run, start
 from extras.tests.test_checkpoint import require_same, stored
 
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
+TINY = "--model debug --dtype fp64 --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
+def tiny(tmp_path_factory, pytestconfig) -> str:
     """Flags of a short run on a small text, which is read faster than the default text."""
     text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_text("".join(path.read_text() for path in ROOT.glob("step0*.py")))
-    return f"{TINY} --dataset {text}"
+    return f"{TINY} --device {pytestconfig.getoption('--device')} --dataset {text}"
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,13 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has only two layers, for four stages
     words = f"{step}.py {tiny} {flags} --out {tmp_path / 'out'}".split()
+    gpus = "--device cuda" in tiny
+    if gpus and torch.cuda.device_count() < int(ranks or 1):
+        pytest.skip(f"GPUs needed: {ranks or 1}")
     status, text = run(int(ranks or 0), words, tmp_path / "log")
     assert status == 0 and "3/3" in text and "tok/s" in text, text
-    assert re.search(r"^device: \d x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M)
+    device = ("cuda" if gpus else "cpu") + (", nccl" if gpus else ", gloo") * bool(ranks)
+    assert re.search(rf"^device: \d x {device}; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "config.json", "loss.png"}
 
 
