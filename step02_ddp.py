@@ -52,7 +52,7 @@ def join_ranks(device: torch.device, **options) -> int:
 
 
 class NaiveSync:
-    """Sum the gradients one by one when backward is done. Every sync has `begin` and `finish`."""
+    """Sum the gradients one by one when backward is done. Every sync class has `begin` and `finish`."""
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
         self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
@@ -61,14 +61,14 @@ class NaiveSync:
         """Called before the first micro-batch. Nothing to do here: each backward adds to the gradients."""
 
     def finish(self):
-        """Called after the last micro-batch: sum each `.grad` over the group in its parameter's layout record."""
+        """Called after the last micro-batch: sum each `.grad` over the group named in its parameter's layout record."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """All-reduce a gradient in place. `note` counts the bytes sent: its last argument times those of `gradient`."""
+        """All-reduce a gradient in place. `note` reports 2 (n-1)/n times the bytes of `gradient` as sent."""
         note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
         dist.all_reduce(gradient, group=group.handle)
 

@@ -81,7 +81,7 @@ class Unit:
         return flat[start:stop].view_as(self.named[name])
 
     def view_shard(self, shard: Tensor, name: str) -> Tensor:
-        """A parameter's part of this rank's `shard`, as a view [k]; k is 0 if the parameter is all on other ranks."""
+        """A parameter's part of this rank's `shard`, as a view [k]; k is 0 if other ranks hold all of the parameter."""
         start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
         return shard[start:stop]
 
@@ -101,10 +101,10 @@ def unit_names(model: Decoder) -> list[list[str]]:
 
 
 class Zero1:
-    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
+    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (chapter 2's begin and finish).
 
     ZeRO is in three methods: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers weights.
-    All reduce-scatters start after the last backward, so nothing hides them, unlike the sums of step 2's buckets.
+    All reduce-scatters start after the last backward, so nothing hides them, unlike the sums of chapter 2's buckets.
     """
 
     unit_type: type[Unit] = Unit
@@ -141,7 +141,7 @@ class Zero1:
             unit.grad_shard = unit.reduced_shard
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each trained parameter's gradient, by name; empty if it is all on other ranks."""
+        """This rank's part of each trained parameter's gradient, by name: empty if other ranks hold all elements."""
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
@@ -175,9 +175,9 @@ class Zero1:
 class Zero2(Zero1):
     """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every micro-batch.
 
-    A unit's reduce-scatter overlaps the next unit's backward. Then its whole gradient is freed, so whole gradients of
-    two units exist at a time. (With a tied head there is a third: autograd keeps the head's part of E's gradient.) E is
-    last in backward: its sum is awaited after H's backward in the next micro-batch, or in `finish`.
+    A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's backward. So whole
+    gradients of two units exist at a time. (If the head is tied, there is a third: autograd keeps the head's part of
+    the tied gradient.) The last sum, the embedding's, is awaited in the next micro-batch's backward, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -206,7 +206,7 @@ class Zero2(Zero1):
             self.send(unit)
 
     def send(self, unit: Unit):
-        """Wait for the previous unit's sum, which overlapped this unit's backward; then start this unit's."""
+        """Wait for the previous unit's sum, which overlapped this unit's backward; then start this unit's sum."""
         self.land()
         self.in_flight = unit, self.reduce(unit)
 
@@ -252,7 +252,7 @@ class ShardedUnit(Unit):
 class Zero3(Zero2):
     """ZeRO 3 (FSDP): parameters are sharded, too. Hooks gather a unit before its use and prefetch the next meanwhile.
 
-    A micro-batch through layers 0 and 1. Communication overlaps the computation in its column:
+    A micro-batch through E (embedding), layers 0 and 1, and H (norm and head). What shares a column overlaps in time:
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -260,8 +260,8 @@ class Zero3(Zero2):
         freed after        E   0   1       H   1   0
         reduce-scatter                         H   1   0   E
 
-    H, norm and head, stays whole between its forward and its backward, and the backward of E needs no weights. So two
-    units are whole at a time; if the head is tied, a third: E is gathered again with H, and kept until its backward.
+    H stays whole from its forward to its backward. The backward of E needs no weights. So two units are whole at a
+    time. If the head is tied, there is a third: E is gathered again with H, and freed after the backward of E.
     """
 
     unit_type = ShardedUnit
@@ -279,14 +279,14 @@ class Zero3(Zero2):
             modules[-1].register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, ahead: int):
-        """Gather the units in `uses[i]` and wait for them; prefetch those in `uses[ahead]`, needed next."""
+        """Gather the units in `uses[i]` and wait for them; prefetch those in `uses[ahead]`, which are needed next."""
         for unit in [*self.uses[i], *self.uses[ahead]]:
             unit.gather()
         for unit in self.uses[i]:
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: entry `i` has computed. Free its weights; when its output's gradient arrives, fetch them again."""
+        """Hook: forward is done with `uses[i]`. Free these units; fetch them again when `output`'s gradient arrives."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next entry, or H's backward, needs it
                 unit.free()
@@ -294,7 +294,7 @@ class Zero3(Zero2):
             output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))
 
     def send(self, unit: Unit):
-        """As in stage 2. The unit's backward is done, so free its weights."""
+        """Start the sum as in stage 2. The unit's backward is done, so free its weights."""
         super().send(unit)
         if len(unit.trained) == len(unit.named):  # frozen weights have no hook: backward may still need them
             unit.free()
@@ -317,7 +317,7 @@ class Config(step02.Config):
 
 
 def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-    """Initialise the weights; return optimizer and sync: for --zero 0 those of step 2, else one object that is both."""
+    """Initialise the weights; return optimizer and sync: chapter 2's for --zero 0, else one object that is both."""
     if config.zero == 0:
         materialize(model, config.seed, device, dtype)
         optimizer = Optimizer(model, config)

@@ -15,7 +15,7 @@ independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. S
 f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
-gather: g does the first, the next f the second; no more is sent. In between, norms and residual sums see s/n tokens:
+gather: g does the first, the next f the second; no bytes are added. In between, norms and residual sums see s/n tokens:
 
     f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather
@@ -111,7 +111,7 @@ def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeds the tokens whose id is in `ids`, this rank's rows; all others give zeros, and g sums over the ranks."""
+    """Embeds the tokens with an id in `ids`, the rows of this rank. Other tokens give zeros; g sums over the ranks."""
 
     def __init__(self, weight: nn.Parameter, ids: range):
         super().__init__()
@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n]: of `ids`, then padding. targets int64 [batch, seq] -> summed loss, in nats."""
+        """logits [batch, seq, vocab/n] are those of `ids`, then padding; targets int64 [batch, seq] -> summed loss."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it
@@ -160,7 +160,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the parameter itself.
 
-    Shards are equally long, so the last ones may be padded. The shard's record (common/layout.py) notes its place.
+    Shards are equally long, so the last ones may be padded. The record (common/layout.py) notes the shard's place.
     """
     if group.size == 1:
         return weight
@@ -188,7 +188,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
     Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one with fewer inputs.
-    q, k and v share one f, and so do gate and up: one collective serves them all. Raises UserError.
+    q, k and v share one f, gate and up another: so one collective serves several matrices. Raises UserError.
     """
     config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:

@@ -3,8 +3,8 @@
 Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token alone. In attention,
 a query attends to its own key and all earlier ones. So queries stay on their rank, and keys and values travel round a
 ring (Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank computes with the k and v that it holds while it
-receives the next. In backward they travel again, followed by dkv, the sum of their gradients. A rank sends k and v on
-before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last returns dkv to its
+receives the next. In backward k and v travel again, followed by dkv, the sum of their gradients. A rank sends k and v
+on before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last returns dkv to its
 owner). With 3 ranks (kv2: the k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have added their terms):
 
     backward     hop 0               hop 1                 hop 2                    last message
@@ -24,7 +24,7 @@ ZIGZAG. Early queries attend to few keys, late ones to many. To balance the work
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks do the same work
 
 B: bytes of k and v of a rank's tokens in a micro-batch. G: of their gradients, in fp32. In each layer a rank sends
-(n-1) B forward (twice with --recompute full), (n-1) B + n G backward. They grow like s, attention's FLOPs like s^2/n.
+(n-1) B forward (twice with --recompute full), (n-1) B + n G backward. Bytes grow like s, attention's FLOPs like s^2/n.
 
 Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
 its first chunk would get the first token of its second chunk as target: wrong on all ranks but the last, in silence.
@@ -70,7 +70,7 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """The positions of a rank's tokens, int64 [s/n]: chunks r, 2n-1-r of 2n. Raises UserError unless 2n divides s."""
+    """Positions of a rank's tokens, int64 [s/n]: chunks r and 2n-1-r of 2n. Raises UserError unless 2n divides s."""
     if seq_len % (2 * n):
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {2 * n}")
     chunks = torch.arange(seq_len).chunk(2 * n)
@@ -78,7 +78,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """The pairs `rank` computes with k and v of `source`: (queries, keys, causal), slices of s/n = `length` tokens."""
+    """Which queries of `rank` attend to which keys of `source`: (queries, keys, causal), slices of range(length)."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
@@ -88,20 +88,20 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, sli
 
 
 def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Cast all to fp32 or wider; repeat each kv head for the query heads that it serves, so that all have q's heads."""
+    """Cast all to fp32 or wider; repeat each kv head for its query heads, so that all have as many heads as q."""
     return [x.to(wide(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, *tensors)]
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, queries, keys]. `causal`: as many queries as keys, and later keys get -inf."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal` (as many queries as keys), later keys get -inf."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of its weight in `merge`.
+    """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of the part's weight in `merge`.
 
-    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; both wide.
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o, like q, and lse [batch, heads, queries].
     """
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
@@ -114,17 +114,17 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused 
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
     together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
-    part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, lse log 4.
+    part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
     """
     o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])  # o + share (part_o - o)
     lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
 
 
 def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
-    """Backward of one part of the keys: its term of dq, and its dk and dv (wide). o and lse are those of *all* keys.
+    """Backward of one part of the keys: its term of dq, and its dk and dv. o and lse are those of *all* keys.
 
-    With that lse, P has the part's columns of the softmax over all keys, so the terms of dq simply add up. The names
-    are those of FlashAttention (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
+    Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
+    As lse is that of all keys, `p` holds this part's columns of the whole P. So all parts' terms of dq simply add up.
     """
     kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
     q, k, v, o, do = same_heads(q, k, v, o, do)
@@ -160,7 +160,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """Send k and v round as in forward; dkv, in wide(q.dtype), is sent on after this rank has added its term."""
+        """k and v travel as in forward; dkv, in wide(q.dtype), is sent on after this rank has added its term."""
         q, own, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
@@ -208,7 +208,7 @@ class Config(step04.Config):
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
-    Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before it travels. The ranks of
+    Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before k travels. The ranks of
     cp hold the same weights and see different tokens, like those of dp. So both the gradient sums and ZeRO are over
     dp x cp: `mesh["data"]`. Raises UserError.
     """

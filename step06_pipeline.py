@@ -18,7 +18,7 @@ of 27), in both. 1F1B saves memory: rank r holds activations of at most p - r mi
 DEADLOCK. In mid-1F1B, rank r has an output y for rank r+1, which has a dx for rank r. If each sends first, and a send
 blocks until it is received, both wait for ever. So `send_receive` posts the send and the receive together.
 
-AUTOGRAD's graph is a stage's alone. The stage's input is a leaf, whose `.grad` is the dx to send. Of its output we keep
+AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send. Of the output we keep
 only the graph node (`get_gradient_edge`), where backward can start. So the output's memory is freed after it is sent
 (here: when the next forward returns, or the step ends), as by Megatron's deallocate_pipeline_outputs.
 
@@ -64,10 +64,10 @@ TIED = "model.embed_tokens.weight"  # the name of a tied embedding and head, on 
 
 
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
-    """Keep the modules of this rank's stages, with their names in the whole model; delete others, or set them to None.
+    """Keep the modules of this rank's stages, under their names in the whole model; delete others, or set them to None.
 
     A `Place` has a stage's rank and layers, and the numbers of the stages `before` and `after` it (None at the ends).
-    If first and last stage are on two ranks, both keep a tied embedding, and its record says stage_copies=2.
+    If the first and the last stage are on two ranks, both keep a tied embedding, and its record says stage_copies=2.
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -84,7 +84,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
-    """Sum a tied matrix's gradient, in place: if the first and last stage are on two ranks, these exchange it."""
+    """Sum a tied matrix's gradient in place: if first and last stage are on two ranks, these exchange their terms."""
     first, last = places[0].rank, places[-1].rank
     if model.config.tied and first != last and group.rank in (first, last):
         other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
@@ -107,10 +107,10 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 
 
 class Pipeline:
-    """AFAB, one stage on each rank. Subclasses replace `execute`; the one of 6b (below) exchanges messages itself."""
+    """AFAB (all forward, all backward), with one stage on each rank. Subclasses replace `execute`."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
-        """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
+        """`positions`: those of this rank's tokens. `sp_ranks`: how many ranks share x's tokens (SP: tp, else 1)."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
@@ -125,7 +125,7 @@ class Pipeline:
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Run micro-batch i (x None: its tokens) through a stage -> its output, detached. Adds to `loss`, `graphs`."""
+        """Run micro-batch i through a stage, from x or, if x is None, from the tokens. Return the output, detached."""
         place = self.places[stage]
         x = self.xs[i] if x is None else x.requires_grad_()
         y = forward_stage(self.model, place, x, self.ys[i], self.positions)
@@ -136,7 +136,7 @@ class Pipeline:
         return y.detach()
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """The gradient of a stage's output (None: it is the loss) -> the gradient of its input (None: it is tokens)."""
+        """Compute a stage's dx (None if the stage's input is tokens) from its dy (None if the output is the loss)."""
         x, edge = self.graphs.pop((i, stage))
         torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum; `edge` stands for y
         return x.grad
@@ -147,7 +147,7 @@ class Pipeline:
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send `send` and receive the tensor of micro-batch `receive_of`, together. Without such a peer, do nothing."""
+        """Send `send` and receive micro-batch `receive_of`'s tensor, together. If no rank `peer` exists, do nothing."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. When steady, y is sent while dy arrives, dx while x does."""
+        """At most p - rank micro-batches are in flight. In the steady phase, sends and receives are posted together."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -226,7 +226,7 @@ ACTS = {"F": "forward", "B": "backward"}  # kind -> the method that does it: (mi
 
 
 class Instruction(NamedTuple):
-    """A line of a program: compute `action`, receive its input or, if it is the peer's action, send its input."""
+    """One line of a rank's program: compute `action`, or receive its input from `peer`, or send the input to `peer`."""
 
     verb: Literal["compute", "send", "receive"]
     action: Action
@@ -234,17 +234,17 @@ class Instruction(NamedTuple):
 
 
 def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Instruction]]:
-    """Each rank's program: its list of actions, with the sends and receives that they need.
+    """Each rank's program: its list of actions, with the sends and receives that these actions need.
 
     Go through all actions in the order in which they end in a simulation. Append each to its rank's program. If another
-    rank needs its output, append a send to this program and a receive to that one's. Example: rank 1 of 2, interleaved,
-    2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
+    rank needs the output, the sender's program also gets a send, and the receiver's a receive. Example: rank 1 of 2,
+    interleaved, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
     ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is received, there is no
     deadlock: all programs follow one common order. Take the first line of that order that has not run. All lines before
-    it have run, on every rank. So its rank and its peer have both reached it, and its input is there.
+    it have run, on every rank. So its rank and its peer have both reached it, and what it needs is there.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):

@@ -12,7 +12,7 @@ fraction of a micro-batch's choices that are e; P_e: the mean p_e of its tokens.
 layouts with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
 
 EXPERT PARALLELISM ("MoE parallel folding", Liu et al. 2025). tp shards no expert. A rank routes the tokens that it has
-between blocks, without f and g (with --no-sp, its shard of them). So all dp x cp x tp ranks route different tokens.
+between blocks (with --no-sp, its shard of them), without f and g. So all dp x cp x tp ranks route different tokens.
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8       its ranks have                       they
     dp           0 4 8 12                               different sequences                  divide the batch
@@ -29,7 +29,7 @@ between blocks, without f and g (with --no-sp, its shard of them). So all dp x c
     home           e0(t0) e0(t1) | e2(t1) e3(t0)       e0(t3) e1(t2) | e2(t2) e3(t3)        from rank 0 | from rank 1
 
 A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy, it sends over ep in a layer's
-forward (twice if recomputed), 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; in backward the elements.
+forward (twice if recomputed) 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; in backward the elements.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py
@@ -92,11 +92,11 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x, as if coeff * `loss` were added to the model's loss: in backward, `loss` gets the gradient coeff."""
+    """Return x. Backward is as if coeff * `loss` were added to the model's loss: `loss` gets the gradient coeff."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
-        """x unchanged. `loss` is not sent to other ranks, so a layer on any pipeline stage can add one."""
+        """Return x. `loss` is not sent to other ranks, so a layer on any pipeline stage can add its own."""
         ctx.coeff = coeff
         return x.view_as(x)
 
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts. x [T, D] -> p [T, E] and scores [T, K] in wide(x.dtype), ids int64 [T, K]."""
+        """Choose each token's experts: x [T, D] -> probabilities [T, E]; the chosen experts' scores and ids [T, K]."""
         precise = wide(x_TD.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
         scores_TK, ids_TK = p_TE.topk(self.top_k)
@@ -140,7 +140,7 @@ class MoE(nn.Module):
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
     def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e: f_e counts the group's choices, P_e sums over our tokens alone."""
+        """This rank's term of the auxiliary loss: f_e is the whole micro-batch's, P_e is our part of the mean."""
         counts_E = num_tokens_per_expert_E.clone()  # counts have no gradient
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
@@ -208,7 +208,7 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Replace MLPs, with their tp shards and f and g, by this rank's experts; create three groups. Raises UserError."""
+    """Put this rank's experts, without f and g, in the place of MLPs; create three groups. Raises UserError."""
     ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
     if config.experts % ep or ranks % ep:
         raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")

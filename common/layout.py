@@ -28,7 +28,7 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
     """The initial value of a whole parameter, fp32: a function of its name and the seed, whatever the layout.
 
     Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the residual stream are
-    divided by sqrt(2 L) (Radford et al., GPT-2, section 2.3).
+    divided by sqrt(2 n_layers) (Radford et al., GPT-2, section 2.3).
     """
     if len(shape) == 1:
         return torch.ones(shape)
@@ -39,7 +39,7 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
 
 
 def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()):
-    """Allocate and initialise the parameters of a model that is on the meta device (all, or those named in `only`).
+    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all if it is empty.
 
     From chapter 4 on, a rank draws the whole parameter, and keeps the shard that the record describes.
     """
