@@ -103,7 +103,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
 
     An element that c ranks hold counts 1/c on each, so once in the sum over all ranks. Ranks have different elements
     along pp, along the mesh dimensions that shard the parameter, and along data_dim if ZeRO shards the gradients
-    (`sharded`). Along all others they have copies. A tied matrix on several stages (`stage_copies`) counts once, too.
+    (`sharded`). Along all other dimensions they have copies. A tied matrix on several stages counts once, too.
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():

@@ -56,7 +56,7 @@ PRESETS = {
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 for fp64."""
+    """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 if `dtype` is fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.attend = attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [batch, seq, dim], tables from `rope_tables` -> [batch, seq, dim]."""
+        """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
 
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Everything but the head (Hugging Face's `model.` prefix). Layers are keyed by their number in the whole model."""
+    """Hugging Face's `model`: the decoder without its head. A layer's key is its number in the whole model."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens, targets int64 [batch, seq], and `positions` int64 [seq] if not 0, 1, 2, ... -> the summed loss."""
+        """tokens, targets int64 [batch, seq], and positions int64 [seq] (default: 0, 1, 2, ...) -> the summed loss."""
         x = self.model.embed_tokens(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -58,17 +58,17 @@ def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[A
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019): m micro-batches in flight."""
+    """All forward, all backward (GPipe, Huang et al. 2019): up to m micro-batches are in flight."""
     return one_f_one_b_order(p, m, v, rank, warm_up=m * v)
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021): warm up until the last rank can start; p - rank in flight."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021): at most p - rank micro-batches are in flight on `rank`."""
     return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
+    """1F1B, v stages on each rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
     # Twice the distance to the last rank leaves time to hide messages; once would do if they took none. v = 1: 1F1B.
@@ -118,7 +118,7 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict, messag
 
 
 def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> str:
-    """Draw a line for each rank, a character for a unit of time: F of micro-batch 0 is 0, its B is a; a dot is idle."""
+    """Draw a line per rank, a character per unit of time: `0` is the F of micro-batch 0, `a` is its B, `.` is idle."""
     spans = simulate(lists, places, costs)
     rows = [["."] * spans[-1][0] for _ in lists]
     for end, rank, start, (kind, i, _) in spans:

@@ -55,8 +55,8 @@ def among(menu: dict, default: Any) -> Any:
 def parse(cls: type, argv: list[str] | None = None) -> Any:
     """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
 
-    Flags of the class itself come before those of its bases. An int must be at least 1, or at least 0 if its default is
-    0 or its help explains "0:". No number may be negative. Raises UserError.
+    --help lists flags of the class itself before those of its bases. An int must be at least 1, or at least 0 if its
+    default is 0 or its help says what 0 means ("0: ..."). No number may be negative. Raises UserError.
     """
 
     def wrong(message: str):
@@ -108,7 +108,7 @@ class Run(AbstractContextManager):
             draw_loss(self.history, self.out / "loss.png")
 
     def save(self, step: int, optimizer: Any, **_: Any):
-        """Save a checkpoint if one is due. Its folder gets its final name when all ranks have written. A collective."""
+        """Save a checkpoint if one is due. All ranks call this; the folder gets its final name when all have saved."""
         if not self.config.save_every or (step % self.config.save_every and step < self.config.steps):
             return
         folder = self.out / f"checkpoints/step-{step:08d}"
@@ -169,7 +169,7 @@ class Run(AbstractContextManager):
                 self.save(step + 1, **parts)
 
     def introduce(self, model: torch.nn.Module, mesh: comm.Mesh | None = None, **_: Any):
-        """Print the devices, the mesh, and the number of parameters on rank 0."""
+        """Print the devices, the mesh, and rank 0's number of parameters."""
         ranks, some = (mesh.world if mesh else 1), next(model.parameters())
         backend = f", {torch.distributed.get_backend()}" if ranks > 1 else ""
         print(f"device: {ranks} x {some.device.type}{backend}; {some.dtype}")
@@ -210,7 +210,7 @@ def draw_loss(history: list[dict], target: Path):
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
-    """Parse the flags and train. An error that the user can fix prints one line without a traceback: exit status 2."""
+    """Parse the flags and train. On an error that the user can fix, print one line and exit with status 2."""
     several, status, run = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     try:

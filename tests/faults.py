@@ -1,4 +1,4 @@
-"""Mistakes that a chapter's tests must detect. A line: file, text, its replacement, the test that must fail, meaning.
+"""Mistakes that tests must detect. A line has file, text, its replacement, the test that must fail, and the meaning.
 
 pytest tests/test_faults.py                   checks that each text below occurs exactly once in its file
 pytest tests/test_faults.py -m exhaustive     makes each mistake in a copy of the course, where its test must fail

@@ -113,7 +113,7 @@ def test_cross_entropy_of_bf16():
 
 
 def test_initial_values():
-    """Initial values follow from name and seed: std 0.02, for o_proj and down_proj 0.02 / sqrt(2 L); norms are one."""
+    """Name and seed decide initial values: std 0.02, but 0.02 / sqrt(2 L) for o_proj and down_proj; norms are one."""
     number = int.from_bytes(hashlib.sha256(b"3:w").digest()[:8], "little", signed=True)
     expected = torch.empty(4, 5).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(number))
     close(layout.draw("w", [4, 5], 1, seed=3), expected, "drawn")
@@ -142,14 +142,14 @@ def test_materialize(tied):
 
 @pytest.fixture
 def batches(tmp_path):
-    """A function that makes Data of 43 windows: 0000 0001 ... A batch has 3 windows, and 41 are for training."""
+    """A function that makes a Data. Its 43 windows are the texts "0000" to "0042": 3 in a batch, 41 for training."""
     (tmp_path / "text.txt").write_text("".join(f"{i:04d}" for i in range(43)))
     shape = SHAPE | dict(seq_len=4)
     return lambda seed=0, **more: data.Data(str(tmp_path / "text.txt"), ModelConfig(**shape | more), 3, seed)
 
 
 def test_targets_are_the_next_tokens(batches):
-    """Targets are the next bytes (END after a document). A reader may give others: ids of the vocabulary, or IGNORE."""
+    """Targets are the next bytes (END after a document), or what a function in READERS gives: token ids, or IGNORE."""
     tokens, targets = batches().read([7, 42])
     close(tokens, torch.tensor([[*b"0007"], [*b"0042"]]), "tokens")
     close(targets, torch.tensor([[*b"0070"], [*b"042", data.END]]), "targets")
@@ -182,7 +182,7 @@ def test_each_epoch_has_every_window_once_in_another_order(batches):
 @task("learning rate", 3)
 @cases("warmup, steps", [(5, 23), (0, 7), (4, 4)])
 def test_learning_rate(warmup, steps):
-    """A linear warm-up to the peak, then a cosine down to a tenth; also a few values as plain numbers."""
+    """The rate rises linearly to the peak, then falls along a cosine to a tenth of the peak."""
     config = step.Config(lr=0.7, warmup_steps=warmup, steps=steps)
     for i in range(steps + 1):
         part = (i - warmup) / max(1, steps - warmup)
@@ -310,7 +310,7 @@ def test_train(options):
 
 @task("loop", 1)
 def test_batches_without_targets_change_nothing():
-    """If all targets are IGNORE, losses and gradient norms are 0, and a norm's weight stays 1."""
+    """If all targets are IGNORE, losses and gradient norms are 0, and the weights of the last RMSNorm stay 1."""
     with mock.patch.dict(data.READERS, hub=lambda source: (np.arange(999) % 250, np.full(999, IGNORE))):
         losses, norms, _, weights = train_whole(STEP1, {})
     found = losses, norms, weights["model.norm.weight"].tolist()

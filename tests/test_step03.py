@@ -26,7 +26,7 @@ FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matri
 
 def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
     """Build model, optimizer, sync and mesh; if stage is None, build only the plain model. Parameters whose names match
-    `frozen` are frozen. Those that match `apart` have the group "apart": all ranks but 0 share one, and 0 is alone."""
+    `frozen` are frozen. Those that match `apart` have data_dim "apart", whose groups are [0] and [1, 2, ...]."""
 
     def change(model: Decoder):
         for name, param in model.named_parameters():
@@ -44,7 +44,7 @@ def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.d
 
 
 def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
-    """The loss of two sequences, which differ for each rank, micro-batch and turn."""
+    """The loss of two sequences of `rank` in micro-batch `micro` of step `turn`, times 1 + rank + micro."""
     tokens = (draw(f"tokens {micro} {turn}", rank, 2, 6).abs() * 5).long() % 13
     return model(tokens, tokens.flip(1)) * (1 + rank + micro)
 
@@ -65,7 +65,7 @@ def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
 @cases("dtype", [FP64, BF16])
 @cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
 def test_unit(dtype, shapes, n):
-    """A unit's buffer has n equal shards, and zeros at the end. Parameters are its views; masters are fp32 or fp64."""
+    """A unit's buffer is n equal shards, padded with zeros. Parameters are views of it; masters are fp32 or fp64."""
     values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
     flat = torch.cat([x.flatten() for x in values.values()])
     for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
@@ -180,7 +180,7 @@ def test_stage_3_is_never_whole():
 @cases("stage", [pytest.param(1, marks=task("update", 6)), 2, pytest.param(3, marks=task("stage 3", 2))])
 @cases("dtype, lr, bound", [(FP64, 0.1, 1e-10), (BF16, 1e-5, 1e-6)])  # bf16 weights would lose such a small update
 def test_update(stage, dtype, lr, bound):
-    """Two updates with two rates are those of step 1. A rank changes only its own shards, then publishes them."""
+    """Two updates, at two learning rates, equal step 1's. A rank changes only its own shards, then publishes them."""
     options = dict(frozen=FROZEN, dtype=dtype, weight_decay=0.1)
     (_, zero, _, mesh), (plain, optimizer, *_) = built(stage, **options), built(0, **options)
     publish, zero.publish = zero.publish, mock.Mock()
@@ -305,7 +305,7 @@ class Story(Tape):
 
 
 def figure(layers: str, tied: bool) -> dict[str, list[str]]:
-    """The rows of the figure in Zero3's docstring, for any layers. If tied, H computes with the weights of E, too."""
+    """Rows of the figure in Zero3's docstring for any layers. If tied, embedding and head are unit E; the norm is H."""
     up, down = [*layers], [*reversed(layers)]
     return {
         "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
@@ -316,7 +316,7 @@ def figure(layers: str, tied: bool) -> dict[str, list[str]]:
 
 
 def story(stage: int, layers: str, tied: bool) -> list[str]:
-    """Expected events of two micro-batches. A column of the figure begins when the messages of the previous one end."""
+    """Expected events of two micro-batches. A message that starts in one column of `figure` ends in the next column."""
     events, columns = [], [*zip(*figure(layers, tied).values(), strict=True), [""] * 4]
     for before, (gathered, used, _, reduced) in pairwise([columns[-1], *columns]):
         events += [f"reduce {x} ends" for x in before[3]] + [f"reduce {x}" for x in reduced]
