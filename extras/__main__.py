@@ -15,7 +15,7 @@ from extras.services.seam import compose
 
 
 def start(words: list[str]):
-    """Run the step that `words[0]` names; the rest are flags. It is imported, so techniques can change its menus."""
+    """Run the step that `words[0]` names, with all techniques and services. The other words are flags."""
     steps = sorted(path.stem for path in Path(__file__).parents[1].glob("step0*.py"))
     name = Path(words[0]).stem if words else ""
     if name not in steps:

@@ -26,7 +26,7 @@ KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])  #
 
 
 def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size: int = 4) -> Tensor:
-    """Random [2, n, length, size]. "large" adds 882 to all scores: e^882 is infinite, but the softmax is finite."""
+    """A random tensor [2, n, length, size]. If kind is "large", all scores are near 882, and e^882 is infinite."""
     x = draw(name, seed, 2, n, length, size)
     if kind == "large" and name in "qk":
         x[..., 0] = 42.0
@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """torch's attention in fp64: o, lse and, given `do`, dq, dk, dv. `seen`: a mask [queries, keys]; None: causal."""
+    """Return o and lse of attention in fp64, and dq, dk, dv if `do` is given. Without a mask `seen`, it is causal."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -44,7 +44,7 @@ def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: 
 
 
 def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-10, when: str = ""):
-    """Require that each value in `found` is close to the one in `expected`; `names` has their names."""
+    """Require that each value of `found` is close to its counterpart in `expected`. `names`: a word for each value."""
     for name, x, right in zip(names.split(), found, expected, strict=True):
         close(x, right, f"{name} {when}", n, bound)
 
@@ -66,7 +66,7 @@ def test_scaled_scores():
 @KINDS
 @cases("keys, causal", [(5, True), (7, False)])
 def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
-    """Output and log-sum-exp of five queries are those of attention to these keys alone, in fp32 or wider."""
+    """part_attention returns the output and log-sum-exp of five queries over the given keys, in fp32 or wider."""
     given = heads_of("q", heads, 5, kind), heads_of("k", kv_heads, keys, kind), heads_of("v", kv_heads, keys, kind)
     found = step.part_attention(*(after := [x.clone() for x in given]), causal)
     expected = softmax_of(*given, seen=None if causal else torch.ones(5, keys).bool())
@@ -78,7 +78,7 @@ def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
 @task("parts", 1)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_merge_of_the_docstrings_example(dtype):
-    """Two keys with weights 3 and 1 and values 10 and 2 together give 8. A fused kernel's part_o may have 16 bits."""
+    """Values 10 and 2 with weights 3 and 1 average to 8. part_o may have 16 bits, as from a fused kernel."""
     one = torch.ones(1, 1, 1, 1).double()
     o, lse = 10 * one, (3 * one[0]).log()
     step.merge(o, lse, (2 * one).to(dtype), one[0].log())
@@ -107,7 +107,7 @@ def test_merge_of_three_parts(kind, order):
 @HEADS
 @KINDS
 def test_part_gradients(heads, kv_heads, kind, bound):
-    """Five queries see seven earlier keys and their own five. The two parts' dq add up; each has its own dk and dv."""
+    """Five queries see seven earlier keys and their own five. The parts' dq add up; each part has its own dk and dv."""
     q, k, v = heads_of("q", heads, 5, kind), heads_of("k", kv_heads, 12, kind), heads_of("v", kv_heads, 12, kind)
     do, wide = heads_of("do", heads, 5, kind), torch.promote_types(q.dtype, torch.float32)
     o, lse, *expected = softmax_of(q, k, v, do)
@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """Another rule than zigzag_visible: each rank has consecutive tokens, and computes a hop in several parts."""
+    """An alternative to zigzag_visible: each rank has consecutive tokens, and computes a hop in several parts."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
@@ -191,12 +191,12 @@ def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tup
 
 
 def forward(given: list[Tensor], group: Group, *more) -> Tensor:
-    """q, k, v -> o, all [batch, heads, length, size]. (The model has [batch, length, heads, size].)"""
+    """ring_attention, but q, k, v and o are [batch, heads, length, size], not [batch, length, heads, size]."""
     return step.ring_attention(*(x.transpose(1, 2) for x in given), group, *more).transpose(1, 2)
 
 
 def ring(mode, group, mine, *rule) -> tuple:
-    """Run forward and backward on q, k, v, do, each in a new `mode()`. Returns [o, dq, dk, dv] and the two modes."""
+    """Run forward in a new context `mode()`, and backward in another; returns [o, dq, dk, dv] and both contexts."""
     with mode() as there:
         o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
     with mode() as back:
@@ -207,7 +207,7 @@ def ring(mode, group, mine, *rule) -> tuple:
 @RINGS
 @task("ring", 4)
 def test_ring_forward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank gets its queries' attention to the keys of all ranks, with zigzag and with another rule."""
+    """Each rank gets the attention of its own queries to the keys of all ranks, with zigzag and another rule."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine[:3]], group.size
     with Tape() as tape:
@@ -221,7 +221,7 @@ def test_ring_forward(n, rows, heads, kv_heads, rule, kind):
 @RINGS
 @task("ring", 5)
 def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank gets the gradients of its own tokens, summed over the terms of all ranks."""
+    """Each rank gets dq, dk and dv of its own tokens; queries on other ranks contribute to dk and dv, too."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine], group.size
     found, _, tape = ring(Tape, group, given, rule)
@@ -235,7 +235,7 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """Sums are fp32: errors are below 1.3 times those of one rounding. (With 16-bit sums: 1.5 to 2 times.)"""
+    """Sums are in fp32: errors are below 1.3 times those of rounding once to bf16. (With 16-bit sums: 1.5 to 2.)"""
     group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
     found, _, back = ring(Tape, group, mine)
     close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Besides results, a rank holds three times k and v: its own, and those of two hops. Backward adds three dkv."""
+    """Besides results, a rank holds at most its own k and v and those of two hops. Backward adds three dkv."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
@@ -294,7 +294,7 @@ def test_law_of_live_memory():
 @task("loop", 2)
 @cases("dp, cp, tp", [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
 def test_shard_context(dp, cp, tp):
-    """shard_context sets positions, each layer's attention, the records' data_dim and its group, for any mode."""
+    """shard_context uses a ContextMode's positions and attention; all records get data_dim "data", which is dp x cp."""
     mesh, model = Mesh(dp=dp, cp=cp, tp=tp), decoder(tied=tp == 1)
     mode = step.ContextMode(lambda s, r, n: torch.arange(s)[r::n], lambda q, k, v, group: f"{q}{k}{v}{group.name}")
     close(step.shard_context(model, mesh, mode, False), torch.arange(6)[mesh["cp"].rank :: cp], "positions")
@@ -313,7 +313,7 @@ def test_shard_context(dp, cp, tp):
 @task("loop", 3)
 @cases("recompute, again", [("none", 0), ("full", 1)])
 def test_what_is_given_to_the_model_and_sent(recompute, again):
-    """With dp 2, cp 2, targets are shifted before sharding: a chunk's last target is the next chunk's first token."""
+    """With dp 2 and cp 2, targets are shifted before sharding: a chunk's last target is the next one's first token."""
     flags = dict(steps=1, global_batch_size=10, micro_batch_size=2, cp=2, dataset="plain", recompute=recompute)
     seen, plain, rank, PRESETS["test"] = [], Decoder.forward, dist.get_rank(), (shape := ModelConfig(**SHAPE))
     forward = mock.patch.object(Decoder, "forward", lambda model, *xs: seen.append(xs) or plain(model, *xs))

@@ -61,7 +61,7 @@ def test_the_picture_is_the_schedule(capsys):
 
 @task("orders", 3)
 def test_interleaved_order():
-    """The lists of 2 ranks with 2 stages each, in rounds of 2 micro-batches. An incomplete round raises UserError."""
+    """interleaved returns the lists of actions below for p = 2, m = 4, v = 2. UserError if p does not divide m."""
     first = "F0.0 F1.0 F0.2 F1.2  F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0  B2.2 B3.2 B2.0 B3.0"
     second = "F0.1 F1.1  F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3  B2.1 B3.1"
     close(plan("interleaved", 2, 4, 2)[0], [acts(first), acts(second)], "the lists")
@@ -72,7 +72,7 @@ def test_interleaved_order():
 @task("orders", 6)
 @cases("name", NAMES)
 def test_laws_of_an_order(name):
-    """Each F and each B occurs once, F first, and nothing deadlocks. The bubble is (p-1) / (v m + p-1) of a step."""
+    """Each F occurs once, then its B once, and nothing deadlocks. The bubble is (p-1) / (v m + p-1) of a step."""
     for p, m, v in SIZES[name]:
         (lists, places), size = plan(name, p, m, v), f"p={p} m={m} v={v}"
         for rank, row in enumerate(lists):
@@ -127,7 +127,7 @@ def test_plan():
 @cases("tied", [False, True])
 @cases("places", [round_robin(5, 3, 1), round_robin(5, 2, 2), V], ids=["chain", "loop", "V"])
 def test_keep_stage(tied, places):
-    """Each rank keeps its layers. The first rank also keeps the embedding, and the last rank keeps norm and head."""
+    """Each rank keeps its stages' layers. The first stage also has the embedding, and the last has norm and head."""
     n = max(place.rank for place in places) + 1
     for rank in range(n):
         keep = partial(step.keep_stage, group=Group("pp", rank, n, None), places=places)
@@ -147,7 +147,7 @@ def test_keep_stage(tied, places):
 @task("keep", 3)
 @cases("tied, places, rows", [(True, CHAIN, 5), (True, CHAIN, 0), (False, CHAIN, 5), (True, V, 5)])
 def test_sum_tied(tied, places, rows):
-    """First and last rank add each other's gradient of a tied matrix, in place. An empty shard is not sent."""
+    """Two ranks that hold the first and the last stage add up a tied matrix's gradients. An empty shard is not sent."""
     group = Mesh(pp=3)["pp"]
     terms = [draw("embedding", r, rows, 4) for r in range(3)]
     held = terms[group.rank].clone()
@@ -161,7 +161,7 @@ def test_sum_tied(tied, places, rows):
 
 
 def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Tokens and targets of m micro-batches of 2 sequences (the last has 1); the number of targets; positions."""
+    """Tokens and targets of m micro-batches (2 sequences each, the last 1), the number of targets, and positions."""
     tokens = (draw("tokens", 0, 2 * m - 1, 6).abs() * 5).long() % 13
     targets = tokens.flip(1).where(draw("count", 0, 2 * m - 1, 6) > -0.5, IGNORE)
     return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(6).flip(0) * 2
@@ -182,7 +182,7 @@ def test_forward_stage(dtype):
 
 
 def carry_out(programs: list[list[list]], places: list[Place]):
-    """Simulate all ranks. A line lists what is posted together. A message passes when both its ranks have posted it."""
+    """Simulate all programs. Each entry lists instructions that start together; a send blocks until it is received."""
     left, there, moving = [deque([*line] for line in row) for row in programs], set(), True
     while moving:
         moving = False
@@ -202,7 +202,7 @@ def carry_out(programs: list[list[list]], places: list[Place]):
 
 
 def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
-    """Run `execute` with numbers for tensors. Returns its lines: each has one action, or all messages up to a wait."""
+    """Run `execute` on ints, not tensors; returns its program. An entry has one action, or the messages of one wait."""
     lines, loop, posts = [], cls.__new__(cls), []
     loop.group, loop.xs, loop.places, loop.buffer = Group("pp", rank, p, None), [0] * m, round_robin(p, p, 1), int
     loop.forward = lambda i, stage, _: lines.append([("compute", Action("F", i, stage), None)]) or i
@@ -223,7 +223,7 @@ def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
 @task("messages", 3)
 @cases("name, cls", [("afab", step.Pipeline), ("one_f_one_b", step.OneForwardOneBackward)])
 def test_law_of_loops(name, cls):
-    """The loops run their lists without deadlock. When steady, 1F1B waits once for y and dy, and once for dx and x."""
+    """AFAB's and 1F1B's loops run their schedules without deadlock. Steady 1F1B waits once for a send and a receive."""
     for p, m, _ in GRID[::3]:
         programs, (lists, places) = [posted(cls, rank, p, m) for rank in range(p)], plan(name, p, m)
         done = [[action for line in row for verb, action, _ in line if verb == "compute"] for row in programs]
@@ -236,7 +236,7 @@ def test_law_of_loops(name, cls):
 
 @task("programs", 2)
 def test_add_messages():
-    """add_messages returns the whole program of rank 1 in its docstring's example."""
+    """For the example in its docstring, add_messages returns the whole program of rank 1."""
     lines = "receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, "
     lines += "compute F0.3, compute B0.3, send B0.2, compute F1.3, receive B0.1, compute B1.3, send B1.2, "
     lines += "receive B1.1, compute B0.1, send B0.0, compute B1.1, send B1.0"
@@ -248,7 +248,7 @@ def test_add_messages():
 @task("programs", 3)
 @cases("costs", [dict(F=1, B=2), dict(F=5, B=1)])
 def test_law_of_programs(costs):
-    """For all sizes and both costs there is no deadlock, and each rank runs the actions of its list in order."""
+    """For all sizes, and whether F or B takes longer, programs run the ranks' lists in order and do not deadlock."""
     for lists, places in [plan(name, *size) for name in NAMES for size in SIZES[name]]:
         programs = step.add_messages(lists, places, costs)
         close([[line.action for line in row if line.verb == "compute"] for row in programs], lists, "the lists")
@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """The expected events. An action waits for its input, and a send waits for the previous send to the same peer."""
+    """Yield the expected `Tape` events. Actions wait for inputs, and sends for the previous send to the same peer."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)
@@ -322,7 +322,7 @@ def test_a_step_of_all_ranks(name, sizes, m, v):
 
 @ranks(2)
 def test_law_of_bytes():
-    """With --pp 2, a rank sends over pp one x or dx for each micro-batch, and two all-reduces, of loss and norm."""
+    """With --pp 2, a rank sends over pp one x or dx for each micro-batch, and two all-reduces: of loss and of norm."""
     with Watch(step.Config(**BASE | dict(model="debug", pp=2))) as run:
         step.train(run.config, run)
     close([row["sent"] for row in run.history], [dict(pp=12 * 64 * 64 * 8 + 2 * 8)] * 3, "bytes by dimension and step")

@@ -42,7 +42,7 @@ def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
 
 
 class Plain(nn.Module):
-    """Every expert computes every token; those not chosen have a score of 0. `loss` is the auxiliary loss."""
+    """An MoE layer: every expert computes every token, but scores 0 if it is not chosen. `loss`: the auxiliary loss."""
 
     def __init__(self, dim: int, width: int, config: Config):
         super().__init__()
@@ -50,7 +50,7 @@ class Plain(nn.Module):
         self.router, self.experts = nn.Linear(dim, self.n, bias=False), step.Experts(self.n, dim, width)  # weights
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim], a micro-batch -> [batch, seq, dim]."""
+        """x [batch, seq, dim], a whole micro-batch -> the output, of the same shape. Sets `loss`."""
         p = (x @ self.router.weight.T).softmax(-1)
         chosen = (p >= p.sort(descending=True)[0][..., self.k - 1, None]).to(p.dtype)
         scores = p * chosen / (1 if self.k == 1 else (p * chosen).sum(-1, keepdim=True))
@@ -59,7 +59,7 @@ class Plain(nn.Module):
 
 
 def train(config: Config, run: Run):
-    """Step 1's `train` with `Plain` in place of MLPs. It adds the mean of their auxiliary losses over micro-batches."""
+    """Step 1's `train`, where `Plain` layers replace MLPs and add their auxiliary loss, averaged over micro-batches."""
     seen, plain = [], Data.batch
 
     def batch(data: Data, number: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: expert 
 @cases("k", [1, 2, 4])
 @cases("way", WAYS)
 def test_a_layer_is_its_definition(way, k):
-    """Output and gradients equal `Plain`'s, including the auxiliary loss's gradient, divided by 12 micro-batches."""
+    """Output and gradients are those of `Plain`, with the auxiliary loss divided by the number of micro-batches, 12."""
     ours, theirs = layer(experts_per_token=k), filled(Plain(6, 10, config(experts_per_token=k)))
     given = -draw("x", 0, *WAYS[way]).repeat(*((2, 7, 1) if way == "alike" else (1, 1, 1)))
     x, dy = given.clone().requires_grad_(), draw("dy", 0, *given.shape)
@@ -155,7 +155,7 @@ def test_aux_loss_by_hand():
 
 @task("layer", 3)
 def test_a_layer_is_mixtrals():
-    """Output and gradients equal those of Mixtral in transformers. Its auxiliary loss is top_k times ours."""
+    """Output and gradients equal those of Mixtral in transformers. Mixtral's auxiliary loss is top_k times ours."""
     from transformers.models.mixtral import modeling_mixtral as hf
 
     sizes = dict(hidden_size=6, intermediate_size=10, num_experts_per_tok=2, num_local_experts=5)
@@ -177,7 +177,7 @@ def test_a_layer_is_mixtrals():
 
 @task("layer", 3)
 def test_a_layer_of_bf16_routes_in_fp32():
-    """Routing is in fp32: in bf16 some of 64 scores would tie, and select other experts. Results are rounded once."""
+    """Routing is in fp32: in bf16, ties among 64 scores would select other experts. Results are rounded once."""
     ours, x = layer(32, 8, torch.bfloat16, experts=64), draw("x", 0, 4, 64, 32).bfloat16()
     p = (x.flatten(0, 1).float() @ ours.router.weight.float().T).softmax(-1)
     best = p.sort(descending=True)[1][:, :2]
@@ -195,7 +195,7 @@ def test_a_layer_of_bf16_routes_in_fp32():
 
 @task("layer", 2)
 def test_equal_scores():
-    """If all scores are equal, a token visits K different experts with a weight of 1/K, the same ones in each call."""
+    """If all scores are equal, a token visits K different experts, each with weight 1/K, in each call the same ones."""
     ours, x = layer(), draw("x", 0, 2, 8, 6)
     ours.router.weight.data.zero_()
     y, outs = ours(x), [mlp(x, ours.experts, e) for e in range(5)]
@@ -210,7 +210,7 @@ def test_equal_scores():
 @ranks(4)
 @task("balance", 6)
 def test_aux_loss():
-    """Four ranks share a micro-batch. Their terms sum to the loss of all 32 tokens, after one all-reduce of counts."""
+    """Four ranks share 32 tokens. Their terms sum to the auxiliary loss of all 32, after one all-reduce of counts."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp")
     p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()
@@ -230,7 +230,7 @@ def test_aux_loss():
 @task("balance", 2)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_add_loss(dtype):
-    """The output is x. In backward, x gets dy, and the loss gets `coeff`, whatever dy is."""
+    """The output is x. In backward, the gradient of x is dy, and that of the loss is `coeff`, whatever dy is."""
     x, dy = (draw(name, 0, 2, 3, dtype=dtype).requires_grad_(name == "x") for name in ("x", "dy"))
     loss = torch.tensor(2.0, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
     (y := step.AddLoss.apply(x, loss, 0.3)).backward(dy)
@@ -250,7 +250,7 @@ ROUTES = {
 
 
 def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
-    """This rank's group (ranks 1 to 3, or 0 alone); the numbers of rows [from, to, expert of `to`]; all ranks' rows."""
+    """Return the group {0} or {1, 2, 3}, row counts [sender, receiver, receiver's expert], and each rank's rows."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
         mesh.enter("ep", np.array([row]))
@@ -333,7 +333,7 @@ GROUPS = [
 @task("groups", 4)
 @cases("sizes, ep, groups, columns", GROUPS)
 def test_groups(sizes, ep, groups, columns):
-    """The ranks of ep share all experts. Those of expert_data have the same experts. Records name the right groups."""
+    """Ranks of ep hold different experts, and ranks of expert_data the same ones. Records name the right groups."""
     mesh, layers = sharded(sizes, ep=ep)
     length = mesh["cp"].size * mesh["tp"].size
     rows = dict(ep=groups, expert_data=columns, sequence=[range(r, r + length) for r in range(0, 4, length)])
@@ -400,7 +400,7 @@ def bytes_of(flags: dict) -> tuple[dict, int]:
 
 @cases("flags, again", [({}, 1), (dict(recompute="full"), 2), (dict(experts_per_token=4), 1)])
 def test_law_of_bytes(pools, flags, again):
-    """Over ep, ranks send rows to experts and back, and counts. Recomputation repeats what the forward sends."""
+    """Over ep, ranks send counts, rows, outputs and gradients. Recomputation sends again what the forward sends."""
     found, passes = pools(4).run(bytes_of, flags), 3 * 3  # layers, micro-batches
     rest = sum(p.numel() for name, p in decoder(**SHAPE).named_parameters() if "mlp" not in name) + 3 * 4 * 32
     for sent, rows in found:
@@ -432,7 +432,7 @@ LAYOUTS = [
 @task("loop", 5)
 @cases("n, base, layout", LAYOUTS)
 def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
-    """Layouts train to the numbers of step 1's loop with `Plain`, the layer by its definition."""
+    """Each layout trains to the numbers of this file's `train`, which is step 1's loop with `Plain` layers."""
     equals_step1(pools, n, S7, base, beside=__name__, **layout)
 
 
@@ -456,7 +456,7 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
 
 
 def every_legal_layout() -> list[tuple[str, dict, bool]]:
-    """All (step, layout of 8 ranks, tied); ZeRO's stages, --no-sp and a tied matrix alternate from row to row."""
+    """All legal layouts of 8 ranks, as rows (step, flags, tied). ZeRO's stage, --no-sp and `tied` vary by row."""
     steps, rows = ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline", S7), []
     for number, (pp, cp, tp, ep) in product(range(6), product([1, 2, 4, 8], repeat=4)):
         i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # in the order of chapters 4 to 7

@@ -1,4 +1,4 @@
-"""A lab turns a chapter into one or two evenings' work: a student writes functions that were removed from its step.
+"""A lab turns a chapter into one or two evenings' work: a student writes functions removed from the chapter's step.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, whose removed functions raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
@@ -8,9 +8,9 @@ The chapter's own tests in tests/ judge the work: the decorator `task` gives the
 consists of an entry of TASKS below and of labN.md, which says for each task how many minutes it takes and what to read,
 and gives three hints. At the end it asks a question, which is answered in writing and graded by hand.
 
-The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
-there. `check` and `grade` take from it only the files from which functions were removed, and everything else from the
-project, so changed tests have no effect.
+The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. You can run pytest
+there. From the folder, `check` and `grade` take only the files from which functions were removed. Everything else comes
+from the project, so changed tests have no effect.
 """
 
 import ast
@@ -80,7 +80,7 @@ TASKS: dict[int, dict[str, str]] = {
 
 
 def step_of(lab: int) -> str:
-    """The name of the file of the lab's step."""
+    """The file name of the lab's step, such as step04_tp_sp.py."""
     return next(ROOT.glob(f"step{lab:02d}_*.py")).name
 
 

@@ -38,7 +38,7 @@ Each task has a section with its minutes, what to read, and three hints, from va
 
 
 def start(lab: int, folder: Path, student: str):
-    """Make a student's folder. Raises UserError if there is no such lab, or the folder exists already."""
+    """Make a student's folder. Raises UserError if there is no such lab, or if the folder exists already."""
     if lab not in TASKS:
         raise UserError(f"lab {lab}: there are labs 1 to {max(TASKS)}")
     if folder.exists():
@@ -56,7 +56,7 @@ def start(lab: int, folder: Path, student: str):
 
 
 def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
-    """Read a folder: (lab, student, {file: text}). Raises UserError if it has no lab, OSError if a file is missing."""
+    """Read a folder: (lab, student, {file: text}). UserError without a valid LAB.md, OSError if a file is missing."""
     words = (folder / "LAB.md").read_text() if (folder / "LAB.md").is_file() else ""
     found = re.match(r"# Lab ([1-7]):.*\n\nStudent: ?(.*)", words)
     if not found:

@@ -1,6 +1,6 @@
 """Runs a chapter's tests on a student's files, in a folder and a process group of their own, and counts points.
 
-The tests run in a process that has imported the student's file. Malicious code can therefore forge their report, and
+The tests run in a process that has imported the student's file. Malicious code can therefore forge the report, and
 can read and write all that you can: use a container to grade the files of strangers.
 """
 
@@ -35,7 +35,7 @@ def chapter(lab: int) -> str:
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Copy all files that a chapter needs, with `texts` in place of ours; but not tests/faults.py: it has solutions."""
+    """Copy the files that a chapter needs, except tests/faults.py, which has solutions; then write those in `texts`."""
     others = {"tests/faults.py"} | {f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")} - {chapter(lab)}
     paths = [*ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     paths += [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]
@@ -49,7 +49,7 @@ def lay_out(lab: int, folder: Path, texts: dict[str, str]):
 
 
 def run(place: Path, seconds: float, *words: str):
-    """Run Python in its own process group. Raises UserError when time is up."""
+    """Run Python in its own process group. Raises UserError if it takes longer than `seconds`."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     job = subprocess.Popen(
         [sys.executable, *words],

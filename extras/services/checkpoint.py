@@ -5,7 +5,7 @@
                                   index.json       step, flags, model; each piece's place in its whole tensor
                                                    (services/pieces.py); a SHA-256 of every file, and of index.json
 
-The files of a plain run have no index. They get one when they are first read: see services/places.py.
+A plain run (a step started without extras) writes no index. services/places.py adds one when the files are first read.
 
 CRASHES. All files are written into a folder with a hidden name and flushed to the disk, index.json last; then the
 folder is renamed. Before a folder is removed, it gets a hidden name again. So a folder with a final name is complete,
@@ -148,7 +148,7 @@ class Saver:
             self.settle()
 
     def settle(self):
-        """Complete the checkpoint under way, if any. A collective. Raises UserError if it failed on any rank."""
+        """Complete the checkpoint that is being written, if any. A collective. UserError if any rank cannot write."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             digests = on_ranks(self.out, pending.result, everywhere=True)
@@ -170,7 +170,7 @@ class Saver:
             shutil.rmtree(path, ignore_errors=True)
 
     def commit(self):
-        """Rank 0, when all files are complete: write the index, rename the folder, remove old checkpoints."""
+        """Rank 0, when all files are complete: write the index, rename the folder, and remove old checkpoints."""
         final = self.folder / folder_name(self.step)
         write_index(self.hidden, self.index)
         flush(self.hidden)
@@ -237,7 +237,7 @@ class Checkpoint:
             raise UserError(f"--resume {self.path}: it lacks {kind} of {name}: give another checkpoint") from error
 
     def fill(self, piece: Piece):
-        """Copy into `piece` its part of the stored tensor. Raises UserError if that is missing or of another shape."""
+        """Copy into `piece` its part of the stored tensor. UserError if the tensor is missing or has another shape."""
         whole = self.whole(piece.kind, piece.name)
         if tuple(whole.shape) != piece.whole_shape:
             advice = "use the flags that it was trained with"
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 def complete(path: Path):
-    """If a checkpoint of a plain run has no index, start services/places.py as a new process, which writes one."""
+    """If a plain run's checkpoint has no index, let services/places.py write one, in a process of its own."""
     if (path / file_name(0)).exists() and not (path / "index.json").exists():
         alone = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
         words = [sys.executable, "-m", "extras.services.places", str(path.resolve())]
@@ -254,10 +254,10 @@ def complete(path: Path):
 
 
 def find(where: str, out: Path) -> Checkpoint | None:
-    """Open checkpoint `where`, or the newest undamaged one of run `where` (if in OWN: of run `out`). A collective.
+    """Open the checkpoint `where`, or the newest undamaged one of the run `where` ("auto", "required": the run `out`).
 
-    Ranks share the work of verifying files. A damaged checkpoint is reported, and the one before it is tried. Without
-    any checkpoint, returns None for "auto", else raises UserError. Raises UserError also if all are damaged.
+    A collective: ranks share the work of verifying files. A damaged checkpoint is reported, and the one before it is
+    tried. Raises UserError if all are damaged, or if there is none; but "auto" returns None if there is none.
     """
     root = out if where in OWN else Path(where)
     runs = sorted(root.glob("checkpoints/step-*"), reverse=True)

@@ -26,7 +26,7 @@ class Clock:
     """Tells listeners when a phase of this rank begins, and times the actions of a pipeline since `begin`."""
 
     def __init__(self, parts: Parts, host: bool = False):
-        """`host`: use the host's time, also with a GPU."""
+        """`host`: use the host's clock, even if the model is on a GPU."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.listeners: list[Callable[[str], None]] = []
         self.actions: list[tuple] = []  # (kind, micro-batch, stage, start, end)
@@ -47,7 +47,7 @@ class Clock:
         return event
 
     def seconds(self, end: Any) -> float:
-        """Seconds from `begin` to a result of `now`. Waits for a GPU to reach it."""
+        """Seconds from `begin` to `end`, a result of `now`. If `end` is a GPU's event, wait for the GPU to reach it."""
         if not self.cuda:
             return end - self.start
         end.synchronize()
@@ -67,7 +67,7 @@ class Clock:
         return output
 
     def act(self, kind: str, call: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
-        """Wrap an action of a pipeline, for micro-batch i and a stage."""
+        """Wrap an action of a pipeline, on micro-batch i and a stage: note when it starts and when it ends."""
         self.tell(PHASES[kind])
         start = self.now()
         with record_function(f"{kind}{i}.{stage}"):

@@ -105,7 +105,7 @@ def meet(config: Any):
 
 
 def join(config: Any):
-    """Join the other ranks, and print the devices and the backend. Raises UserError if flags or dtypes differ."""
+    """Join the other ranks, and print the devices and the backend. UserError if ranks differ in flags or dtype."""
     meet(config)
     device, dtype = choose_device(config)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

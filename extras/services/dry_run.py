@@ -171,7 +171,7 @@ def levels_of(config: Any) -> list[float]:
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Add a hook to each MoE layer: it tells `meter` how many rows go to nodes, ranks and experts, as `levels` says."""
+    """Let each MoE layer tell `meter` how many rows go to nodes, ranks and experts, by the averages in `levels`."""
 
     def told(_layer: MoE, given: tuple):
         meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
@@ -185,7 +185,7 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 class Counted(OpenRun):
     """A run of two steps, which writes no files and keeps the counts of the second step.
 
-    `taken`: bytes and calls of its messages. `tokens`: its tokens, of all ranks. `held`: the most bytes held, by kind.
+    `taken`: bytes and calls of messages. `tokens`: the tokens of all ranks. `held`: the most bytes held, by kind.
     """
 
     def __init__(self, config: Any, meter: Meter):
@@ -210,7 +210,7 @@ class Counted(OpenRun):
 
 @contextmanager
 def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Iterator[None]:
-    """A context: this process acts as `rank` of `world`, on tensors without data. If `gpu`, RMSNorm is `Norm`."""
+    """In this context, the process is `rank` of `world` ranks, on tensors without data. If `gpu`, RMSNorm is `Norm`."""
     make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list:
@@ -256,7 +256,7 @@ def run_rank(train: Callable, config: Any, rank: int) -> Counted:
 
 
 def report(seen: dict[int, Counted], config: Any) -> str:
-    """Make tables: a row for each counted rank; then memory, traffic, operators of the one with most memory."""
+    """Make tables: a row for each counted rank; then memory, traffic and operators of the rank with most memory."""
     rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for rank, one in seen.items():
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())

@@ -35,7 +35,7 @@ REFUSES = [Refusal(dict(eval_sequences=SET, eval_every=(0,)), "", needs="--eval-
 
 
 def group_of(parts: Parts, dim: str) -> Group:
-    """The mesh's group along `dim`, or a group of one rank in a step without this dimension."""
+    """The mesh's group along `dim`, or a group of one rank if the mesh has no such dimension."""
     return parts.mesh.groups.get(dim, Group(dim, 0, 1, None))
 
 
@@ -75,7 +75,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """The first held-out tokens and targets, int64 [rows, seq]. IGNORE rows make `rows` a multiple of `multiple`."""
+    """The first held-out tokens and targets, int64 [rows, seq]. IGNORE rows are added, so `multiple` divides `rows`."""
     n_windows = (len(data.tokens) - 1) // data.shape.seq_len
     tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
     missing = -len(tokens) % multiple
@@ -84,7 +84,7 @@ def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]
 
 
 def validate(config: Any, parts: Parts) -> float:
-    """Compute the mean loss over the held-out targets. A collective, of which `comm.observer` is not told."""
+    """Compute the mean loss over the held-out targets. A collective, whose messages are hidden from `comm.observer`."""
     observer, comm.observer = comm.observer, None
     size, dp = config.micro_batch_size, group_of(parts, "dp")
     tokens, targets = held_out(parts.data, config.eval_sequences, dp.size * size)

@@ -1,9 +1,9 @@
 """Reports why a job failed, once for all its ranks; or, if a step hangs, where each rank waits.
 
 All ranks end a step at about the same time, so if one hangs, all of them reach `--timeout` together, and each prints
-its own stack. Most are in a collective; the one that is elsewhere is the one they wait for. Only steps are timed, as
-loading data or weights and writing a checkpoint may take any time. Outside of steps, ranks wait for each other only in
-collectives, and those of gloo and NCCL raise an error after twice `--timeout`.
+its own stack. Most ranks are in a collective; the rank that is elsewhere is the one that they wait for. Only steps are
+timed, as loading data or weights and writing a checkpoint may take any time. Outside of steps, ranks wait for each
+other only in collectives, which raise an error after twice `--timeout`, with gloo and with NCCL.
 """
 
 import faulthandler
@@ -52,11 +52,11 @@ def describe(error: BaseException) -> str:
 
 
 def report(error: BaseException, early: bool = False):
-    """Report the error of a run once per job, and end this process, if torchrun has started it with others.
+    """Report the error of a run once per job, and end this process if torchrun has started it together with others.
 
     The rank that reaches the launcher's store first reports for all. Other ranks may be gone, so this one does not wait
     for them, and skips the interpreter's shutdown, which can block on them. If `early` (before the first step), an
-    OSError counts as a UserError. Without torchrun or peers, this returns, or raises UserError if GPU memory is full.
+    OSError counts as a UserError. Without torchrun or peers, raise UserError if GPU memory is full, else return.
     """
     if isinstance(error.__cause__ or error, BrokenPipeError):
         os._exit(2)  # nobody reads our output any more, as after `| head`
@@ -98,7 +98,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def end(self, step: int):
-        """On the timer's thread: print the main thread's stack, and exit when other ranks have printed theirs.
+        """On the timer's thread: print the main thread's stack, leave other ranks 2.5 s to print theirs, and exit.
 
         It calls `os._exit`, because an exception could not reach a main thread that waits in C++.
         """
