@@ -2,16 +2,16 @@
 
     export DIR OUT     write the weights of a run (or checkpoint) DIR, in the dtype that it computed in, as config.json
                        and model.safetensors into OUT, which AutoModelForCausalLM.from_pretrained(OUT) opens
-    import FOLDER OUT  write such a model's config.json and *.safetensors as a checkpoint of step 0, from which
-                       --resume OUT starts a run, without moments and at the beginning of the data
+    import FOLDER OUT  write such a model's config.json and *.safetensors as a checkpoint OUT of training step 0;
+                       --resume OUT starts a run from it, without moments and at the beginning of the data
 
-Both commands hold all weights in host memory. Two architectures compute the same numbers as this decoder:
+Both commands hold all weights in host memory. Two architectures compute the same numbers as the course's decoder:
 
     Llama       no experts. Names and shapes are the same on both sides. SmolLM and SmolLM2 are of this kind
     Mixtral     step 7: softmax over all experts, then top-k; the gates of the chosen experts sum to 1
 
 Mixtral's files have one tensor for each expert; ours have one for all, [experts, out, in]. A model with one expert per
-token cannot be exported: an expert's output is multiplied by its p here (step 7), but by 1 in Mixtral.
+token cannot be exported: step 7 multiplies the expert's output by its probability p, while Mixtral multiplies it by 1.
 """
 
 import json
@@ -63,7 +63,7 @@ LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_posit
 
 
 def shapes_of(m: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name; [experts, out, in] for parameters of experts, whose width is ffn_dim."""
+    """Shapes of parameters by name. Experts' parameters are [experts, out, in]; `m.ffn_dim` is an expert's width."""
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
     for name in [name for name in shapes if m.experts and ".mlp." in name]:
@@ -81,7 +81,7 @@ def names_of(name: str, experts: int) -> list[str]:
 
 
 def config_of(m: Shape, dtype: str) -> dict[str, Any]:
-    """The config.json of a model. RoPE is in it twice: with the keys of transformers 4, and with those of version 5."""
+    """The config.json of a model. It describes RoPE twice, for version 4 and for version 5 of `transformers`."""
     kind = "mixtral" if m.experts else "llama"
     rope: dict[str, Any] = dict(rope_type="default")
     if m.rope_scaling != 1.0:
@@ -128,7 +128,7 @@ def export(source: str, out: str) -> str:
 
 
 def model_of(config: dict[str, Any]) -> Shape:
-    """config.json -> the shape of a decoder. Raises UserError if this decoder cannot compute the model."""
+    """Read a model's shape from its config.json. Raises UserError if the course's decoder cannot compute this model."""
 
     def need(name: str, value: Any, *allowed: Any):
         if value not in allowed:
@@ -157,7 +157,7 @@ def model_of(config: dict[str, Any]) -> Shape:
 
 
 def weights(folder: Path, m: Shape) -> list[Piece]:
-    """Read all weights from `folder`: from model.safetensors, or the files that its index names. Raises UserError."""
+    """Read all weights in `folder`, from model.safetensors or from the files that an index names. Raises UserError."""
     index, files, theirs = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
     if index.exists():
         files = {*json.loads(index.read_text())["weight_map"].values()}
@@ -176,7 +176,7 @@ def weights(folder: Path, m: Shape) -> list[Piece]:
 
 
 def import_weights(source: str, out: str) -> str:
-    """Write a checkpoint of step 0 into run directory `out`; returns a line to print."""
+    """Write a model as a checkpoint of training step 0 into run directory `out`; returns a line to print."""
     folder, target = Path(source), Path(out)
     if target.exists():
         raise UserError(f"{out} exists already; give a new run directory")

@@ -25,7 +25,7 @@ KINDS = ("parameters", "gradients", "masters", "moments", "activations", "other"
 
 
 class Event(NamedTuple):
-    """One allocation (bytes > 0) or release (bytes < 0) of the storage with the running number `storage`."""
+    """One allocation (bytes > 0) or release (bytes < 0) of a storage; `storage`: the storage's running number."""
 
     seconds: float
     storage: int
@@ -110,7 +110,7 @@ class MemoryTimeline(TorchDispatchMode):
                 self.kind[number] = kind
 
     def phase(self, name: str):
-        """Follow the clock's phases: storages allocated in forward are activations. After forward, update `kept`."""
+        """Begin a phase (see clocks.py). New storages in forward are activations; after forward, update `kept`."""
         if self.born == "activations" and name != "forward":
             self.kept = max(self.kept, self.total["activations"])
         self.born = "activations" if name == "forward" else "other"
@@ -144,7 +144,7 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 
 
 class MemoryWatch:
-    """Measures the most bytes of each kind that a rank holds before or after updates; labels tensors in a timeline."""
+    """Measures the most bytes that a rank holds of each kind of tensor, and tells a timeline the tensors' kinds."""
 
     def __init__(self, parts: Parts, timeline: MemoryTimeline, clock: Clock):
         self.parts, self.timeline = parts, timeline
@@ -152,13 +152,13 @@ class MemoryWatch:
         clock.listeners.append(self.hear)
 
     def hear(self, phase: str):
-        """Follow the clock's phases: measure before and after each update, as the first one creates the moments."""
+        """Begin a phase (see clocks.py). Measure before and after updates: the first update creates the moments."""
         self.timeline.phase(phase)
         if phase in ("optimizer", "data"):
             self.measure()
 
     def measure(self):
-        """Update `most`; a shared storage counts once. For activations, it is the most at the end of a forward."""
+        """Update `most`. A shared storage counts once. Activations are measured only at the end of a forward."""
         for kind, tensors in held_tensors(self.parts).items():
             sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
             self.most[kind] = max(self.most.get(kind, 0), sum(sizes.values()))

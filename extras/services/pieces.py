@@ -1,4 +1,4 @@
-"""Maps the tensors that a rank holds to whole tensors and back, so that any layout can read another one's checkpoint.
+"""Maps the tensors that a rank holds to whole tensors and back, so that any layout can read any checkpoint.
 
 Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of a tensor. The parameter's
 record (common/layout.py) says which shard of it the rank has; with ZeRO the piece is a range of that shard's elements:
@@ -33,7 +33,7 @@ class Piece:
     """The part of one whole tensor that a rank holds.
 
     `kind`: "master", "buffer", "owed" (see `debts`), or a name in the update rule's state, such as "exp_avg".
-    `tensor`: elements `first`, `first` + 1, ... of the part that `shards` cut out of the whole. That part has `shape`.
+    `shards` cut a part of shape `shape` out of the whole; `tensor` has the part's elements `first`, `first` + 1, ...
     """
 
     kind: str
@@ -49,17 +49,17 @@ class Piece:
         return tuple(full_shape(self.shape, self.shards))
 
     def place(self) -> list:
-        """Shape, shards and first element, in a form for JSON."""
+        """The fields `shape`, `shards` and `first`, in a form for JSON."""
         return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
 
     def like(self, kind: str, value: Tensor) -> "Piece":
-        """A piece for a `value` of this master's state. It is cut as the master is, or whole if its shape differs."""
+        """Make a piece of `value`, a state of master `self`: cut like the master, or whole if the shapes differ."""
         if value.shape == self.tensor.shape:
             return replace(self, kind=kind, tensor=value)
         return Piece(kind, self.name, value, tuple(value.shape))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Cut a piece like this one out of `whole`. If it has another shape (a count, see `like`), return it all."""
+        """Cut this piece's elements out of `whole`. Return a `whole` of another shape, such as a step count, uncut."""
         if tuple(whole.shape) != self.whole_shape:
             return whole
         for shard in self.shards:
@@ -70,7 +70,7 @@ class Piece:
 def assemble(pieces: Iterable[Piece]) -> Tensor:
     """Assemble a whole tensor, on the CPU, from all ranks' pieces. Raises ValueError if a part is missing.
 
-    To find where a piece's elements belong, the elements of the whole are numbered, and the numbers cut like the piece.
+    The elements of the whole are numbered. Cutting these numbers like a piece tells where the piece's elements belong.
     """
     different = {(piece.shards, piece.first, piece.tensor.numel()): piece for piece in pieces}.values()
     shape, dtype = next((piece.whole_shape, piece.tensor.dtype) for piece in different)
@@ -97,7 +97,7 @@ def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> I
 
 
 def masters(parts: Parts) -> Iterator[Piece]:
-    """Yield the masters that this rank updates: those of all its parameters or, with ZeRO, its slices of them."""
+    """Yield the masters that this rank updates: of all its parameters or, with ZeRO, of its slices of parameters."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
     for name, master in optimizer.masters.items():
@@ -131,7 +131,7 @@ def pieces(parts: Parts) -> Iterator[Piece]:
 def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
     """Where --compress keeps its errors for the next step: name -> (dict, key); a key is a bucket or a unit.
 
-    The name contains all that an error depends on, so a run with another layout does not find it.
+    The name contains all that an error depends on, so a run with another layout does not find the error.
     """
     names = {param: name for name, param in parts.model.named_parameters()}
     sums = {bucket: bucket.params for bucket in getattr(parts.sync, "buckets", ())}
@@ -146,7 +146,7 @@ def debts(parts: Parts) -> dict[str, tuple[dict, Any]]:
 def take(parts: Parts, saved: Any, moments: bool):
     """Restore, from a checkpoint (services/checkpoint.py), all tensors that this rank holds. Raises UserError.
 
-    Without `moments`, the update rule starts anew. `debts` are restored only under the layout that saved them.
+    Without `moments`, the update rule and `debts` start anew. Else `debts` are restored only under an unchanged layout.
     """
     optimizer, device = parts.optimizer, next(parts.model.parameters()).device
     for master in masters(parts):

@@ -25,7 +25,7 @@ class Built(OpenRun):
     """A run without steps: it only builds the model and the optimizer."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Record the places of this rank's masters."""
+        """Record `Piece.place` of each master that this rank updates; yields no step."""
         self.first, parts = False, self.open(**parts)
         self.places = {piece.name: piece.place() for piece in masters(parts)}
         self.model = dataclasses.asdict(parts.model.config)

@@ -60,7 +60,7 @@ def draw_timeline(axes: Any, ranks: list[list], width: float):
 
 
 def timeline(folder: Path, schedule: str, ranks: list[list], idle: float):
-    """Write timeline.png: a pipeline's last step, and the fraction of it that ranks were idle."""
+    """Write timeline.png: a pipeline's actions in the last step. `idle`: the fraction of time in which ranks wait."""
     with picture(folder / "timeline.png", 12, 1.2 + 0.25 * len(ranks)) as axes:
         draw_timeline(axes, ranks, 12)
         axes.set_title(f"{schedule}: idle {idle:.1%}", fontsize=9, loc="left")

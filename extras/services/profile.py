@@ -10,8 +10,8 @@ untraced and one that warms up the profiler. Besides PyTorch's own events it has
     f, g, attend                         start and end of a block under tp, and attention, which under cp is a ring
     wait tp                              waiting for a message over tp (with NCCL, only the stream waits)
 
-On a GPU, OUT/memory-RANK.pickle has the allocations from before the first step on, for https://pytorch.org/memory_viz.
-It is written after the last traced step, or when memory is full before that.
+On a GPU, OUT/memory-RANK.pickle has the allocations since shortly before the first step, for
+https://pytorch.org/memory_viz. It is written after the last traced step, or earlier if memory runs out.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Reads many kinds of `--dataset`: files, folders, the hub (`id` or `id:config`), data sets saved to disk.
+"""Reads many kinds of `--dataset`: files, folders, the hub (`id` or `id:config`) and data sets saved to disk.
 
 Text becomes bytes (ids 0-255) with END (256) after each document. A column `input_ids` has token ids instead of text.
 Beside it there may be `labels` (the targets, -100 where no loss is wanted), `loss_mask` (0: no target), and
 `attention_mask` (0: padding, which is dropped). `datasets` converts everything once, and memory-maps the result.
 
-Of a folder and its subfolders, all files of one kind are read, sorted by path: the first kind in KINDS that is there.
+From a folder and its subfolders, all files of one kind are read, sorted by path: the first kind of KINDS that occurs.
 Hidden files, __pycache__ and held-out splits are skipped. A held-out split has a word of SPLITS in its path, such as
 dev/a.jsonl and c4-validation.00000-of-00008.json.gz. The run prints what was read, and what was left out.
 """
@@ -63,7 +63,7 @@ class Stream:
 
 
 def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
-    """Turn each text of the first column into uint16 ids: its bytes, then END. Skips nulls. ValueError for UTF-16."""
+    """Turn each text of column 0 into uint16 ids: its bytes, then END. Skips nulls. Raises ValueError for UTF-16."""
     texts = [text for text in table.column(0).to_pylist() if text is not None]
     if any(text.count("\0") > len(text) // 4 for text in texts):
         raise ValueError("it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -71,7 +71,7 @@ def tokenise(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
-    """Join a table's rows of lists into one list of tokens, without padding, and one of labels. Raises ValueError."""
+    """Join the lists of all rows into one list of tokens and one list of labels, without padding. Raises ValueError."""
     import pyarrow.compute as pc
 
     flat, lengths = {}, {}
@@ -93,12 +93,12 @@ def join_rows(table: Any) -> dict[str, list[np.ndarray]]:
 
 
 def format_of(file: Path) -> str:
-    """The kind of a file, which is a builder's name in `datasets`; "" if it is not known."""
+    """The kind of a file, which is the name of a builder of `datasets`; "" if the kind is not known."""
     return next((kind for suffix, kind in KINDS.items() if file.name.endswith(suffix)), "")
 
 
 def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
-    """Return the kind of the file `root`, or the first of KINDS that folder `root` has, and all files of this kind.
+    """Return one kind and all its files: the kind of file `root`, or the first of KINDS that is found in folder `root`.
 
     Other files, unless hidden, are noted in `left_out`. Raises ValueError if no file can be read.
     """
@@ -164,10 +164,10 @@ def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
 
 
 def read(source: str, text: str = Flags.text_column) -> tuple[Stream, Stream | None]:
-    """Open `--dataset`, and tokenise it if it is text; `text`: the column that has it. Returns tokens and labels.
+    """Open `--dataset`, and tokenise it if it is text; `text`: the name of the text column. Returns tokens and labels.
 
-    One process of a node does the work (and shows the progress bar) while the others wait at a file lock, then find
-    the result in `datasets`' cache. Raises UserError, in one line, for any problem with the data.
+    One process of a node does the work and shows the progress bar. The others wait at a file lock, and then find the
+    result in the cache of `datasets`. Raises UserError, in one line, for any problem with the data.
     """
     import datasets
     from filelock import FileLock
@@ -205,7 +205,7 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """For the hub, or if --text-column is set, let `read` with this column replace the reader of --dataset."""
+    """If --dataset is on the hub or --text-column is set, open the data by `read` with the value of --text-column."""
     kind = kind_of(config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)

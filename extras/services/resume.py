@@ -4,12 +4,12 @@ A checkpoint holds what the next step depends on: masters, the update rule's sta
 from which batch and learning rate follow. A technique with more state attaches an object with two methods:
 `state()` returns the state, equal on all ranks and made of JSON's types, and `restore(state)` restores it.
 
-If the disk is full, a run ends with an error of one line, and earlier checkpoints are untouched. Two are kept, so the
-disk needs room for three.
+If the disk is full, a run ends with an error of one line, and earlier checkpoints are untouched. A run keeps two
+checkpoints, so the disk needs room for three.
 
 After Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 (from a batch system), or the death of torchrun, a run finishes its step,
 saves and ends. Under torchrun --max-restarts N a job is started again when a rank dies; with --resume auto it continues
-from its last checkpoint, also with fewer ranks. Rank 0 locks the run directory, as two runs would overwrite each other.
+from its last checkpoint, also with fewer ranks. Rank 0 locks the run directory, so that no other run writes into it.
 """
 
 import ctypes
@@ -90,8 +90,8 @@ class Keeper:
     def start(self, parts: Parts) -> int:
         """Lock the run directory, and restore what --resume names; returns the number of steps done.
 
-        --generate restores only weights, and locks nothing. A collective. Raises UserError if another run has the
-        directory, or the checkpoint does not fit.
+        --generate restores only weights, and locks nothing. A collective. Raises UserError if another run has locked
+        the directory, or if the checkpoint does not fit.
         """
         self.parts, where, weights_only = parts, self.config.resume, bool(self.config.generate)
         if not weights_only:

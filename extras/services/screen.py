@@ -86,8 +86,8 @@ class ExpertLoad:
     def take(self) -> dict[str, float]:
         """Return metrics over all ranks, and reset the counts. A collective, of which `comm.observer` is not told.
 
-        `expert_load_p50` and `_p90`: load of a layer's busiest expert, divided by the mean load; percentiles over the
-        layers. `unused_experts`: how many experts, in all layers together, no token has chosen.
+        `expert_load_p50` and `_p90`: percentiles, over layers, of the load of a layer's busiest expert divided by the
+        layer's mean load. `unused_experts`: how many experts, in all layers together, no token has chosen.
         """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "tp", "pp"):
@@ -136,7 +136,7 @@ class Screen:
             self.say(text)
 
     def begin(self, step: int):
-        """Begin a step. Memory is tracked in the first --profile-memory steps; on a CPU always in the first."""
+        """Begin a step. Memory is tracked for --profile-memory steps; if that is 0, for one step on a CPU only."""
         self.ledger.take()  # discards what was not part of a step
         if step == self.run.start:
             self.watching.enter_context(self.timeline)

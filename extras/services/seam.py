@@ -1,6 +1,6 @@
-"""Finds all techniques and services, adds their flags to a step's, and attaches them to its run.
+"""Finds all techniques and services, adds their flags to those of a course step, and attaches them to its run.
 
-compose(step)            the step's Config with the flags of all techniques and services
+compose(step)            the course step's Config with the flags of all techniques and services
 check(config, world)     sets flags that are left open, then refuses combinations that cannot work
 OpenRun(config)          the plain run with all techniques and services: the base class of ServedRun and dry runs
 """
@@ -26,7 +26,7 @@ SERVICES = "stages devices shapes legal readers resume evaluation profile dry_ru
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """Import all variants, sorted by chapter and name, then the services. Importing one adds its entries to menus."""
+    """Import all techniques, sorted by chapter and name, then services. Each may add values to flags such as --sync."""
     files = sorted(Path(variants.__file__).parent.glob("step0*/*.py"))
     names = [f"extras.variants.{path.parent.name}.{path.stem}" for path in files]
     names += [f"extras.services.{name}" for name in SERVICES.split()]
@@ -34,7 +34,7 @@ def plugins() -> list[ModuleType]:
 
 
 def serves(plugin: ModuleType, cls: type) -> bool:
-    """Whether a file serves the step of this Config. A technique serves a first step and all later ones."""
+    """Whether a file serves the course step of this Config. A technique serves one course step and all later ones."""
     if hasattr(plugin, "SINCE"):  # the Config of its first step, if that is not the step of its folder
         return issubclass(cls, plugin.SINCE)
     folder = plugin.__name__.split(".")[-2]
@@ -43,13 +43,13 @@ def serves(plugin: ModuleType, cls: type) -> bool:
 
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
-    """The files that serve the step of this Config and define `function`, a name such as "attach" or "Flags"."""
+    """The files that serve the course step of this Config and define `function`, such as "attach" or "Flags"."""
     return tuple(plugin for plugin in plugins() if serves(plugin, cls) and hasattr(plugin, function))
 
 
 @lru_cache
 def compose(step: ModuleType) -> type:
-    """A subclass of the step's Config, with the flags of all techniques and services that serve the step."""
+    """A subclass of a course step's Config, with the flags of all techniques and services that serve this step."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
     fields = [("save_every", int, 100)]  # on by default here, as only the last two are kept
     made = dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags))
@@ -65,7 +65,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 @lru_cache
 def refusals(cls: type) -> tuple[Refusal, ...]:
-    """All rules in the lists NEEDS and REFUSES of a step's files: which of its flags exclude or need one another."""
+    """The rules in NEEDS and REFUSES of all files that serve a course step: which flags exclude or need one another."""
     plain = defaults(cls)
     needs = (line for plugin in offered(cls, "NEEDS") for line in plugin.NEEDS if {*line[:2]} <= plain.keys())
     return *(need(plain, *line) for line in needs), *(one for file in offered(cls, "REFUSES") for one in file.REFUSES)
@@ -90,17 +90,17 @@ def check(config: Any, world: int):
 
 
 class OpenRun(Run):
-    """The plain run, extended: techniques and services may change the step's menus, then attach to its parts."""
+    """The plain run, extended: techniques and services may change what flags select, then attach to the run's parts."""
 
     def __enter__(self) -> "OpenRun":
-        """Change menu entries as the flags ask. The changes last until the step has built its parts."""
+        """Change what flags select, such as the schedule of --schedule 1f1b, until the run's parts are built."""
         self.parts = Parts(self)
         for plugin in offered(type(self.config), "prepare"):
             plugin.prepare(self.config, self.parts)
         return super().__enter__()
 
     def __exit__(self, *error: Any):
-        """Restore the menus, also if the step could not be built."""
+        """Restore what flags select, also after an error that came before the run's parts were built."""
         self.parts.give_back()
         super().__exit__(*error)
 
@@ -109,7 +109,7 @@ class OpenRun(Run):
         return 0
 
     def save(self, step: int, **_: Any):
-        """Save nothing: extras/services/resume.py does."""
+        """Save nothing: extras/services/resume.py saves and restores."""
 
     def open(self, **parts: Any) -> Parts:
         """Attach techniques and services to the parts of a run, before its first step; returns the parts."""

@@ -62,9 +62,9 @@ def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
 def reduction_table(model: Decoder, mesh: Mesh) -> str:
     """A table of each parameter's full shape and, for each mesh dimension, Shard(d), Partial or Replicate.
 
-    Shard(d): the parameter's dimension d is cut. Partial: its gradient is summed over the ranks of this dimension. The
-    pp column says how many ranks of pp hold the parameter. Other groups that shard or sum a parameter, such as ep, have
-    columns, too. Parameters of layers have one row for all layers, with a star for the layer's number. A collective.
+    Shard(d): dimension d of the parameter is cut. Partial: the gradient is summed over the ranks of the mesh dimension.
+    The pp column says how many ranks of pp hold the parameter. Other groups that shard a parameter or sum its gradient,
+    such as ep, have columns, too. A row with a star for a layer's number is for all layers. A collective.
     """
     rows, dims = {}, [*mesh.groups]
     for name, param in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Builds a page for each step and file of common/, and an index: `python -m extras.services.pages DIR`."""
+"""Builds web pages for all course steps and files of common/, and an index: `python -m extras.services.pages DIR`."""
 
 import argparse
 import ast
@@ -59,7 +59,7 @@ class Pages:
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
         """Render a docstring's Markdown. Names in backquotes that `module` uses become links, except those in `own`.
 
-        `own`: parameters of the docstring's function. Lines with columns become a figure.
+        `own`: the parameters of the docstring's function. Lines that have columns, three spaces apart, become a figure.
         """
 
         def link(match: re.Match) -> str:
@@ -80,7 +80,7 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Split the lines after `before`, to the end of `node`, at each definition: into docstring and code."""
+        """Make a part (docstring and code) of each definition in the lines after `before`, up to the end of `node`."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []

@@ -16,9 +16,9 @@ RANKS, MICRO_BATCHES = 4, 8
 
 
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
-    """Simulate a schedule with p ranks and m micro-batches: (end, rank, start, action) of each action, sorted.
+    """Simulate a schedule of p ranks and m micro-batches; returns (end, rank, start, action) of each action, sorted.
 
-    All schedules give a rank equally many layers. If it has two stages, actions take half the time. Raises UserError.
+    The time that an action takes is proportional to the number of layers in its stage. Raises UserError.
     """
     config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
     places, lists = step06.plan(config, m)

@@ -1,6 +1,6 @@
 """Resolves names to their definitions with Jedi, as editors do. Names of torch are not resolved.
 
-An address is a definition's link on the pages: common.comm.html#Group.share. A place is (module, line, column).
+An address is the link to a definition: common.comm.html#Group.share. A name's place is (module, line, column).
 """
 
 from collections import defaultdict
@@ -10,9 +10,9 @@ import jedi
 
 
 class Names:
-    """The links of all names. `refs`: a name's place -> the addresses that it may refer to. `homes`: address -> place.
+    """Links all names. `refs`: a name's place (module, line, column) -> links to its possible definitions (addresses).
 
-    `named`: module -> all addresses to which its names refer.
+    `homes`: address -> place of the definition. `named`: module -> the addresses of all definitions that it names.
     """
 
     def __init__(self, root: Path, files: dict[str, Path]):
@@ -34,7 +34,7 @@ class Names:
             self.named[module] |= addresses
 
     def address(self, it: jedi.api.classes.Name) -> str:
-        """The address of a definition, or "" if it is not in our files, or is local to a function."""
+        """The address of a definition, or "" if the definition is outside our files, or local to a function."""
         module, scope, name = self.modules.get(it.module_path), it.parent(), it.full_name
         if not (module and name) or it.type == "param":
             return ""

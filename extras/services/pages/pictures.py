@@ -1,7 +1,7 @@
 """Makes the data of the interactive pictures, with the course's own functions; the page only draws them.
 
-A picture is dict(title, id, choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame is a
-dict with a `text` and the keys of one of two kinds, table or boxes:
+A picture is dict(title, id, choices=[(name, values, value shown first)], frames). A key of `frames` has a value of each
+choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its kind, which is table or boxes:
 
     table    columns, states=[(text, {row: cells, one for each column or one across all})], and curve: see record.py
     boxes    boxes, rows=names, width=number of columns, moments=a text for each. A box is (row, column, width, colour,
@@ -22,14 +22,14 @@ from extras.services.seam import plugins
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture. `frames`: "value/value" of the choices -> frame. `first`: choice -> the value shown first."""
+    """Make a picture. A key of `frames` has a value per choice ("fp32/none"). `first`: choice -> value shown first."""
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
     return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """Make a frame that is a table, from the recordings of `ranks`. The texts and the curve are those of rank 0."""
+    """Make a table's frame from the ranks' recordings (see record.py). All texts and the curve come from rank 0."""
     states = []
     for now in zip(*(rank["states"] for rank in ranks), strict=True):
         states.append((now[0][0], {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]}))
@@ -84,12 +84,12 @@ def ring(mode: str) -> dict:
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make a picture for each step: module -> picture. Step 4 has none: the table in its docstring shows as much."""
+    """Make a picture for each course step except step 4, whose docstring has a table instead: module -> picture."""
     plugins()  # variants add their entries to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
     def of(name: str, columns: list[str], title: str, ranks: int = RANKS, **first: Any) -> dict:
-        """Make a picture from the recordings called `name` of the first `ranks` ranks."""
+        """Make a picture from what each of the first `ranks` ranks has recorded under `name`."""
         who = [recording[name] for recording in seen[:ranks]]
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first)
 

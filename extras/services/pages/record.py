@@ -2,7 +2,7 @@
 
 `recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all states of the table:
 dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}); `curve` may be missing. A cell is a
-list of texts and chips. A chip is [label, colour, style]; style: "" (here), "gone" (not here), "way" (under way).
+list of texts and chips. A chip (a box) is [label, colour, style]; style: "" (here), "gone" (absent), "way" (under way).
 """
 
 import re
@@ -43,16 +43,16 @@ WAYS = ("forward", "backward")
 
 
 def brief(name: str) -> str:
-    """A parameter's name, shortened to fit a chip: "0.q_proj"."""
+    """Shorten a parameter's name so that it fits into a small box: "0.q_proj"."""
     return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
 class Film:
-    """Runs a step's `train` on the small model, and records `rows(film)` as a state after each event.
+    """Runs a course step's `train` on the small model, and records `rows(film)` as a state after each event.
 
-    Events: a unit starts its forward or its backward; a parameter's gradient is complete; a collective starts; a unit's
-    weights are freed; a method of the sync or the optimizer has returned. `passed` lists the events of units, as (name,
-    direction), and those of methods, by name. `here`: the parameters whose gradients have arrived.
+    Events: a unit starts its forward or backward; autograd has added to a parameter's gradient; a collective starts; a
+    unit's weights are freed; a method of the sync or the optimizer has returned. `passed` lists the starts of units as
+    (unit, direction), and the names of methods that have returned. `here`: the parameters whose gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
@@ -69,7 +69,7 @@ class Film:
             step.train(self.config, run)
 
     def attach(self, parts: Parts):
-        """Add hooks to the parts that the step has built. They run after the step's own hooks."""
+        """Add hooks to the parts that the course step has built. These hooks run after those of the step itself."""
         self.parts, model = parts, parts.model
         self.watch = MemoryWatch(parts, self.memory, Clock(parts, host=True))
         units = zip(UNITS, (model.model.embed_tokens, *model.model.layers.values(), model.lm_head), strict=True)
@@ -95,12 +95,12 @@ class Film:
         self.tell(f"The gradient of {brief(name)} is here.")
 
     def follow(self, says: str, event: str | None, call: Callable, *args: Any):
-        """Wrap a method: record the event that it has returned."""
+        """Wrap a method: call it, then record `event`, which `says` describes."""
         call(*args)
         self.tell(says, event)
 
     def tell(self, says: str, event: Any = None):
-        """Record an event, and the state after it."""
+        """Record an event, which `says` describes, and the state after it."""
         self.passed += [event] if event else []
         if rows := self.rows(self):
             self.watch.measure()  # labels all tensors in the timeline
@@ -144,7 +144,7 @@ def buckets() -> dict:
 
 
 def zero(stage: int) -> dict:
-    """Chapter 3: record the second step of `--zero stage`, as the first creates the moments. A chip is a shard."""
+    """Chapter 3: record the second step of `--zero stage`; the first step creates the moments. Each box is a shard."""
 
     def shards(own: str, others: str) -> list:
         return [[[str(r), r, own if r == dist.get_rank() else others] for r in range(RANKS)]]
@@ -181,9 +181,9 @@ ROUTES = {
 
 
 def routing(mesh: Mesh, ep: int) -> dict:
-    """Chapter 7: record a layer of 4 experts that return their input. A rank has 2 tokens, a token chooses 2 experts.
+    """Chapter 7: record a layer of 4 experts that return their input. A rank has 2 tokens; a token chooses 2 experts.
 
-    The first element of a row is the number of its token, which identifies the row after it has been sent.
+    A row is a token's vector. Its first element is the token's number, which identifies the row after it has been sent.
     """
     config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
     mesh.join("sequence", "dp")
@@ -195,7 +195,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
     rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # our experts
 
     def show(name: str, of: Tensor, counts: Tensor, experts: range):
-        """Record a chip for each row, with its expert and its token; returns the rows as they are."""
+        """Record a box for each row, labelled with the row's expert and token; returns the rows `of` unchanged."""
         parts = zip(experts, of[:, 0].int().split(counts.tolist()), strict=True)
         rows[name] = [[f"e{expert}:t{token}", token // 2, ""] for expert, part in parts for token in part.tolist()]
         return of
@@ -215,7 +215,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Make all recordings of a rank, by picture and choice. Chapter 1 needs only rank 0."""
+    """Make all recordings of a rank, by picture and by the values of choices. Only rank 0 makes those of chapter 1."""
     torch.set_num_threads(1)
     PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
