@@ -23,7 +23,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Sort tests by `ORDER`. Raises UsageError for tests of the course, because techniques would change their menus."""
+    """Sort tests by `ORDER`. Raises UsageError for the course's tests: techniques add values to the course's flags."""
     if others := {item.path.parent.name for item in items if Path(__file__).parent not in item.path.parents}:
         raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}
@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def pools(pytestconfig):
-    """`pools(4)` returns a pool of four ranks; each `kind` has pools of its own. All are killed after the session."""
+    """`pools(4)` returns a pool of four ranks, and `pools(4, "name")` another one. All are killed after the session."""
     from extras.tests.pool import Pool
 
     made, device = {}, pytestconfig.getoption("--device")

@@ -1,4 +1,4 @@
-"""Checks that a layout, with the techniques that its flags select, trains to the numbers of one process.
+"""Checks that a layout, with the techniques that its flags select, computes the same numbers as one process.
 
 `record` trains with a step's own `train` and keeps every loss, gradient norm, gathered gradient and final parameter. A
 layout is correct if these equal the numbers of step 1 in one process: in fp64, to a relative difference of 1e-10.
@@ -46,12 +46,12 @@ data.READERS[""]("")
 
 
 def read_named(plain: Callable, source: str) -> tuple[Any, Any]:
-    """Wrap the hub's reader, which does not know the tests' data set `uneven`."""
+    """Read the tests' data set `uneven` here, and pass any other source to the hub's reader, `plain`."""
     return equal.read(source) if source == "uneven" else plain(source)
 
 
 class Seeing(equal.Watch):
-    """A mixin for `OpenRun` or a subclass of it: keeps the gradients and weights of a run."""
+    """A mixin for `OpenRun` and its subclasses: keeps the gradients and weights of a run."""
 
     def __enter__(self) -> Any:
         run = super().__enter__()
@@ -64,10 +64,10 @@ class Seeing(equal.Watch):
 
 
 class Watch(Seeing, OpenRun):
-    """A run that draws and writes nothing, and keeps its gradients and weights."""
+    """A run that prints and writes nothing, and keeps its gradients and weights."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Attach the techniques, as a served run does, before the first step."""
+        """Attach the techniques before the first step, as `ServedRun` does."""
         self.open(**parts)
         yield from super().steps(**parts)
 
@@ -98,7 +98,7 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
 
 
 def one_process(row: Any) -> str:
-    """The step of a row's reference: step 1 or, if `base` has a flag that step 1 lacks, the row's own step."""
+    """The module of a row's reference run: step 1's or, if `base` has a flag that step 1 lacks, the row's own."""
     known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *FIELDS, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
 
@@ -126,7 +126,7 @@ def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing
 
 
 def record(step_name: str, options: dict[str, Any], kind: type = Watch) -> SimpleNamespace:
-    """Train, and return each step's loss, gradient norm, bytes sent and gradients, and the final parameters.
+    """Train, and return the loss, gradients, gradient norm and sent bytes of each step, and the final parameters.
 
     Tensors are returned as numpy arrays, which pickle faster.
     """
@@ -145,7 +145,7 @@ def difference(a: Any, b: Any) -> float:
 
 
 def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int = 1):
-    """Raise AssertionError at the first number that differs. It names the step and the parameter. n: ranks."""
+    """Raise AssertionError at the first number that differs; its message names the number. n: number of ranks."""
     both = lambda mine, right: ((name, torch.from_numpy(mine[name]), torch.from_numpy(right[name])) for name in mine)  # noqa: E731
     for i, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         close(ours.losses[i], theirs.losses[i], f"step {i + 1}: the loss", n, bound)

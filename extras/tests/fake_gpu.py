@@ -1,4 +1,4 @@
-"""Trains on simulated GPUs, so that the branches for CUDA and NCCL run on a CPU build of torch.
+"""Trains on simulated GPUs, so that the code for CUDA and NCCL runs on a CPU build of torch.
 
 Tensors have a device, a dtype and a shape, but no numbers; one process plays one rank, as in services/dry_run.py. A few
 lines of C++ (fake_cuda.cpp) add what a CPU build lacks for tensors on "cuda". Every step's `train` runs unchanged, for
@@ -56,7 +56,7 @@ def can_fake_cuda() -> bool:
 
 
 class Stream:
-    """A stream of CUDA or NCCL, or the host. Its next launch waits for the first done[s] launches of each stream s."""
+    """A CUDA stream, NCCL's stream, or the host. Before its next launch, done[s] launches of each stream s must end."""
 
     def __init__(self):
         self.done: Counter[Stream] = Counter()
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event: `wait` (a stream) and `synchronize` (the host) wait for all launches that came before `record`."""
+    """A CUDA event. `wait` makes the current stream, and `synchronize` the host, wait for launches before `record`."""
 
     def __init__(self, watch: "Watch"):
         self.record = lambda: setattr(self, "done", watch.stream.done.copy())
@@ -90,7 +90,7 @@ def tensors_of(*args: Any) -> list[Tensor]:
 
 
 def place() -> str:
-    """The innermost line of a step, common or variants that is running; "backward" if there is none."""
+    """The innermost line of the course or of a technique on the call stack; "backward" if there is none."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
     return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "backward"
 
@@ -133,7 +133,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def order(self, func: Callable, args: tuple, kwargs: dict, out: Any):
-        """Record writes, and reads of data that another stream may not have written yet. NCCL has its own stream."""
+        """Record what an operator writes, and whether it reads data that another stream may not have written yet."""
         name, schema = func.overloadpacket.__name__, func._schema.arguments
         inputs, made = tensors_of(args, kwargs), tensors_of(out)
         reader = self.stream if any(t.is_cuda for t in (*inputs, *made)) else self.host
@@ -173,14 +173,14 @@ class Watch(TorchDispatchMode):
 
 
 class Watched(OpenRun):
-    """A run that writes nothing. In each step, it sets `inside` of the watch."""
+    """A run that writes nothing. It tells `watch` when the forward of a step begins and when the backward has ended."""
 
     def __init__(self, config: Any, watch: Watch):
         super().__init__(config)
         self.first, self.watch, self.levels = False, watch, levels_of(config)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Attach the watch last, around all variants."""
+        """Attach the watch last, so that it wraps all techniques."""
         parts = self.open(**parts)
         route(self.watch, parts.model, self.levels)
         for module in parts.model.modules():
@@ -189,14 +189,14 @@ class Watched(OpenRun):
         yield from range(self.config.steps)
 
     def finish(self, gradients: Callable) -> dict[str, Tensor]:
-        """Wraps `gradients`: stops recording waits, as the host must wait next, for the norm of gradients."""
+        """Wraps `gradients`, and stops recording waits, because the host must now wait for the norm of gradients."""
         self.watch.inside = False
         return gradients()
 
 
 @contextmanager
 def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
-    """Inside this context, this process is rank `rank` of `world`, each with an H100, and tensors have no numbers."""
+    """Inside this context, this process acts as `rank` of `world` ranks with an H100 each; tensors have no numbers."""
 
     def pend(pending: comm.Pending, *given: Any, right: Callable = comm.Pending.__init__, **how: Any):
         right(pending, *given, **how)
@@ -250,7 +250,7 @@ def fake_gpu(watch: Watch, rank: int, world: int) -> Iterator[None]:
 def see(step: str, options: dict, rank: int = 0, world: int = 8) -> SimpleNamespace | None:
     """Train as one of `world` ranks with `options` (flags, or fields of the model's shape); returns what was recorded.
 
-    It needs a process of its own, since fake_cuda.cpp cannot be unloaded. Returns None if `can_fake_cuda` is False.
+    Call it in a process of its own, since fake_cuda.cpp cannot be unloaded. Returns None if `can_fake_cuda()` is False.
     """
     if not can_fake_cuda():
         return None

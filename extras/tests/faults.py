@@ -1,4 +1,4 @@
-"""Mistakes in techniques and services, each with the test that must notice it. tests/faults.py has those of the course.
+"""Mistakes in techniques and services, each with the test that must notice it. For the course, see tests/faults.py.
 
 `injected` replaces a text in the source of a function or class, and compiles the source. It raises KeyError if the text
 is not there. extras/tests/test_faults.py tries each mistake.
@@ -147,9 +147,9 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 
 @contextmanager
 def injected(fault: str | Fault) -> Iterator[None]:
-    """Inside this context, the program has this mistake, or the patch of this name; "" changes nothing.
+    """Inside this context, the program has the mistake `fault`, or the patch of this name; "" changes nothing.
 
-    It replaces the code objects of functions. So whoever holds a function, such as a menu, gets the mistake, too.
+    It replaces the code objects of functions, so code that has already imported a function gets the mistake, too.
     """
     if not fault:
         yield

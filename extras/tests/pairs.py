@@ -1,7 +1,7 @@
-"""Pairwise tests of flags: the values of all flags, which of them go together, and a few runs that cover all pairs.
+"""Pairwise tests of flags: the values of all flags, which values can be combined, and a few runs that cover all pairs.
 
-A technique declares its values and its refusals in its own file (extras/variants/record.py). This file has the values
-of the flags of steps and services, and decides whether a combination can be compared on four ranks.
+A technique's file declares its values and its refusals, as extras/variants/record.py describes. This file has values
+of the flags of steps and services, and decides whether a run fits on four ranks and can be compared with one process.
 """
 
 import importlib
@@ -56,7 +56,7 @@ Rule = dict[str, frozenset]  # flags that are refused together, each with the va
 
 @lru_cache
 def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
-    """A step's flags that are not in APART, with their values; and its rules, which say what it refuses."""
+    """The flags of a step that are not in APART, with their values, and the rules that say what the step refuses."""
     cls, flags, found = compose(importlib.import_module(step)), {}, []
     owners = {field.name: file for file in offered(cls, "Flags") for field in fields(file.Flags)}
     for field in [field for field in fields(cls) if field.name not in APART]:
@@ -81,7 +81,7 @@ def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
 
 
 def plain(step: str) -> Options:
-    """All flags of a step with their first values: a run without flags."""
+    """All flags of a step with their first values, which stand for a run without flags."""
     return {name: flag.values[0] for name, flag in table(step)[0].items()}
 
 
@@ -117,7 +117,7 @@ def complete(step: str, given: Options) -> Options:
 
 
 def ranks_of(run: Options) -> int:
-    """The number of ranks for a run: pp x cp x tp, or twice as many if below four (ZeRO replicas: four)."""
+    """A run's number of ranks: pp x cp x tp, doubled if below four; at least four for ZeRO replicas; one in step 1."""
     if "sync" not in run:
         return 1
     taken = run.get("pp", 1) * run.get("cp", 1) * run.get("tp", 1)
@@ -137,12 +137,12 @@ def comparable(run: Options) -> bool:
 
 
 def trains(step: str, run: Options) -> bool:
-    """Whether a run is accepted, and can be compared."""
+    """Whether no rule refuses a run, and the run is `comparable`."""
     return not broken(step, run) and comparable(run)
 
 
 def join(step: str, chosen: Options, more: Options) -> Options | None:
-    """Add the flags `more`, and those that they need, to `chosen`. Returns None if they cannot be tested together."""
+    """Add the flags `more`, and the flags that these need, to `chosen`. Returns None if no run can have them all."""
     if any(chosen.get(name, value) != value for name, value in more.items()):
         return None
     run, without = complete(step, chosen | more), plain(step)
@@ -152,7 +152,7 @@ def join(step: str, chosen: Options, more: Options) -> Options | None:
 
 
 def covering(step: str, wanted: Iterable[Options]) -> list[Options]:
-    """A few runs that together cover all `wanted` combinations of flags. Each run takes as many as go together."""
+    """A few runs that together cover all `wanted` combinations of flags. Each run takes as many as it can."""
     runs, left = [], list(wanted)
     while left:
         chosen = join(step, {}, left[0])
@@ -165,7 +165,7 @@ def covering(step: str, wanted: Iterable[Options]) -> list[Options]:
 
 
 def lighter(run: Options) -> Options:
-    """Remove two layers from a run of step 7, to halve its time, unless it needs all of them."""
+    """Remove two layers from a run of step 7, to halve its time, unless the run needs all layers."""
     deep = run.get("schedule") in TWO_STAGES or run.get("dense_layers")
     return run if deep or "moe_every" not in run else run | dict(n_layers=run["n_layers"] - 2)
 
@@ -187,8 +187,8 @@ def chosen_runs(kind: str, step: str) -> list[Options]:
     """Runs that cover all pairs of flags (`kind` is "any two flags"), or all pairs of values ("any two values").
 
     "Any two flags" also covers each value. It leaves out --compile, whose runs take seconds, and pairs of --schedule
-    with --sync or --cp-mode, which would each need a run of their own. LOOKS flags are tested in separate runs, because
-    they need all services.
+    with --sync or --cp-mode, each of which would need its own run. The flags in LOOKS, which only observe a run, are
+    tested in separate runs, because they need all services.
     """
     without, pairs = plain(step), [pair for pair in pairs_of(step) if trains(step, complete(step, pair))]
     random.Random(0).shuffle(pairs)

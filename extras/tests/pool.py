@@ -32,7 +32,7 @@ def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
 
 
 def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
-    """Start `python words`, or `torchrun words` if `ranks` > 0, with one thread each. `options` are those of Popen."""
+    """Start `python words` or, if `ranks` > 0, `torchrun words`. Each process has one thread. `options` go to Popen."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     ours = {key: value for key, value in os.environ.items() if not key.startswith((*OUTER, "PYTHONPATH"))}
     options["env"] = ours | dict(OMP_NUM_THREADS="1") | options.pop("env", {})
@@ -40,7 +40,7 @@ def start(ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
 
 
 def run(ranks: int, words: list[str], log: Path, **env: str) -> tuple[int, str]:
-    """Run a launch line, by torchrun if `ranks` > 0; returns (exit status, all output). `env` adds variables."""
+    """Call `start`, and wait for the process; returns (exit status, all output). `env`: more environment variables."""
     with log.open("w") as file:
         return start(ranks, words, stdout=file, stderr=file, env=env).wait(400), log.read_text()
 
@@ -55,7 +55,7 @@ def alone(function: Callable, *args: Any) -> Any:
 
 
 class Pool(pool.Pool):
-    """A pool that first waits until no other pool of this user computes. Two at once would be slower than in turn."""
+    """A pool that first waits until no other pool of this user computes. Two pools at once would take longer."""
 
     def run(self, function: Callable, *args: Any, seconds: float = 300.0) -> list[Any]:
         """Call a function on all ranks. Raises RankError if one fails or hangs; the next call starts new workers."""

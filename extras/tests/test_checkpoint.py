@@ -1,4 +1,4 @@
-"""Tests checkpoints: a run resumes under any layout as if it had never stopped, and a crash leaves a valid one."""
+"""Tests checkpoints: a run resumes under any layout as if it had never stopped; a crash leaves a valid checkpoint."""
 
 import importlib
 import os
@@ -75,7 +75,7 @@ def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Te
 
 
 def require_same(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor], bound: float = 0.0):
-    """Assert that both have the same tensors, with a relative difference of at most `bound` (0: the same bits)."""
+    """Assert that `found` and `expected` have the same tensors, to a relative difference of `bound` (0: same bits)."""
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert difference(tensor, expected[key]) <= bound, key
@@ -86,7 +86,7 @@ def continues(pools, tmp_path_factory):
     """`continues(base, saved, resumed)` trains under the layout `saved`, and resumes under the layout `resumed`.
 
     It asserts that losses, masters and moments then equal those of one process that never stopped, to 1e-10. `fault`
-    is a mistake for the program of the resumed run.
+    is a mistake that is injected into the resumed run.
     """
     made: dict[str, tuple] = {}
 
@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """All pairs (saved, resumed) of layouts in a row. All but (1st, 2nd), (3rd, 4th) ... are marked `exhaustive`."""
+    """All pairs (saved, resumed) from a row of LAYOUTS. All but (1st, 2nd), (3rd, 4th) ... are marked `exhaustive`."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
@@ -152,7 +152,7 @@ def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
 
 
 def test_debts_of_another_layout_are_left_out(pools, tmp_path):
-    """If the number of ranks changes, what compressed sums owe (`owed`) is not restored. The run saves new debts."""
+    """Errors left by --compress (`owed`) are not restored on another number of ranks. A resumed run saves new ones."""
     base = dict(compress="topk", zero=2)
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "two")
     train(pools, base, (3, {}), out=tmp_path / "three", resume=tmp_path / "two")
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """A resumed run prints what it resumes and which flags have changed. It keeps all whole rows of metrics."""
+    """A resumed run prints what it resumes and which flags have changed. It keeps all complete rows of metrics."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_two_nodes_train_as_one_process(job, pools):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left(job, number):
-    """After either signal, the processes of all nodes end. The nodes' network is never visible on the host."""
+    """After SIGKILL or SIGTERM, the processes of all nodes end. The nodes' network is never visible on the host."""
     run = job(10**6)
     alive = lambda: subprocess.run(["pgrep", "-f", str(run.out)], capture_output=True).stdout.split()  # noqa: E731
     run.begin()
@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
 
 
 def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path):
-    """On the cable, the kernel counts the bytes that the laws say and less than 4 % more, which gloo adds."""
+    """The Linux kernel counts at most 4 % more bytes on the cable than the laws say, because gloo adds a few."""
     _, said = launch(0, ["-m", "extras.tests.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
     assert 0.15 < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine

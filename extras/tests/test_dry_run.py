@@ -1,4 +1,4 @@
-"""The dry run counts what real ranks send, compute and hold, and counts a GPU's kernels."""
+"""Tests of the dry run: it counts what real ranks send, compute and keep in memory, and counts kernels as on a GPU."""
 
 import importlib
 import time
@@ -37,7 +37,7 @@ LAYOUTS = [  # ranks, step, flags. In GROUPS a token chooses both experts of a g
 
 
 def counts(run: Counted) -> SimpleNamespace:
-    """The numbers of a step that are compared: traffic, bytes held by kind, FLOPs and peak memory."""
+    """The numbers of a step that are compared: traffic, held bytes of each kind of tensor, FLOPs and peak memory."""
     flops = sum(count["flops"] for count in run.meter.count.values())
     return SimpleNamespace(sent=run.taken, held=run.held, flops=flops, peak=sum(run.meter.peak().values()))
 
@@ -89,7 +89,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, ranks, step, flags):
 
 
 def test_matmuls_are_those_that_torch_counts():
-    """FLOPs of matmuls are those of torch. Of a CPU's attention, torch counts all scores or (before 2.15) none."""
+    """Matmuls have the FLOPs that torch counts. For attention on CPU, torch counts all scores or, before 2.15, none."""
     options = SHAPE | dict(n_layers=2, recompute="full")
     count = dry("step01_single_gpu", options, 1).meter.count
     with FlopCounterMode(display=False) as theirs:
@@ -111,7 +111,7 @@ def test_kernels_are_those_of_a_gpu():
 
 
 def test_a_dry_run_says_what_it_counted(capsys):
-    """The report names a bound of MFU, the GPU and the rank. The run is started as in extras/__main__.py."""
+    """The report names the GPU, the rank, and an upper bound of MFU. The run is started as in extras/__main__.py."""
     config = compose(step07)(model="tiny-moe", dry_run=8, pp=2, tp=2, ep=2, rank="7", gpu="a100-80")
     with ServedRun(config) as run:
         instead_of(step07.train)(config, run)

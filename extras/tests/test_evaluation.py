@@ -27,7 +27,7 @@ OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save
 
 
 def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
-    """Validation computes logits chunk by chunk, as a training step does; generation computes one token's at a time."""
+    """Validation computes logits chunk by chunk, like training. Generation computes logits of one token at a time."""
     monkeypatch.setattr(evaluation.generate, "__defaults__", (3, 0))
     out, none = str(tmp_path / "run"), str(tmp_path / "none")
     for options, tokens in (dict(out=out, loss_chunk=5), 5), (dict(out=none, resume=out, generate="x"), 1):
@@ -79,7 +79,7 @@ def test_published_models_there_and_back(tmp_path, kind, more, monkeypatch):
 
 
 def test_the_index_says_which_files_count(tmp_path):
-    """Files not in the index are not read. A torn file, or a missing or misshapen tensor, gives a one-line error."""
+    """Files not in the index are not read. A cut file, or a missing or misshapen tensor, gives a one-line error."""
     m, source, out = hub.Shape(8, 1, 1, 1, 8, 9, 4), str(tmp_path), str(tmp_path / "out")
     (tmp_path / "config.json").write_text(json.dumps(hub.config_of(m, "float32")))
     new, old = ({k: torch.full(shape, x) for k, shape in hub.shapes_of(m).items()} for x in (1.0, 2.0))
@@ -100,7 +100,7 @@ def test_the_index_says_which_files_count(tmp_path):
 
 
 def test_what_cannot_be_converted_is_one_line():
-    """Another architecture, another RoPE scaling, or a size that this decoder does not have gives a one-line error."""
+    """An architecture, a RoPE scaling or another setting that this decoder does not have gives a one-line error."""
     m = hub.Shape(32, 3, 4, 2, 48, 259, 16, experts_per_token=0)
     good = hub.config_of(m, "float32")
     assert hub.model_of(good) == m

@@ -15,7 +15,7 @@ from extras.variants.step07.grouped_matmul import can_group, multiply
 
 
 def test_grouped_is_expert_by_expert():
-    """The grouped matmul has the loop's outputs and gradients. An expert without rows gets a gradient of zero."""
+    """The grouped matmul equals a loop over experts in outputs and gradients. An expert without rows has gradient 0."""
     torch.manual_seed(0)
     rows, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
     assert can_group(rows, weight.mT) and not can_group(rows.double())
@@ -38,7 +38,7 @@ def test_presets_have_their_size(name):
 
 
 def test_presets_set_the_flags():
-    """A preset sets the flags that the user has not given; a step without experts refuses it."""
+    """A preset sets the flags that the user has not given. Step 6 refuses a preset with experts."""
     config = compose(step07)(model="deepseek-v3-like", experts_per_token=4)
     check(config, 1)
     assert (config.experts, config.experts_per_token, config.dense_layers, config.shared_experts) == (256, 4, 3, 1)

@@ -1,4 +1,4 @@
-"""Each mistake of faults.py is noticed: a number differs from one process's, or a test fails."""
+"""Each mistake of faults.py is noticed: a number differs from that of one process, or a test fails."""
 
 import importlib
 import inspect

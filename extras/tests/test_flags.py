@@ -31,7 +31,7 @@ WRONG = {  # how the line begins -> ranks, step, and flags whose sizes do not fi
 
 @pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))
 def test_every_rank_refuses_in_one_line(pools, flag):
-    """All ranks raise the same line, which begins with the flag."""
+    """All ranks raise the same error of one line, which begins with the flag."""
     ranks, *call = WRONG[flag]
     first, *others = pools(ranks).run(error_of, UserError, equal.record, *call, seconds=60)
     assert first.startswith(flag) and "\n" not in first, first

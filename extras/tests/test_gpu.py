@@ -1,6 +1,6 @@
 """The code for CUDA and NCCL must not make the host wait, read data too early, or launch collectives that deadlock.
 
-Both tests train on simulated GPUs (fake_gpu.py). faults.py has mistakes that each of them must notice.
+Both tests train on simulated GPUs (fake_gpu.py). faults.py has mistakes that these tests must notice.
 """
 
 from types import SimpleNamespace

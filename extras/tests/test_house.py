@@ -13,7 +13,7 @@ from extras.variants.__main__ import table
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"} | sys.stdlib_module_names
-MAY = {  # room (`room_of`) -> the other rooms that it may import
+MAY = {  # part of the repository (`room_of`) -> the other parts that it may import
     "step": {"common"},
     "common": set(),
     "variants": {"step", "common"},
@@ -42,7 +42,7 @@ FILES = {
 
 
 def room_of(module: str) -> str:
-    """The room of a module, one of MAY; "" for a module that is not ours."""
+    """The part of the repository, a key of MAY, to which a module belongs; "" for a module that is not ours."""
     first, *rest = module.split(".")
     if first == "extras":
         return rest[0] if rest and rest[0] in MAY else first
@@ -73,7 +73,7 @@ def lines_of(module: str) -> list[str]:
 
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in MAY])
 def test_imports_point_one_way(module):
-    """A module imports only from its own room and from those that MAY allows it; a step, only earlier steps."""
+    """A module imports only from its own part (`room_of`) and the parts that MAY lists. No step imports a later one."""
     room = room_of(module)
     for name in imported(module) - (DOORS if module == "extras.theory.plan" else set()):
         target = room_of(name)
@@ -91,7 +91,7 @@ def test_imports_form_no_circle():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_is_a_docstring_a_mechanism_and_train(step):
-    """The docstring has at most 36 lines, `train` at most 45; `train` comes last, and `main` starts it."""
+    """A step's docstring has at most 36 lines, and `train` at most 45. `train` comes last, and `main` starts it."""
     doc, *_, train, start = tree_of(step).body
     assert isinstance(doc, ast.Expr) and doc.end_lineno <= 36
     assert train.name == "train" and train.end_lineno - train.lineno + 1 <= 45

@@ -1,9 +1,9 @@
-"""Compares the speed and memory of a step's variants with one another and with PyTorch's own parallelism.
+"""Compares the speed and memory of a chapter's variants with one another and with PyTorch's own parallelism.
 
-A contestant is a function `train(config, run)`: a step's own, or one of peers.py (`peer`). A contest times whole steps,
-from the batch to the update. Contestants take turns in the same processes, so whatever else the machine does slows all
-of them alike. For this, each runs in a thread that waits before each step. A ratio divides the times of two contestants
-in the same round. The losses of all contestants must agree.
+A contestant is a function `train(config, run)`: the chapter's own, or one of peers.py (`peer`). A contest times whole
+training steps, from the batch to the update. Contestants take turns in the same processes, so whatever else the machine
+does slows all of them equally. Each contestant runs in a thread that waits before each training step. A ratio divides
+the times of two contestants in the same round. The losses of all contestants must agree.
 """
 
 import gc
@@ -31,7 +31,7 @@ from extras.tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """A step and its contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all of them have."""
+    """A chapter's contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all contestants have."""
 
     ranks: int
     step: str
@@ -78,7 +78,7 @@ class Config:
 
 
 class Result(NamedTuple):
-    """The numbers of one contestant."""
+    """The measured times and memory of one contestant."""
 
     seconds: list[float]  # of a step on the slowest rank, by round
     peak: int  # most bytes of rank 0's tensors at any time in the second step
@@ -88,7 +88,7 @@ class Bare(OpenRun):
     """A run that prints and writes nothing."""
 
     def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
-        """`peer`: the function of peers.py that trains; "": the step's own `train` with all techniques."""
+        """`peer`: the function of peers.py that trains; "" stands for the chapter's own `train` with all techniques."""
         module = importlib.import_module(step)
         config = compose(module)(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
@@ -108,7 +108,7 @@ class AllTensors(MemoryTimeline):
     """A memory timeline for DTensors, too: it records their local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Skip an operator on DTensors, because it calls operators on their local tensors, which are recorded."""
+        """Skip an operator on DTensors. DTensor then calls operators on local tensors, and these calls are recorded."""
         theirs = any(kind.__name__ == "DTensor" for kind in types)  # by name: importing DTensor takes a second
         return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -116,7 +116,7 @@ class AllTensors(MemoryTimeline):
 class Contestant(Bare):
     """Runs `train` in a thread that waits before each step; `step()` lets it train one step.
 
-    `peak`: the most bytes of tensors in the second step. Memory that a kernel uses only inside does not count.
+    `peak`: the most bytes that tensors occupy in the second step. Temporary memory inside kernels does not count.
     """
 
     def __init__(self, *entry: Any):
@@ -159,9 +159,9 @@ class Contestant(Bare):
 
 
 def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step on this rank, by name and round. The first round, which warms up, is left out.
+    """Seconds of a step on this rank, by contestant and round. The first round, which only warms up, is left out.
 
-    In a round each contestant makes three steps in a row. Every other round goes through the names backwards.
+    In a round each contestant makes three steps in a row. The order of the contestants is reversed after each round.
     """
     found: dict[str, list[float]] = {name: [] for name in made}
     finished = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -178,7 +178,7 @@ def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float
 
 
 def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, Result]:
-    """Time `entries`: name -> arguments of `Bare`. Raises RuntimeError if losses of a step differ by over `bound`."""
+    """Run a contest. `entries`: name -> arguments of `Bare`. Raises RuntimeError if losses differ by over `bound`."""
     made, found = {}, {}
     for name, entry in entries.items():
         gc.collect()
@@ -196,7 +196,7 @@ def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, R
 
 
 def report(found: dict[str, Result], beside: dict[str, str]) -> str:
-    """The table of a contest. `beside`: name -> the contestant with which it is compared, in each round."""
+    """The table of a contest. `beside`: a contestant's name -> the name of the contestant with which it is compared."""
     rows = [["", "step time", "beside", "time, and its range", "peak memory"]]
     for name, (seconds, peak) in found.items():
         ratios = [a / b for a, b in zip(seconds, found[beside[name]].seconds, strict=True)]
@@ -206,7 +206,7 @@ def report(found: dict[str, Result], beside: dict[str, str]) -> str:
 
 
 def main(name: str, argv: list[str]):
-    """Run one contest: train all of its rows in turns, and print the table."""
+    """Run one contest: let all of its contestants train in turns, and print the table."""
     config, (ranks, step, rows, shared) = parse(Config, argv), CONTESTS[name]
     shared = dict(model=config.model, micro_batch_size=4, global_batch_size=16) | shared
     entries, beside, before = {}, {}, ""

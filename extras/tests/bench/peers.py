@@ -1,6 +1,6 @@
-"""Trains by PyTorch's own parallelism. The model, its weights, the batches and the update rule are those of the steps.
+"""Trains with PyTorch's own parallelism. The model, its weights, the batches and the update rule are the course's.
 
-A function `build_...` returns what differs: a module, and a function `backward(xs, ys, n_targets)` that accumulates
+Each function `build_...` returns what differs: a module, and a function `backward(xs, ys, n_targets)` that accumulates
 gradients and returns the loss.
 """
 
@@ -29,7 +29,7 @@ from step06_pipeline import forward_stage, keep_stage, plan
 
 
 def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut: str, config: Any, run: Run):
-    """The steps' training loop. `build` makes the parallelism, along the dimension `cut` of the mesh."""
+    """The training loop of the course. `build` adds the parallelism along the dimension `cut` of the mesh."""
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -56,7 +56,7 @@ def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut
 
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Group parameters into matrices and norms, DTensors and others: PyTorch's fused kernels accept no mixture."""
+    """Group parameters by (matrix or norm, DTensor or not). Fused kernels cannot mix DTensors and other tensors."""
     sets: dict[tuple, list[nn.Parameter]] = {}
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
@@ -64,7 +64,7 @@ def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """Clip with PyTorch's functions; returns the norm. With a `mesh`, squared norms are summed over pipeline stages."""
+    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages if `mesh` is given."""
     square = 0.0
     for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -106,7 +106,7 @@ def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Calla
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """FSDP2. Each layer is a unit, and all other parameters are another. Gradients are summed, not averaged."""
+    """Use FSDP2. Each layer is a unit, and all other parameters form one more. Gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
     options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
@@ -120,9 +120,9 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Call
 
 
 def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """PyTorch's tensor parallelism; with --sp, its SequenceParallel on the norms.
+    """Use PyTorch's tensor parallelism and, with --sp, PyTorch's SequenceParallel for the norms.
 
-    The input of a block becomes a DTensor once, which takes less time than once for each of the block's matrices.
+    The input of a block becomes a DTensor only once. To convert it for each of the block's matrices would take longer.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
@@ -160,7 +160,7 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
 
 
 class Stage(nn.Module):
-    """A stage of step 6 for PyTorch's runtime: it has only its own parameters. The last stage returns logits."""
+    """A stage of chapter 6's pipeline, as a module with only the stage's parameters. The last stage returns logits."""
 
     def __init__(self, model: Decoder, place: Place, positions: Tensor):
         super().__init__()
@@ -170,7 +170,7 @@ class Stage(nn.Module):
         self.compute = partial(forward_stage, model, place, targets=None, positions=positions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (in the first stage) or hidden states -> hidden states or logits (in the last stage)."""
+        """Hidden states -> hidden states. The first stage takes tokens instead, and the last one returns logits."""
         return self.compute(x)
 
 
@@ -186,7 +186,7 @@ CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # PyTorch's have two stage
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """`torch.distributed.pipelining`, with its schedule that is nearest to `--schedule`."""
+    """Use `torch.distributed.pipelining` with the schedule of PyTorch that is most similar to `--schedule`."""
     device, dtype = choose_device(config)
     cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
     places, _ = plan(type(config)(**vars(config) | dict(schedule=cut)), m)

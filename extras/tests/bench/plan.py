@@ -3,9 +3,9 @@
     python -m extras.tests.bench plan
     python -m extras.tests.bench plan --rows FILE --vtrain FILE --json predictions.json
 
-published/README.md describes the files. The first letter of a row's id stands for its source. The planner has recipes
-for the trainers of S, K (both Megatron) and vTrain. It predicts all other rows as if the course's trainer had run them,
-so their errors also contain the difference between two trainers. Memory is always that of the course's trainer.
+published/README.md describes the files. The first letter of a row's id is the row's source. The planner has recipes
+for the trainers of sources S and K (both Megatron) and for vTrain's. All other rows are predicted for the course's
+trainer, so their errors also contain how two trainers differ. Memory is always predicted for the course's trainer.
 """
 
 import csv
@@ -49,7 +49,7 @@ too small: the allocator's fragments; too slow: kernels that hide a message behi
 
 @dataclass
 class Config:
-    """The files to compare with."""
+    """The files of published runs, and the file into which predictions are written."""
 
     rows: str = str(HERE / "rows.csv")  # runs, one a line, in the columns of published/rows.csv
     vtrain: str = str(HERE / "vtrain_multi_node.csv")  # step times, in the columns of published/vtrain_multi_node.csv
@@ -68,9 +68,9 @@ class Case(NamedTuple):
 
 
 def rows_of(path: str) -> list[dict[str, str]]:
-    """Read the lines of a file that are not empty, as cells by column. Raises UserError if there is no such file.
+    """Read the lines of a CSV file that are not empty: column -> cell. Raises UserError if there is no such file.
 
-    The cell `line` is added: the number of the line, without the header. A cell "nan" becomes "".
+    A cell `line` is added: the number of the line, which is 1 just below the header. A cell "nan" becomes "".
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
@@ -85,7 +85,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 
 
 def real(row: dict[str, str], name: str, default: float | str = "") -> float:
-    """The number in a cell, or `default` if it is empty. Raises UserError unless it is finite and not negative."""
+    """The finite number >= 0 in a cell, or `default` if the cell is empty. Raises UserError for any other content."""
     try:
         found = float(row.get(name) or default)
     except ValueError:
@@ -96,7 +96,7 @@ def real(row: dict[str, str], name: str, default: float | str = "") -> float:
 
 
 def shape_of(row: dict[str, str]) -> Shape:
-    """The model of a row. Sizes that it lacks come from NAMED, or are defaults. Raises UserError."""
+    """The shape of a row's model. Sizes that the row lacks come from NAMED, or are defaults. Raises UserError."""
     dim, layers, heads, seq = (
         int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
     )
@@ -111,7 +111,7 @@ def shape_of(row: dict[str, str]) -> Shape:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The layout of a row. Megatron's rows have sequence parallelism only with `sel+SP`, all other rows always."""
+    """The layout of a row. Megatron's rows have sequence parallelism only with `sel+SP`; all others always have it."""
     megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
@@ -153,7 +153,7 @@ def read_vtrain(path: str) -> list[Case]:
 
 
 def counted_flops(case: Case) -> float:
-    """FLOPs of a token, as the row's source counts them: S adds recomputation, L and A leave out masked scores."""
+    """FLOPs of a token, as the run's source counts them. Source S adds recomputation; L and A omit masked scores."""
     m, letter = case.shape, case.id[0]
     if letter == "S":  # 96 B s l h^2 (1 + s / 6h + V / 16 l h), Narayanan et al., section 5.1
         return 96 * m.n_layers * m.dim**2 * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
@@ -170,7 +170,7 @@ def predict(case: Case) -> dict[str, float]:
 
 
 def error(case: Case, predicted: dict[str, float], name: str) -> float:
-    """The relative error of a figure. For a rate, such as tokens/s, it is the error of the time."""
+    """The relative error of a figure. For a rate, such as tokens/s, it is the error of the inverse, a time."""
     ratio = predicted[name] / case.published[name]
     return (ratio if name in ("step_s", "mem_gib") else 1 / ratio) - 1
 
@@ -183,7 +183,7 @@ def time_figure(case: Case) -> str:
 def choice(published: list[float], predicted: list[float]) -> tuple[float, float]:
     """Spearman's correlation of published and predicted times, and the regret.
 
-    Regret: how much longer the layout with the least predicted time took than the best.
+    Regret: by what fraction the layout with the least predicted time took longer than the fastest layout.
     """
     ranks = [[sum(x < value for x in row) + row.count(value) / 2 for value in row] for row in (published, predicted)]
     alike = any(len(set(row)) == 1 for row in ranks)
