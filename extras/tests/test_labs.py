@@ -26,14 +26,14 @@ def command(*words: object, status: int = 0) -> str:
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_lab_is_complete(lab):
-    """Each task has a title, minutes, a text and three hints."""
+    """Each task has a title, a time in minutes, a text and three hints."""
     text = (ROOT / f"extras/labs/lab{lab}.md").read_text()
     assert len(re.findall(r"^## .+ \(\d+ min\)\n\n.+\n\n(?:\d\. .+\n){3}\n", text, re.MULTILINE)) == len(TASKS[lab])
 
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_starter_gives_nothing_away(tmp_path, lab):
-    """A folder has all signatures and docstrings. It shows no long line of a solution, unless an earlier step does."""
+    """A folder has all signatures and docstrings, and no long line of a solution, except lines of earlier chapters."""
     start(lab, tmp_path / "lab", "ada")
     assert opened(tmp_path / "lab") == (lab, "ada", hollow(lab))
     shown = {line.strip() for path in (tmp_path / "lab").rglob("*.*") for line in path.read_text().splitlines()}

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory, pytestconfig) -> str:
     "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
 )
 def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
-    """With flags of a short run added, the launch line in a step's docstring trains to the end."""
+    """The launch line in a step's docstring trains to the end if flags of a short run are added."""
     doc = (ROOT / f"{step}.py").read_text()
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has only two layers, for four stages
@@ -89,7 +89,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
 
 
 def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch):
-    """Ranks compare the UUIDs of their GPUs. (The numbers may be equal, if each rank sees only its own GPU.)"""
+    """Ranks compare the UUIDs of their GPUs, because device indices may be equal if each rank sees only its own GPU."""
     store = dist.HashStore()
     store.set("the GPU of rank 1", "a")
     monkeypatch.setattr(devices, "fresh_store", lambda _: store)

@@ -71,7 +71,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
 
 
 def meets(pools, reference, row: Row, folder: Path):
-    """Losses and final parameters equal those of one process. Gradients do not, as each dp rank has its own."""
+    """Losses and final parameters equal those of one process. Gradients are not compared: each dp rank has its own."""
     right = reference(row)
     for seen in pools(row.ranks).run(equal.record, row.step, row.base | row.layout, equal.Apart):
         assert difference(seen.losses, right.losses) < 1e-10 and seen.parameters.keys() == right.parameters.keys()

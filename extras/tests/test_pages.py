@@ -1,4 +1,4 @@
-"""Tests the web pages of the course: names and links lead to definitions, pictures obey the laws of the chapters."""
+"""Tests the web pages of the course: names and links lead to definitions, and pictures obey the chapters' laws."""
 
 import json
 import re

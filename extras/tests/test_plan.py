@@ -67,7 +67,7 @@ def test_no_legal_layout_is_left_out():
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
 def test_the_dearest_stage_costs_least(vocab):
-    """`balanced` makes the dearest stage as cheap as possible. The sum of squared costs is within 5% of its least."""
+    """`balanced` minimises the largest stage cost, and then nearly (within 5%) the sum of the squared stage costs."""
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab
@@ -108,7 +108,7 @@ USUAL = ("0", "0 experts", "1", "1 experts")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in USUAL)) for n in DRAWN])
 def test_the_bound_of_the_peak(name):
-    """The planner's bytes are within 20% of the peak that a dry run counts; for one of 200 layouts, 29% above it."""
+    """The planner's bytes are within 20% of a dry run's peak. For one of 200 layouts, they are 29% above this peak."""
     x, shape, experts, rank = DRAWN[name]
     seen, m = counted(x, shape, rank, **experts), shape_of(ModelConfig(**shape), SimpleNamespace(**experts))
     ours, peak = rank_bytes(m, x, rank * x.pp // x.world), sum(seen.meter.peak().values())
@@ -173,7 +173,7 @@ def test_messages_over_tp_are_sent_again(sp):
 
 
 def test_messages_take_the_network_that_they_are_in():
-    """With tp 8 on nodes of 4, a ring uses all network cards of a node. In an all-to-all, each rank uses its own."""
+    """With tp 8 on nodes of 4, a ring uses all network cards of a node. In an all-to-all, a rank uses its own card."""
     whole = LLAMA.seq_len * LLAMA.dim * 2
     for node, speed, hops in (8, H100.within, 7), (4, 4 * H100.between, 6 + 10):
         gpu = H100._replace(node=node, start=100.0, hop=1.0, hop_between=10.0)
@@ -241,7 +241,7 @@ def test_files_with_gaps(tmp_path):
     ],
 )
 def test_the_report(name, more, capsys, tmp_path):
-    """The flags and the launch line in the report mean the layouts that were found, and these fit into memory."""
+    """The flags and the launch line in the report describe the layouts that were found, and these fit into memory."""
     flags, file = parse(plan.Flags, ["--model", name, *shlex.split(more)]), tmp_path / "plan.json"
     assert plan.main(["--model", name, *shlex.split(more), "--json", str(file)]) == 0
     out, entries = capsys.readouterr().out, json.loads(file.read_text())

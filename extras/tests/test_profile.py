@@ -27,7 +27,7 @@ def traced(folder: Path, rank: int) -> list[dict]:
 
 
 def test_a_pipelines_trace(pools, tmp_path):
-    """In a rank's trace, each action F or B is a range, and each f, g, attention and all-gather is inside an action.
+    """In a rank's trace, each action F or B is a range that contains its calls of f, g, attention and all-gather.
 
     `--profile 2` with too few steps is refused.
     """
@@ -49,7 +49,7 @@ def test_a_pipelines_trace(pools, tmp_path):
 
 
 def snapshots_on_rank(out: str) -> tuple[str, list]:
-    """Runs in one process: GPU memory is full in step 4; returns the error, and the calls of torch.cuda.memory."""
+    """Runs in one process: training step 4 fills GPU memory; returns the error, and the calls of torch.cuda.memory."""
     update = mock.Mock(side_effect=[None] * 3 + [torch.OutOfMemoryError("Tried to allocate 2.50 GiB")])
     full = mock.patch.object(step01.Optimizer, "publish", update)
     on_gpu = mock.patch.object(profile, "attach", lambda _, parts: profile.Trace(2, parts, gpu=True))

@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def jsonl(path: Path, **columns) -> Path:
-    """Write a file with a row for each element of the columns."""
+    """Write a .jsonl file. Each of `columns` is a list with a value for each row."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -99,7 +99,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """The training files of one format are read. A line lists files that are left out; the log names a damaged file."""
+    """Of a folder, the training files of one format are read. A line lists the others; the log names a damaged file."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()
@@ -130,7 +130,7 @@ def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
     ],
 )
 def test_labels_and_masks(tmp_path, columns, tokens, targets):
-    """`labels` are the targets. `attention_mask` 0 removes a token and its target, and `loss_mask` 0 only a target."""
+    """`labels` are targets. A 0 in `attention_mask` removes a token and its target; in `loss_mask`, only a target."""
     columns = {name: 20 * rows for name, rows in columns.items()}
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=20 * [[1, 2, 3], [4, 5, 6]], **columns), 10)
     x, y = data.read([0])
@@ -139,7 +139,7 @@ def test_labels_and_masks(tmp_path, columns, tokens, targets):
 
 
 def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
-    """A file is read again if its content has changed but not its time stamp, or if another column is wanted."""
+    """A file is read again if its content has changed, even if its time stamp has not, or for another column."""
     for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
         source = tmp_path / name
         for word in ("first", "other"):
@@ -150,7 +150,7 @@ def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
 
 
 def test_held_out_sequences_are_not_trained_on(tmp_path):
-    """Training and validation share no target, and use all. Padding of the last micro-batch has no targets."""
+    """Each target is used either in training or in validation. Padding of the last micro-batch has no targets."""
     data = read(jsonl(tmp_path / "a.jsonl", input_ids=[[*range(993)]]), 1000)  # 8 x 124 + 1: all are used
     trained = {target for step in range(data.n_train) for target in data.batch(step)[1].flatten().tolist()}
     _, targets = evaluation.held_out(data, 10**6, 4)

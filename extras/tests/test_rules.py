@@ -35,14 +35,14 @@ ALONE = Group("dp", 0, 1, None)
 
 @contextmanager
 def exact(**more: Callable) -> Iterator[None]:
-    """Inside this context, casts do not narrow tensors. `more`: replacements of other methods of tensors."""
+    """Inside this context, casts keep the dtype of a tensor. `more` replaces other methods of Tensor."""
     methods = dict(float=Tensor.clone, bfloat16=Tensor.clone, type=lambda x, _: x.clone()) | more
     with mock.patch.multiple(Tensor, **methods), mock.patch.object(torch, "bfloat16", torch.float64):
         yield
 
 
 def same(ours: Any, theirs: Any, bound: float = FP64):
-    """Raise AssertionError if the relative difference of both is above the bound."""
+    """Raise AssertionError if `ours` and `theirs` differ by more than `bound` (relative)."""
     found = difference(ours, theirs)
     assert found <= bound, f"{found:.3g} (relative) from theirs"
 
@@ -62,7 +62,7 @@ def adamw(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
 
 
 class TorchMuon:
-    """Updates each hidden matrix (also that of a single expert) by torch.optim.Muon, all other parameters by AdamW."""
+    """Updates hidden matrices (each expert's separately) by torch.optim.Muon, and all other parameters by AdamW."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
         others = ("embed_tokens", "lm_head", "norm", "router")
@@ -102,7 +102,7 @@ BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # step (from 0) -> a number t
 
 @contextmanager
 def overflows(bad: dict[int, float]) -> Iterator[list[float]]:
-    """Inside this context, the steps in `bad` get a gradient that is not finite. The list gets each step's scale."""
+    """In this context, the steps in `bad` get a gradient that is not finite. The list collects each step's scale."""
     scales, plain = [], LossScaling.gradients
 
     def gradients(self, inner: Callable) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def overflows(bad: dict[int, float]) -> Iterator[list[float]]:
 
 
 def overflow_on_rank(options: dict) -> list[float]:
-    """Runs on every rank: make a gradient of the last rank infinite in step 2; returns the scale of each step."""
+    """Runs on every rank: the last rank gets an infinite gradient in its second step; returns each step's scale."""
     bad = {1: torch.inf} if dist.get_rank() == dist.get_world_size() - 1 else {}
     without = mock.patch.object(equal.Watch, "pieces", lambda *_: {})  # gradients with infinity cannot be compared
     with overflows(bad) as scales, without:
@@ -133,7 +133,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
 
 
 def scale():
-    """The scales are those of torch's GradScaler, and the losses those of a plain run without the updates in BAD."""
+    """Scales equal those of torch's GradScaler. Losses equal those of an fp64 run that skips the updates in BAD."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
     options, update = dict(steps=14, grad_clip=0.0, lr=5e-3), step01.Optimizer.step  # 5e-2 amplifies rounding errors
     with overflows(BAD) as scales, mock.patch.object(fp16, "GROWTH", 3):
@@ -158,7 +158,7 @@ def scale():
 
 
 def layer(**flags: Any) -> RoutedMoE:
-    """A layer of eight experts, with weights so large that the router prefers some."""
+    """A layer of eight experts, with weights so large that the router prefers some experts."""
     torch.manual_seed(0)
     config = config_of("step07_moe_ep", dict(experts=8, aux_loss_coeff=0.5, micro_batch_size=2) | flags)
     moe = RoutedMoE(32, 48, config, dict.fromkeys(("sequence", "tp"), ALONE)).double()
@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy our weights into theirs. Returns pairs (get, param): get(of) is of(our weights), arranged as `param`."""
+    """Copy our weights into theirs. Returns pairs (get, param): get(f) is f(our weights), arranged like `param`."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),
@@ -184,7 +184,7 @@ def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
 
 
 def block(moe: RoutedMoE, theirs: nn.Module, loss: Callable = lambda _: 0.0, **methods: Any):
-    """Compare outputs and all gradients of both layers. `loss`: router's logits -> their auxiliary loss."""
+    """Compare outputs and all gradients of both layers. `loss` maps router logits to the auxiliary loss of `theirs`."""
     theirs = theirs.double()
     pairs, (x, dy) = paired(moe, theirs), torch.randn(2, 2, 16, 32, dtype=torch.float64)
     x.requires_grad_()
@@ -218,7 +218,7 @@ def mixtral():
 
 
 def deepseek_v3():
-    """DeepSeek-V3, but with softmax for its sigmoid. It has groups of experts, biases, and shared experts."""
+    """DeepSeek-V3 has groups of experts, biases, and shared experts. Here softmax replaces its sigmoid."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
     more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
@@ -232,7 +232,7 @@ def deepseek_v3():
 
 
 def switch():
-    """Switch Transformers: of the tokens that choose an expert, it takes the first ones, up to its capacity."""
+    """Switch Transformers: each expert takes the first tokens that choose it, up to its capacity."""
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
@@ -271,7 +271,7 @@ def biases():
 
 
 def rounding():
-    """int8 rounds each x to the nearest multiple of max |x| / 127 of its block. inf and nan do not become finite."""
+    """int8 rounds to the nearest multiple of s / 127; s is the block's largest |x|. No inf or nan becomes finite."""
     send = lambda x: dequantise(quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]

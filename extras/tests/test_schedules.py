@@ -25,14 +25,14 @@ Lists = list[list[Action]]
 
 
 def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
-    """Make a schedule's lists for p ranks and m micro-batches, and its places. UserError if it refuses p or m."""
+    """Make the lists of actions and the places of a schedule for p ranks and m micro-batches, or raise UserError."""
     actions, places, stages, _ = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
     v = stages if p > 1 else 1
     return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)
 
 
 def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
-    """(p, m, lists, places) for all SIZES that a schedule accepts."""
+    """Yield (p, m, lists, places) for each of SIZES that a schedule accepts."""
     for p, m in SIZES:
         try:
             yield p, m, *made(name, p, m)
@@ -41,9 +41,9 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 
 
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
-    """Assert that each micro-batch has all its actions at each of its stages, in the order F, R, B, W.
+    """Assert that each micro-batch has all its actions in order at each of its stages, and that no rank waits forever.
 
-    (Not all schedules have R or W.) Also, no rank waits for ever if messages are ordered by a simulation with `costs`.
+    They are F (forward), R (recompute, if any), B (backward), W (weight gradients, if any). `costs` order the messages.
     """
     kinds = [kind for kind in "FRBW" if any(action.kind == kind for row in lists for action in row)]
     starts = [s for s, place in enumerate(places) if place.before is None]
@@ -90,7 +90,7 @@ def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If m >= 2p-1, a rank that has begun is idle for at most (p-1) max(0, f + b - 2w, b - f); F, B, W take f, b, w."""
+    """If m >= 2p-1 and F, B, W take f, b, w, a rank waits at most (p-1) max(0, f + b - 2w, b - f) between actions."""
     assert max(in_flight(row, "W") for row in lists) == min(m, 2 * (p - 1) + 1)
     for costs in COSTS if m >= 2 * p - 1 else ():
         f, b, w = costs.values()
@@ -103,7 +103,7 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 def rounds_law(p: int, m: int, *_):
     """The laws of rounds.py: if m >= p, the bubble is that of interleaved; if not, a step takes (v p + m - 1) (f + b).
 
-    f and b are the times of F and B. With a larger round, a rank holds more, but a message may take longer.
+    f and b are the times of F and B. With larger rounds, a rank holds more activations, but messages have more time.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)
@@ -140,7 +140,7 @@ def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def gpipe_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If F, R and B take f, r and b, a rank is idle for (p-1) (f + b): it runs R while it waits."""
+    """If F, R (recompute) and B take f, r and b, a rank is idle for (p-1) (f + b): it runs R while it waits."""
     for f, r, b in product((2, 3, 5), repeat=3):
         assert makespan(lists, places, dict(F=f, R=r, B=b)) == m * (f + r + b) + (p - 1) * (f + b)
 

@@ -70,7 +70,7 @@ def test_a_served_run(pools, tmp_path, name):
 
 
 def test_the_load_of_experts():
-    """The busiest expert of three layers gets all, half or a quarter of the tokens. The fourth layer has no experts."""
+    """The busiest expert gets all tokens in layer 0, half in layer 1, a quarter in layer 2. Layer 3 has no experts."""
     counts = torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1], [0] * 4], dtype=torch.float64)
     load = SimpleNamespace(mesh={dim: comm.Group(dim, 0, 1, None) for dim in ("data", "tp", "pp")}, counts=counts)
     right = dict(expert_load_p50=2, expert_load_p90=2 + 0.8 * 2, unused_experts=5)
@@ -130,7 +130,7 @@ def test_a_hang_ends_the_job(tmp_path):
 
 
 def test_one_line_for_a_mistake():
-    """One line names the flag that differs between two ranks, or says how much memory a full GPU was asked for."""
+    """An error is one line: it names a flag that differs between ranks, or the size of an allocation that failed."""
     with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
         devices.require_same_flags([dict(lr=1), dict(lr=2)])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")

@@ -44,7 +44,7 @@ def logits_of() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("chunk", [0, 40, 64])
 def test_logits_of_one_chunk_exist(chunk):
-    """At most `chunk` tokens have logits at the same time. If `chunk` is 0, all 64 tokens of a micro-batch have."""
+    """At most `chunk` tokens have logits at the same time, or all 64 tokens of a micro-batch if `chunk` is 0."""
     with logits_of() as sizes:
         equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
     assert max(sizes) == (chunk or 64)
@@ -76,7 +76,7 @@ def test_all_layers_share_one_graph(pools, step, layers):
 
 @pytest.mark.parametrize("mode", ["full", "elementwise"])
 def test_a_router_chooses_once(mode):
-    """Recomputation visits the same experts, even if the router's scores differ in each call, as they may on a GPU."""
+    """Recomputation chooses the same experts as forward, even if the router's scores differ, as they may on a GPU."""
     right, chosen, draws = F.one_hot, [], torch.Generator()  # recomputation would restore torch's own generator
     step07.shaky = lambda: torch.rand(4, generator=draws)
     shaky = Fault("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()", "")
@@ -115,7 +115,7 @@ LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # bound of the error of five su
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
     """Runs on every rank: sum random gradients, fp32 [3000], five times, as a bucket (`whole`) or as a unit of ZeRO.
 
-    Returns the largest error of the total with `owed` added, the largest error without it, and the bytes of a sum.
+    Returns the largest error of the total, with and without what the ranks still owe, and the bytes of a sum.
     """
     group, sent, length = Mesh(dp=dist.get_world_size())["dp"], [], 3000
     compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25), SimpleNamespace(pending=[]))
@@ -185,7 +185,7 @@ MEETING = dict(steps=6, global_batch_size=4, lr=0.02, save_every=0)
 
 
 def two_models() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """DiLoCo in one process: two models train on half of each batch, and an outer step follows every third step."""
+    """DiLoCo in one process: each of two models gets its half of a batch; an outer step follows every third step."""
     config = equal.config_of("step01_single_gpu", MEETING)
     parts = equal.watch("step01_single_gpu", MEETING | dict(steps=0)).parts
     shared, models = parts.model, [deepcopy(parts.model) for _ in range(2)]

@@ -1,6 +1,6 @@
-"""Defines a layout, the flags of a run that decide its memory and its time, and lists all legal layouts.
+"""Defines a layout (the flags of a run that decide its memory and its time), and lists all legal layouts.
 
-It also finds the stages that each pipeline rank has, and the list of actions that it runs.
+It also finds the stages of each pipeline rank, and the list of actions that the rank runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -116,9 +116,9 @@ def refusal(actions: Callable, pp: int, n: int, v: int) -> str:
 
 
 def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
-    """Yield a message for each rule about sizes that a layout breaks.
+    """Yield a message for each rule that the sizes of a layout break.
 
-    Runs (extras/services/legal.py) and the planner have the same rules.
+    Runs (extras/services/legal.py) and the planner apply the same rules.
     """
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
     cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of it on a rank
@@ -216,7 +216,7 @@ def balance(m: Shape, places: list[Place]) -> list[Place]:
 
 
 class Pipeline(NamedTuple):
-    """What a schedule decides on a given number of ranks. The model has no influence on it."""
+    """The properties of a pipeline that depend on its schedule and number of ranks, but not on the model."""
 
     places: list[Place]  # of all stages, for a model with just enough layers
     ways: int  # directions in which micro-batches pass the ranks; if 2, pairs of ranks hold the same weights
