@@ -253,9 +253,9 @@ def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
 
 
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
-    """Yield every legal mesh, as a layout whose other flags have their defaults.
+    """Yield every legal mesh, once for each micro-batch size that divides a rank's number of sequences.
 
-    Each comes once for each size of a micro-batch that divides the number of a rank's sequences.
+    Flags other than the sizes of the mesh and of the batch have their defaults.
     """
     for pp in [d for d in divisors(world) if d <= m.n_layers]:
         for tp in [d for d in divisors(world // pp) if m.n_heads % d == 0]:
@@ -268,7 +268,7 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[int]:
-    """The ZeRO stages to try: only 0 if there are no ranks to shard over. The last one needs the least memory."""
+    """The ZeRO stages to try: only 0 if there are no ranks to shard over. The last stage needs the least memory."""
     shards = [network(mesh, dim).ranks for dim in ("shard", "expert shard")[: 1 + (m.experts > 0)]]
     return [0] if max(shards) == 1 else [0, 1, 2, 3]
 

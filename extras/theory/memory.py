@@ -4,10 +4,10 @@
     waiting     activations of each micro-batch, from its F to its B (and W), along the rank's list of actions
     moment      what an action needs in addition, while it runs
 
-The moment depends on these sizes, which are those of one rank:
+The moment depends on these sizes of one rank:
 
     T, h, V, f  tokens of a micro-batch, width of the model, rows of the vocabulary, a part of ffn_dim
-    N, M, U     numbers of the embedding or the head (N = V h), of a layer's largest matrix, of a whole layer
+    N, M, U     how many weights the embedding or the head (N = V h), a layer's largest matrix and a whole layer have
     e, w        bytes of a number: e = 2; but w = 4 for logits, and for gradients that accumulate
     Z           Z = w from ZeRO 2 on, because a unit's gradients are sent from a buffer; else Z = 0
 
@@ -25,7 +25,7 @@ While activations wait, the moment is the largest of `loss`, `head`, `layer` and
     always      Z U for the unit that is being sent, or Z N if that is more; ZeRO 3 adds 2 e U for two gathered layers
     update      w for each gradient that is summed into a new tensor: ZeRO 1's shards, and weights that two ranks share
 
-For 199 of 200 random layouts this is within 20% of the dry run's count, for one it is 29% above (test_plan.py).
+For 199 of 200 random layouts, the estimate is within 20% of the dry run's count; for one, 29% above (test_plan.py).
 """
 
 from functools import lru_cache
@@ -84,7 +84,7 @@ def micro_batch(m: Shape, x: Layout) -> MicroBatch:
 def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
     """A layer's matrix products on one rank, each as (rows, inner, outer, number of such products in one launch).
 
-    Matrices with the same input count as one: the products with q, k and v are one, those with gate and up another.
+    Matrices that multiply the same input are counted as one matrix: q, k and v as one, gate and up as another.
     """
     m, tp, up = p.m, p.x.tp, 1 if p.m.gpt else 2
     width = m.shared_experts * m.expert_width if experts else m.ffn_dim  # of the MLP that every token visits
@@ -101,8 +101,8 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
     """Bytes that one layer keeps until its backward. tp shards what is inside the blocks, SP also what is between them.
 
     Attention keeps its input, q, k, v, its output and a number for each head of each token. An MLP keeps its input,
-    gate, up, silu(gate) and silu(gate) * up. Each expert that a token visits keeps the same, and its output. Full
-    recomputation keeps only the layer's input; elementwise recomputation also the outputs of matrices and attention.
+    gate, up, silu(gate) and silu(gate) * up. For each of its tokens, an expert keeps the same, and its output. Full
+    recomputation keeps only the layer's input; elementwise also keeps the outputs of matrix products and attention.
     """
     m, e, cheap = p.m, NARROW, recompute == "elementwise"
     if recompute == "full":
@@ -119,7 +119,7 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
 def end_bytes(p: MicroBatch) -> float:
     """Bytes that norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
 
-    A loss in chunks keeps two gradients, made in forward, in place of the head's input and the logarithms.
+    A loss in chunks keeps two gradients, which its forward computes, instead of the head's input and the logarithms.
     """
     kept = p.own * p.norm + p.tokens * p.m.dim * NARROW
     return kept + p.rows * (p.m.dim * NARROW if p.at_once < p.tokens else p.tokens * WIDE)
@@ -137,7 +137,7 @@ def stage_bytes(p: MicroBatch, place: Place, split: bool) -> tuple[float, float]
 
 
 def kept_along(row: list[Action], kept: dict[int, tuple[float, float]]) -> list[float]:
-    """Bytes that a rank keeps before each action of its list, and at its end. `kept`: stage -> `stage_bytes`."""
+    """Bytes that a rank keeps before each action of its list, and after the last. `kept`: stage -> `stage_bytes`."""
     changes = []
     for kind, _, stage in row:
         until_b, until_w = kept[stage]
@@ -165,13 +165,13 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
 
 
 def numbers_of(m: Shape, x: Layout, rank: int) -> tuple[float, float]:
-    """How many weights a pipeline rank has, and how many are in its ZeRO shards."""
+    """How many weights a pipeline rank has, and how many of them are in its ZeRO shards."""
     shared, own = rank_numbers(m, *x.way, x.tp, x.ep)[rank]
     return shared + own, shared / network(x, "shard").ranks + own / network(x, "expert shard").ranks
 
 
 def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
-    """Bytes that a pipeline rank always holds: (weights, gradients, masters and AdamW's moments together)."""
+    """Bytes that a pipeline rank always holds: (weights, gradients, optimizer: masters and AdamW's moments)."""
     whole, slices = numbers_of(m, x, rank)
     weights, gradients, optimizer = (slices if x.zero >= stage else whole for stage in (3, 2, 1))
     return NARROW * weights, WIDE * gradients, 3 * WIDE * optimizer
@@ -180,7 +180,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
     """Bytes that a rank's actions need in addition: (always, while activations wait, when none wait any more).
 
-    Only the rank's largest layer counts. Its experts are one ZeRO unit; M is a tensor with one matrix of each of them.
+    Only the rank's largest layer counts. Its experts are one ZeRO unit; a tensor has the gate matrices of all experts.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}
@@ -220,9 +220,9 @@ def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
 
 
 def held(m: Shape, x: Layout) -> Held:
-    """Bytes that a layout's fullest rank holds on a GPU. Of more than eight pipeline ranks only five are tried.
+    """Bytes that a layout's fullest rank holds on a GPU, including CUDA's context and buffers of NCCL's communicators.
 
-    They include CUDA's context and the buffers of NCCL's communicators, which PyTorch's allocator does not see.
+    PyTorch's allocator counts neither. If there are more than eight pipeline ranks, only five of them are tried.
     """
     ranks = range(x.pp) if x.pp <= 8 else (0, 1, x.pp // 2, x.pp - 2, x.pp - 1)
     most = max((rank_bytes(m, x, rank) for rank in ranks), key=sum)

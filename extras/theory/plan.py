@@ -3,9 +3,9 @@
     python -m extras.theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m extras.theory.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
 
-It prints the memory and the time of the ten best layouts, or of the layout that is given. Then it compares obvious
+It prints the memory and the time of the ten best layouts, or of the layout in --layout. Then it compares obvious
 alternatives, answers the usual questions, and prints the command that launches the best layout. All nodes are assumed
-to have 8 GPUs. Memory is estimated by formulas (memory.py); a step's --dry-run counts it. Time is also predicted by
+to have 8 GPUs. Memory is estimated by formulas (memory.py); a dry run (--dry-run) counts it. Time is also predicted by
 formulas (seconds.py), and `python -m extras.tests.bench plan` compares it with that of published runs.
 """
 
@@ -54,7 +54,7 @@ def models() -> dict[str, Shape]:
 
 
 def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
-    """The model and the global batch size that the flags ask for. Raises UserError."""
+    """The model and the global batch size that the flags ask for. Raises UserError if a flag is wrong."""
     if flags.model not in known:
         raise UserError(f"--model {flags.model}: no such model; choose one of {', '.join(known)}")
     if flags.gpus > MOST_GPUS:
@@ -91,7 +91,7 @@ def layout_of(flags: Flags, batch: int, m: Shape) -> Layout:
 
 
 def found(flags: Flags, m: Shape, batch: int) -> list[Found]:
-    """Evaluate --layout or, without it, find the best layouts. Raises UserError if --layout is wrong or none fits."""
+    """Evaluate --layout, or else find the best layouts. Raises UserError if --layout is wrong, or no layout fits."""
     gpu, what = GPUS[flags.gpu], f"{flags.model} with --seq-len {m.seq_len}"
     if flags.layout:
         return [evaluate(m, layout_of(flags, batch, m), gpu)]

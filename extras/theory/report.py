@@ -1,6 +1,6 @@
-"""Writes the planner's report: tables of the best layouts, how others compare, and answers to usual questions.
+"""Writes the planner's report: tables of the best layouts, how other layouts compare, and answers to usual questions.
 
-An answer gives a law of a step's chapter with the numbers of this model and cluster, then the best layout's flags.
+An answer gives a law from the course, with the numbers of this model and cluster, then the best layout's flags.
 
 In the laws, N is the number of weights, n of ranks, m of a rank's micro-batches in a step, b of sequences in a
 micro-batch, and s of tokens in a sequence; h is the model's width, `dim`.
@@ -22,7 +22,7 @@ from extras.theory.tables import table
 
 
 def command(m: Shape, pipeline: bool) -> tuple[str, str]:
-    """The file of the step that trains this model, and launch flags that are not part of a layout."""
+    """The course's file that trains this model, and launch flags that are not part of a layout."""
     flags = "--pp-split cost " * pipeline + f"--loss-chunk {CHUNK} --prefetch"
     if m.experts:
         return "step07_moe_ep.py", f"{flags} --expert-matmul grouped"
@@ -88,7 +88,7 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
 
 
 def can_fit(m: Shape, x: Layout, gpu: Gpu) -> bool:
-    """Whether a model fits on a mesh if all other flags are those that need the least memory."""
+    """Whether a model fits on a mesh if all other flags are set to save memory."""
     return any(fits(held(m, x), gpu) for x in leanest(m, replace(x, micro_batch_size=1, recompute="full")))
 
 
@@ -183,7 +183,7 @@ def launch(name: str, m: Shape, x: Layout) -> str:
 
 
 def report(name: str, known: dict[str, Shape], m: Shape, best: list[Found], gpu: Gpu) -> str:
-    """The whole report. Only a preset gets a launch line, because the steps train no other models."""
+    """The whole report. A launch command is added only for a preset, because the course trains no other models."""
     one = best[0]
     mfu, _, tokens = rates(m, one, gpu)
     lines = [tables(m, best, gpu), "", "the obvious alternatives to layout 1:"]

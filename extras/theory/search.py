@@ -2,8 +2,8 @@
 
 A step takes at least the time of its computation and exposed messages, spread evenly over the pipeline ranks. This is
 the lower bound of a mesh. The search takes the meshes in the order of their bounds. It ends when the next bound is not
-below the tenth best step, because then no other layout can be better. In a mesh, each layout has its own bound, and
-only layouts that fit and could still win are simulated.
+below the step time of the tenth best mesh so far, because no mesh that is left can be better. In a mesh, each layout
+has its own bound, and only layouts that fit and could still win are simulated.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,14 +42,14 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """The layouts of a mesh that may need the least memory: with the schedule 1f1b and, where legal, v-min."""
+    """Of a mesh's legal layouts, those that may need the least memory: with the schedules 1f1b and v-min."""
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, zero=zero_ways(m, mesh)[-1]) for name in names]
     return [x for x in each if not illegal(m, x)]
 
 
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> Found | None:
-    """The fastest layout of a mesh that fits and takes less than `limit` seconds; None if there is none."""
+    """The fastest of a mesh's layouts that fit, if its step takes less than `limit` seconds; else None."""
     winner, room = None, ROOM * gpu.memory
     bounds = [(step_seconds(m, x, gpu, simulated=False).step, i, x) for i, x in enumerate(variants(m, mesh))]
     for bound, _, x in sorted(bounds):
@@ -84,6 +84,6 @@ def search(
 
 
 def smallest(m: Shape, world: int, batch: int) -> tuple[Layout, Held] | None:
-    """The layout that needs the least memory, and what it holds; None if no layout is legal."""
+    """The layout that needs the least memory, and the memory that it needs; None if no layout is legal."""
     some = (replace(mesh, recompute="full") for mesh in meshes(m, world, batch) if mesh.micro_batch_size == 1)
     return min(((x, held(m, x)) for mesh in some for x in leanest(m, mesh)), key=lambda one: one[1].total, default=None)

@@ -30,7 +30,7 @@ FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches 
 
 
 class Recipe(NamedTuple):
-    """The choices of one training framework. `COURSE` is the course's trainer; others predict published runs."""
+    """The choices of one training framework. `COURSE` is the course's trainer; other recipes predict published runs."""
 
     name: str
     flash: bool = False  # attention is one kernel: scores never reach memory, and half of them are not computed
@@ -60,7 +60,7 @@ class Seconds(NamedTuple):
 
     @property
     def step(self) -> float:
-        """The whole step."""
+        """The time of the whole step."""
         return sum(self)
 
 
@@ -76,12 +76,12 @@ def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
 
 
 def hops_seconds(gpu: Gpu, net: Network) -> float:
-    """Seconds until one rank's number has reached all others, over a ring."""
+    """The latency of a ring: seconds until a message of a few bytes from one rank has reached all other ranks."""
     return gpu.start + (net.ranks - net.nodes) * gpu.hop + (net.nodes - 1) * gpu.hop_between
 
 
 def ring(net: Network, n_bytes: float) -> float:
-    """Bytes that each rank sends to gather (or to reduce and scatter) a whole of `n_bytes`."""
+    """Bytes that each rank sends to gather (or to reduce and scatter) a tensor of `n_bytes`."""
     return (net.ranks - 1) / net.ranks * n_bytes
 
 
@@ -106,7 +106,7 @@ def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
 
 
 def attention_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> tuple[float, float]:
-    """Seconds of one layer's attention between its projections: (forward, backward)."""
+    """Seconds of one layer's attention without its projections: (forward, backward)."""
     m, x = p.m, p.x
     if recipe.flash:  # a token sees half of the keys, on average
         forward = p.tokens * m.seq_len / 2 * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
@@ -132,12 +132,12 @@ def elementwise_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) 
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> list[float]:
     """Seconds of one layer on one rank, forward and backward of one micro-batch: [part].
 
-    The parts are computation, recomputation, and messages over tp, cp and ep that nothing hides. Two more parts,
-    a forward pass and the gradients of weights, are already contained in these five.
+    The first five parts are computation, recomputation, and exposed messages over tp, over cp and over ep. Parts 6 and
+    7, a forward pass and the gradients of weights, only repeat seconds that are already in the first five.
 
-    A block has a gather and a scatter over tp, or an all-reduce, which is both. Experts have neither, but shared
-    experts have both. A ring's messages overlap with attention. Full and elementwise recomputation repeat the messages
-    of forward; a recipe that `stops` leaves out an MLP's last matmul, and the sum over tp after it.
+    A block has a gather and a scatter over tp, or an all-reduce, which does both. Experts have neither (without SP, one
+    gather), but shared experts have both. A ring's messages overlap with attention. Full and elementwise recomputation
+    repeat forward's messages; a recipe that `stops` omits an MLP's last matmul and, over tp, the sum of its outputs.
     """
     p, last, ep = micro_batch(m, x), 0.0, 0.0
     products = products_of(p, experts) + [(p.share, m.dim, m.experts, 1)] * experts  # the router
@@ -165,7 +165,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> list[float]:
-    """As `layer_work`, for the output projection and the loss, which are never recomputed."""
+    """The parts of `layer_work` for the output projection and the loss, which are never recomputed."""
     tokens, vocab = micro_batch(m, x).tokens, m.vocab_size / x.tp
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
     tp = collective_seconds(gpu, network(x, "tp", gpu.node), tokens * m.dim * gpu.number)
@@ -175,7 +175,7 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> list[float]:
 
 @lru_cache(maxsize=100_000)
 def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
-    """Seconds of a layer without experts, of one with experts, and of the head: [3, part]. `layer_layout` makes `x`."""
+    """Seconds of a layer without experts, a layer with experts, and the head: [3, part]. `layer_layout` makes `x`."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
     layers = [layer_work(m, x, gpu, recipe, kind and m.experts > 0) for kind in (False, True)]
     return np.array([*layers, head_work(m, x, gpu)])
@@ -187,13 +187,13 @@ def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> np.nda
 
 
 def layer_layout(x: Layout) -> Layout:
-    """A layout with only the fields that decide the work of a layer."""
+    """A layout that keeps only the fields that decide a layer's work; the others have their defaults."""
     return Layout(cp=x.cp, tp=x.tp, ep=x.ep, micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp)
 
 
 @lru_cache(maxsize=200_000)
 def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int, int]) -> np.ndarray:
-    """Seconds of one micro-batch on the busiest pipeline rank: [part]. `x`: a `layer_layout`; `way`: `Layout.way`.
+    """Seconds of one micro-batch on the busiest pipeline rank: [part]. `layer_layout` makes `x`; `way` is `Layout.way`.
 
     If micro-batches pass the ranks in two directions, half of them go each way.
     """
@@ -206,9 +206,9 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int
 
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
-    """Time of `n` micro-batches on `p` ranks. It, b, w and `message` are in units of a stage's forward.
+    """The time that `n` micro-batches take on `p` ranks. All times are in units of a stage's forward.
 
-    Only the first micro-batches of a long step are simulated: after 2 p of them, every p more add the same time.
+    Only the first of many micro-batches are simulated: after 2 p, every further p micro-batches add the same time.
     """
     pipeline, few = pipeline_of(schedule, p, chunks), min(n, 2 * p + n % p)
     costs = dict(F=1.0, B=b if pipeline.split else b + w, W=w)
@@ -223,7 +223,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """A lower bound of the bubble, for any order of actions. f, b and w: seconds of a stage's F, B and W.
 
     The rank that micro-batches reach last is idle until the first one arrives. If no W fills the gap, it is idle again
-    while the last backward passes the other ranks. No step is shorter than a micro-batch's way to the loss and back.
+    while the other ranks run the last backward. No step is shorter than a micro-batch's way to the loss and back.
     """
     pipeline, whole = pipeline_of(*x.way), f + b + w
     ends = x.pp // pipeline.ways - 1
@@ -231,9 +231,9 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 
 
 def pipeline_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool) -> tuple[float, float]:
-    """Seconds of the bubble, and of messages over pipeline boundaries that nothing hides.
+    """Seconds of the bubble, and of exposed messages between stages.
 
-    All stages are assumed to cost as much as the mean one. Unless `simulated`, the bubble is `least_bubble`.
+    Every stage is assumed to cost the mean over all stages. Unless `simulated`, the bubble is `least_bubble`.
     """
     pipeline, work = pipeline_of(*x.way), model_work(m, x, gpu, recipe)
     f, w = work[5] / pipeline.depth, work[6] / pipeline.depth
@@ -267,12 +267,12 @@ def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
 
 
 def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
-    """Seconds of summing gradients and gathering weights over dp x cp that nothing hides.
+    """Seconds of exposed communication over dp x cp: sums of gradients, and gathers of weights.
 
-    With `overlap_dp`, gradients are sent layer by layer. The last micro-batch hides the all-reduce of ZeRO 0. All
-    micro-batches hide the sums of ZeRO 2 and 3, and the gathers of ZeRO 3. At least a twentieth is exposed: the last
-    gradient is sent when nothing is left to compute. If a schedule has two directions, pairs of pipeline ranks hold the
-    same weights, and nothing hides the sum of their gradients.
+    With `overlap_dp`, gradients are sent layer by layer. The last micro-batch can hide the all-reduce of ZeRO 0. All
+    micro-batches can hide the sums of ZeRO 2 and 3, and the gathers of ZeRO 3. At least a twentieth of these messages
+    is exposed: the last gradient is sent when nothing is left to compute. If a schedule has two directions, pairs of
+    pipeline ranks hold the same weights, and nothing hides the sum of their gradients.
     """
     n, hidden, exposed = x.micro_batches, 0.0, 0.0
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1

@@ -37,7 +37,7 @@ class Shape(ModelConfig):
 
 
 def shape_of(m: ModelConfig, flags: Any) -> Shape:
-    """A model's shape. If `flags` are those of step 7, it has the experts that they ask for."""
+    """A model's shape. If `flags` are those of step 7, the shape has the experts that these flags ask for."""
     own = {field.name for field in fields(Shape)} - {field.name for field in fields(ModelConfig)}
     return Shape(**vars(m) | {name: value for name, value in vars(flags).items() if name in own})
 
@@ -104,7 +104,7 @@ def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
     A weight takes 2 FLOPs in forward and 4 in backward. The attention of a layer takes 4 seq_len dim in forward, and
     twice that in backward; by convention masked keys count, too (Chowdhery et al. 2022, appendix B). Executed FLOPs
     include the scores that flash attention computes again in backward and, with `recompute`, a second forward of each
-    layer. This ends before an MLP's last matrix, whose output is not needed.
+    layer. This second forward ends before an MLP's last matrix, whose output is not needed.
     """
     layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
     attention = 4 * m.n_layers * m.seq_len * m.dim

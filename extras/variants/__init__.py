@@ -2,8 +2,8 @@
 
  1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
     about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
- 2  A technique applies to the step of its folder and to later ones, unless SINCE names another first step's Config.
- 3  Importing a file adds its entries to menus. Example: SYNCS["tree"] = TreeSync adds the value `tree` to --sync.
+ 2  A technique applies to the step of its folder and to later ones, unless SINCE names the Config of another step.
+ 3  A menu is a dict of a flag's values. Importing a file adds entries: SYNCS["tree"] = TreeSync allows `--sync tree`.
  4  `settle(config, world)` may set flags. No other function may. `world` is the number of ranks.
  5  NEEDS and REFUSES declare which flags cannot be combined; `check(config, world)` raises UserError for sizes that do
     not fit. A run applies the declarations and calls `check` before it builds anything.
@@ -11,7 +11,7 @@
  7  `attach(config, parts)` runs before the first training step. It may change the objects that the step has built.
  8  Methods and menu entries are changed only by `parts.instead`, which replaces one (no second file may replace it), or
     by `parts.around`, which wraps one. The nesting does not depend on which file attaches first. Innermost is the
-    step's own method or its replacement, then come the wrappers of techniques (in ORDER), then of services and tests.
+    step's own method or its replacement, then wrappers of techniques (in ORDER), then those of services and tests.
  9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
 10  `parts.kept` maps a file's name to what its `attach` returned. This object may have `state()` (JSON, the same on all
     ranks), `restore(state)` and `owed` (tensors by bucket or unit), for checkpoints; `look(tokens)`, which validation
@@ -43,7 +43,7 @@ def name_of(module: str) -> str:
 
 
 class Change(NamedTuple):
-    """A change that one file makes to a method of an object, or to an entry of a menu."""
+    """A change that one file makes to a method of an object, or to an entry of a menu (a dict of a flag's values)."""
 
     owner: Any
     name: Any  # the method's name, or the entry's key
@@ -55,13 +55,13 @@ class Change(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Its place in the nesting: -1 (innermost) for a replacement, a technique's index in ORDER, else the last."""
+        """Position in the nesting: -1 (innermost) for a replacement, by ORDER for a technique, and last for others."""
         if self.how == "instead of":
             return -1
         return ORDER.index(name_of(self.by)) if self.by.startswith(f"{__name__}.") else len(ORDER)
 
     def put(self, call: Callable):
-        """Install `call` as the method, or as the menu entry."""
+        """Install `call` as the method or, if the owner is a dict (a menu), as its entry."""
         if isinstance(self.owner, dict):
             self.owner[self.name] = call
         else:
@@ -69,7 +69,7 @@ class Change(NamedTuple):
 
 
 class Progress:
-    """Tracks a rank's `step`, and `now`, the micro-batch (from 0) whose forward or backward is running."""
+    """Tracks a rank's training `step` and its micro-batch `now` (from 0), whose forward or backward is running."""
 
     def __init__(self, parts: "Parts"):
         self.step, self.now = -1, -1
@@ -80,17 +80,17 @@ class Progress:
             parts.around(parts.pipeline, act, self.act, by=__name__)
 
     def begin(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Wraps `Data.batch`: note that a step begins."""
+        """Wraps `Data.batch`: store the number of the step that begins, and reset `now`."""
         self.step, self.now = step, -1
         return read(step)
 
     def enter(self, _model: Any, _inputs: tuple):
-        """Before the model's forward: count the micro-batch, unless this is validation."""
+        """Called before the model's forward: add 1 to `now`, unless this is validation."""
         self.now += torch.is_grad_enabled()
         self.starts()
 
     def act(self, right: Callable, i: int, *rest: Any) -> Any:
-        """Wraps a pipeline's forward and backward of micro-batch i: set `now`, also for recomputation in backward."""
+        """Wraps the forward and backward of micro-batch i in a pipeline: set `now` to i, also for recomputation."""
         self.now = i
         self.starts()
         return right(i, *rest)
@@ -98,7 +98,7 @@ class Progress:
 
 @dataclass
 class Parts:
-    """The objects that a step has built (None: it has no such object), and the changes attached to them."""
+    """The objects that a step of the course has built (None if it has no such object), and the changes made to them."""
 
     run: Run
     model: Any = None
@@ -113,7 +113,7 @@ class Parts:
 
     @cached_property
     def progress(self) -> Progress:
-        """Tracks the step and micro-batch that this rank computes, from the first access on."""
+        """Tracks this rank's training step and micro-batch. Tracking begins with the first access."""
         return Progress(self)
 
     @property
@@ -139,17 +139,17 @@ class Parts:
         return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def instead(self, owner: Any, name: Any, call: Callable, by: str):
-        """Replace `owner.name`, or a menu's `owner[name]`, by `call`. Raises UserError if another file has done so."""
+        """Replace `owner.name` (in a dict, `owner[name]`) by `call`. Raises UserError if another file has done so."""
         self.change(owner, name, by, "instead of", call)
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
-        """Wrap a method or entry by `call(inner, ...)`. `inner`: the method with all wrappers inside this one."""
+        """Wrap a method or menu entry: callers get `call(inner, ...)`. `inner` has all wrappers of a lower `place`."""
         placed = not by.startswith(f"{__name__}.") or name_of(by) in ORDER
         assert placed, f"{by} wraps a method: insert it in ORDER of variants/__init__.py"
         self.change(owner, name, by, "around", call)
 
     def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):
-        """Record a change, then nest all changes of this method or entry anew."""
+        """Record a change, then rebuild the nesting of all changes of this method or entry."""
         alike = [change for change in self.attached if change.owner is owner and change.name == name]
         plain = alike[0].plain if alike else owner[name] if isinstance(owner, dict) else getattr(owner, name)
         new = Change(owner, name, by, how, call, plain, f"{name_of(by)} {how} {self.named(owner, name)}")
@@ -168,13 +168,13 @@ class Parts:
         return " ".join([*(f"--{flag.replace('_', '-')}" for flag in flags), str(name)])
 
     def give_back(self):
-        """Restore all menus once the step has been built, or has failed to build."""
+        """Undo the changes of all menus, after the objects of the run have been built, or could not be built."""
         for change in self.attached:
             if isinstance(change.owner, dict):
                 change.put(change.plain)
 
     def said(self) -> list[str]:
-        """Returns a line for each change that a flag requested, with the number of objects changed."""
+        """Returns a line for each change that a flag requested, with the number of objects that it changed."""
         asked = [one for one in self.attached if one.place < len(ORDER) or isinstance(one.owner, dict)]
         lines = Counter(f"attached: {one.text}" for one in asked)
         return [line + f" (x{n})" * (n > 1) for line, n in lines.items()]

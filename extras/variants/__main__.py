@@ -26,7 +26,7 @@ WORK = r"[A-Z][\w-]+(?: and [A-Z]\w+| et al\.),? (?:19|20)\d\d(?:, \"[^\"]+\")?|
 
 
 def flags(module: ModuleType, text: str) -> list[str]:
-    """Returns a file's flags: its menu entries (`--sync tree`) and its own flags; if none, the first flag in `text`."""
+    """Returns a file's flags: its menu entries (`--sync tree`) and its own flags, or else the first flag in `text`."""
     entries = re.findall(r'(\w+)\["([\w-]+)"\] = ', text)  # SYNCS["tree"] = ...
     found = [f"{FLAG_OF[menu]} {key}" for menu, key in entries if menu in FLAG_OF]
     found += [field.name for field in fields(module.Flags)] if hasattr(module, "Flags") else []
@@ -34,7 +34,7 @@ def flags(module: ModuleType, text: str) -> list[str]:
 
 
 def row(path: Path) -> str:
-    """Returns a file's row of the table: first sentence (without brackets), flags, sources, step; "" for a library."""
+    """Returns a file's row: its first sentence (without parentheses), flags, sources and step; "" for a library."""
     module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
     doc = " ".join(module.__doc__.split())
     if doc.startswith("A library"):

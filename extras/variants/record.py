@@ -1,12 +1,12 @@
-"""How a technique's file declares its flags as data: values to test, and which flags they need or exclude.
+"""Defines how a technique's file declares its flags as data: values to test, and flags that are needed or excluded.
 
     Flags      a dataclass of the flags and their defaults
     TRIED      values that tests combine with all other flags, besides the defaults. Switches, Literals and menus need
                none, because tests try all their values
     BESIDE     values that tests give to other flags, so that the flags of the file have an effect
     COMPUTED   True if the flags change the result: then a test also sets them in its reference run of one process
-    NEEDS      (flag, other, values...): the flag may be set only if the other one has one of these values; without
-               values, only if the other one is set
+    NEEDS      (flag, other, values...): the flag may be set only if the other flag has one of these values or, if no
+               values are given, only if the other flag is set
     REFUSES    Refusal(flags, why): flags that cannot be combined, or a value that a flag cannot have
 
 A run applies these declarations (extras/services/seam.py), and tests combine flags accordingly (extras/tests/pairs.py).
@@ -40,11 +40,11 @@ class Refusal(NamedTuple):
     needs: str = ""  # instead of `why`: the flags without which the first flag has no effect
 
     def holds(self, value: Callable[[str], Any], plain: dict[str, Any]) -> bool:
-        """Whether a run is refused. `value` gives a flag's value, and `plain` has the defaults of its step's flags."""
+        """Whether a run is refused. `value(name)` is a flag's value; `plain` maps the run's flags to their defaults."""
         return all(self.meets(name, value(name) if name in plain else None, plain) for name in self.flags)
 
     def meets(self, name: str, value: Any, plain: dict[str, Any]) -> bool:
-        """Whether a value meets the condition. For a flag that the step lacks: whether a tuple has its value in OFF."""
+        """Whether a flag's value meets its condition. If the run lacks the flag, only a tuple with OFF[name] is met."""
         condition = self.flags[name]
         if name not in plain:
             return type(condition) is tuple and name in OFF and OFF[name] in condition
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
 
 
 def need(plain: dict[str, Any], flag: str, other: str, *values: Any) -> Refusal:
-    """Turns a line of NEEDS into a refusal."""
+    """Turns an entry of NEEDS, which is (flag, other, values...), into a refusal."""
     if values:
         return Refusal({flag: SET, other: But(values)}, "", needs=" or ".join(spelled(other, v) for v in values))
     least = plain[other]

@@ -1,10 +1,10 @@
 """Attention with explicit scores (`--attention scores`), and selective recomputation (`--recompute selective`).
 
-Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a stored score for each pair of tokens. Of long
+Before FlashAttention, softmax(q k^T / sqrt(d)) v was computed with a stored score for each pair of tokens. In long
 sequences, scores are most of what a layer keeps for backward. Selective activation recomputation (Korthikanti et al.
 2022, section 5) keeps q, k and v, and recomputes scores and softmax, which needs no weights and no messages. (A fused
-kernel already does this by itself, tile by tile.) With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s
-tokens and e bytes an element, a layer keeps for each token these bytes:
+kernel already does this by itself, tile by tile.) With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads,
+s = tokens and e = bytes of an element, a layer keeps for each token these bytes:
 
     fused                          e (6 h + 2 k + 4 f) + 4 a + 8
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities

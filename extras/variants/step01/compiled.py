@@ -21,8 +21,8 @@ from extras.variants.record import HAS, SET, Refusal
 def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Tensor, **how: Any) -> Tensor:
     """Run a layer's forward while its parameters have no `.grad`.
 
-    Dynamo, which traces for torch.compile, inspects `.grad`. If that is fp32 and the weight bf16, it compiles no
-    operation with this weight. From step 2 on, `.grad` is by default an fp32 view of a buffer even before a backward.
+    Dynamo, the tracer of torch.compile, inspects `.grad`. If `.grad` is fp32 and the weight bf16, Dynamo compiles no
+    operation with this weight. From chapter 2 on, `.grad` is by default an fp32 view of a buffer, even before backward.
     """
     gradients = [param.grad for param in params]
     for param in params:
@@ -50,7 +50,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Compile each layer's forward, not its hooks. If messages break its graph, recomputation is not compiled either.
+    """Compile each layer's forward, but not its hooks. If messages break the graph, recomputation is not compiled.
 
     `run.count`, which adds up bytes of messages, is not compiled: in a graph, sizes may be symbols, not numbers.
     """

@@ -42,7 +42,7 @@ class MicroBatch:
     """The documents of a micro-batch. All ranks that share its sequences find the same documents."""
 
     def __init__(self, tokens: Tensor, end: int, positions: Tensor):
-        """tokens int64 [batch, seq], on the CPU; positions int64 [n, s/n]: those of each rank's tokens."""
+        """Takes tokens int64 [batch, seq], on the CPU, and the positions of each rank's tokens, int64 [n, s/n]."""
         rows, ends = torch.arange(len(tokens)), (tokens == end).long().flatten()
         self.numbers = (ends.cumsum(0) - ends).view_as(tokens) + rows[:, None]  # [batch, seq]: each token's document
         self.places = positions + rows[:, None, None] * tokens.shape[1]  # [batch, n, s/n], in concatenated sequences
@@ -50,7 +50,7 @@ class MicroBatch:
         self.found: dict[int, list[tuple]] = {}  # by source rank; the same in all layers, forward and backward
 
     def visible(self, rank: int, source: int, _length: int) -> list[tuple[slice, slice, bool]]:
-        """Replaces `zigzag_visible` of step 5: for any positions, and for several concatenated sequences."""
+        """Replaces `zigzag_visible` of step 5, and allows any positions, and several concatenated sequences."""
         if source not in self.found:
             both = (segments(self.numbers.flatten(), self.places[:, r].flatten()) for r in (rank, source))
             self.found[source] = [
@@ -78,7 +78,7 @@ class Documents:
         parts.progress.starts = self.enter
 
     def within(self, core: Callable) -> Callable:
-        """Wraps the attention `core`: the wrapper passes `visible` to it or, for whole sequences, uses `attend`."""
+        """Wraps the attention function `core`: pass `visible` to it or, for whole sequences, use `attend`."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences are concatenated
             return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
@@ -102,7 +102,7 @@ class Documents:
             self.now = self.all[self.progress.now]
 
     def look(self, tokens: Tensor):
-        """Called before validation: set `now` to these whole sequences, int64 [batch, seq] on the CPU."""
+        """Called before validation: set `now` to the documents of these sequences, int64 [batch, seq] on the CPU."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
 
 

@@ -24,7 +24,7 @@ from extras.variants.record import Refusal
 
 
 def mask(p: float, seed: tuple[int, ...], positions: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Draw a mask of a whole sequence, (seq, dim) = `shape`; returns its rows at `positions`, bool. True: kept."""
+    """Draw a bool mask of a whole sequence, [seq, dim] = `shape`; returns its rows at `positions`. True: kept."""
     generator = torch.Generator(positions.device).manual_seed(hash(seed))
     return (torch.rand(shape, generator=generator, device=positions.device) >= p)[positions]
 

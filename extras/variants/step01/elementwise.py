@@ -1,8 +1,8 @@
 """Recomputes elementwise operations only (`--recompute elementwise`), because they are cheap to compute again.
 
 Full recomputation repeats the whole forward of a layer. Here a layer keeps the outputs of matrix products and
-attention, and repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e
-bytes an element, a layer keeps for each token these bytes:
+attention, and repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and
+e = bytes of an element, a layer keeps for each token these bytes:
 
     none         e (6 h + 2 k + 4 f) + 4 a + 8
     elementwise  e (5 h + 2 k + 2 f) + 4 a
@@ -42,9 +42,9 @@ def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
 
 
 def attach(config: Any, parts: Parts):
-    """Set which outputs layers keep. With `full`, only layers with a router change, to save time: they keep its choice.
+    """Set which outputs layers keep. With --recompute full, a layer that has a router keeps the router's choice.
 
-    With --cp, attention and its messages are repeated, because step 5 changes an operator's output in place.
+    With --cp, attention and its messages are repeated, because chapter 5 changes an operator's output in place.
     """
     kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
     for layer in parts.model.model.layers.values():

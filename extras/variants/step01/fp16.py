@@ -35,7 +35,7 @@ class LossScaling:
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Set the scale and the count of good steps. Scale the coefficients of MoE layers' extra losses likewise."""
+        """Set the scale and the number of good steps. Coefficients of MoE layers' extra losses get the same scale."""
         for module, name in product(self.parts.model.modules(), ("coeff", "z_coeff")):
             if hasattr(module, name):
                 setattr(module, name, getattr(module, name) * state["scale"] / self.scale)
@@ -47,7 +47,7 @@ class LossScaling:
         return loss + (self.scale - 1) * (loss - loss.detach())
 
     def gradients(self, plain: Callable) -> dict[str, Tensor]:
-        """Wraps `optimizer.gradients`: the first call of a step divides them by the scale, in place."""
+        """Wraps `optimizer.gradients`: the first call in each step divides the gradients by the scale, in place."""
         gradients = plain()
         if self.scaled:
             for gradient in gradients.values():
@@ -56,12 +56,12 @@ class LossScaling:
         return gradients
 
     def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
-        """Wraps `run.require_finite`: a norm that is not finite skips the update, and does not end the run."""
+        """Wraps `run.require_finite`: if the norm is not finite, skip the update, but do not end the run."""
         self.skipping = not math.isfinite(grad_norm)
         plain(step, loss=loss)
 
     def update(self, plain: Callable):
-        """Wraps the update rule's step: leave it out after an overflow."""
+        """Wraps the update rule's `step`: skip the update after an overflow."""
         if not self.skipping:
             plain()
 

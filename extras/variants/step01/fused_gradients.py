@@ -25,7 +25,7 @@ TOGETHER = ["q_proj k_proj v_proj", "gate_proj up_proj", "o_proj", "down_proj", 
 
 
 def adds_to_wide(weight: Tensor) -> bool:
-    """Whether the weight's device has a matmul that adds products of tensors of the weight's dtype to fp32."""
+    """Whether the weight's device can multiply matrices of the weight's dtype and add the product to an fp32 tensor."""
     factor, total = weight.new_zeros(8, 8), weight.new_zeros(8, 8, dtype=torch.float32)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
@@ -35,7 +35,7 @@ def adds_to_wide(weight: Tensor) -> bool:
 
 
 def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
-    """Add dy^T x to `weight.grad`, dy [tokens, out], x [tokens, in], and call the weight's hooks."""
+    """Add dy^T x to `weight.grad`, and call the weight's hooks. The factors are dy [tokens, out] and x [tokens, in]."""
     total, wide = weight.grad, weight.grad_dtype
     if wide == x.dtype:
         weight.grad = dy.T @ x if total is None else total.addmm_(dy.T, x)
@@ -51,11 +51,11 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
 
 
 class SummingLinears(torch.autograd.Function):
-    """Linear layers that share an input. In backward each adds to the same dx, and adds dW to its weight's gradient."""
+    """Linear layers that share an input. In backward, all add to one dx, and each adds dW to its weight's gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linears: list[nn.Linear], fused: bool) -> tuple[Tensor, ...]:
-        """x [..., in] -> each layer's [..., out]. Autograd must not see weights, as it would call their hooks, too."""
+        """Maps x [..., in] to each layer's [..., out]. Autograd gets no weights, or it would call their hooks, too."""
         ctx.save_for_backward(x)
         ctx.arguments = [linear.weight for linear in linears], fused  # the parameters: ZeRO 3 may move their values
         return tuple(F.linear(x, linear.weight) for linear in linears)
@@ -75,7 +75,7 @@ class SummingLinears(torch.autograd.Function):
 
 
 def multiply(linears: list[nn.Linear], ready: list[Tensor], fused: bool, i: int, x: Tensor) -> Tensor:
-    """Replaces the forward of linears[i]. The first call computes all outputs, which `ready` keeps for the others."""
+    """Replaces the forward of linears[i]. The first call computes all outputs; `ready` keeps them for later calls."""
     if not torch.is_grad_enabled():
         return F.linear(x, linears[i].weight)
     if i == 0:
@@ -95,7 +95,7 @@ REFUSES = [Refusal(dict(fused_gradients=SET, tp_overlap=SET), EITHER)]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the forward of each linear layer; those with the same input are computed together."""
+    """Replace the forward of each linear layer; layers with the same input are computed together."""
     if not config.fused_gradients:
         return
     fused = adds_to_wide(next(parts.model.parameters()))

@@ -41,12 +41,12 @@ def is_hidden(name: str) -> bool:
 
 
 def rounded(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of U, and of the iterations: bf16, or fp64 for fp64."""
+    """The dtype in which updates are gathered and orthogonalised: fp64 if `dtype` is fp64, else bf16."""
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Set singular values of matrices [n, rows, columns] to about 1; an odd polynomial keeps the singular vectors."""
+    """Set the singular values of matrices [n, rows, columns] to about 1; odd polynomials keep the singular vectors."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
@@ -57,22 +57,22 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon:
-    """An update rule like those of torch.optim: Muon's for the hidden matrices, AdamW's for the rest."""
+    """An optimizer like those of torch.optim: it updates the hidden matrices by Muon, and the rest by AdamW."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
-        """`masters`: the tensors that this rank updates: local parameters or, with ZeRO, flat parts of them."""
+        """Takes `masters`, the tensors that this rank updates: local parameters or, with ZeRO, flat parts of them."""
         self.hidden = {name: tensor for name, tensor in masters.items() if is_hidden(name)}
         self.adamw = adamw({name: tensor for name, tensor in masters.items() if not is_hidden(name)}, config)
         self.group = dict(params=list(self.hidden.values()), weight_decay=config.weight_decay)
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
     def see(self, parts: Parts):
-        """Before the first step: store what updates need. `firsts`: where in a parameter this rank's shard begins."""
+        """Store what updates need, before the first step. `firsts`: where in a parameter this rank's shard begins."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All-gathers the U of a unit, by parameter name: this rank's shards -> U of whole parameters, flat."""
+        """All-gathers a unit's updates before they are orthogonalised: this rank's shards -> whole parameters, flat."""
         dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}
@@ -82,7 +82,7 @@ class Muon:
         return {name: unit.view(whole, name).flatten() for name in ours}
 
     def orthogonal_part(self, name: str, update: Tensor) -> Tensor:
-        """The flat U of a parameter -> this rank's shard of the orthogonalised update 0.2 sqrt(max(out, in)) O."""
+        """Orthogonalise a parameter's flat `update`; returns this rank's shard of it, times 0.2 sqrt(max(out, in))."""
         param, local, first = self.params[name], self.hidden[name], self.firsts.get(name, 0)
         each, shards = param.shape[-2:].numel(), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
         low, high = first // each, -(-(first + local.numel()) // each)  # the matrices of which the shard has elements

@@ -21,7 +21,7 @@ from step01_single_gpu import RECOMPUTE
 
 
 def to_host(here: set[int], tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Called when autograd saves a tensor: returns its device and a copy on the host, or itself if it stays `here`."""
+    """Called when autograd saves a tensor: returns its device and a host copy (no copy, if `here` has its storage)."""
     if tensor.untyped_storage()._cdata in here:
         return tensor.device, tensor
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -34,7 +34,7 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def offloaded(forward: Callable, x: Tensor, *tables: Tensor, layer: nn.Module) -> Tensor:
-    """Replaces a layer's forward: what it saves goes to the host, except its parameters and RoPE's `tables`."""
+    """Replaces a layer's forward: what the layer saves goes to the host, except its parameters and RoPE's `tables`."""
     here = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *tables)}
     with saved_tensors_hooks(partial(to_host, here), lambda saved: to_device(*saved)):
         return forward(x, *tables)
