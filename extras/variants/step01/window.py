@@ -10,7 +10,7 @@
 Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
 rank before it, and in backward sends the halo's gradients back. Let k and v of a token have b bytes. A rank in the
 middle sends (W-1) b forward and (W-1) b backward in a layer and micro-batch, whatever s is, and computes at most W s/n
-pairs for its s/n tokens: these grow as s, not as s^2. With --cp-mode ulysses sequences are whole and need no halo.
+pairs for its s/n tokens, so work grows as s, not as s^2. With --cp-mode ulysses sequences are whole and need no halo.
 `windowed_attention` would replace `attend` in common/model.py, and `ring_attention` in step 5.
 """
 
@@ -34,9 +34,9 @@ TURNED = "turned"
 
 
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
-    """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), each one kernel call.
+    """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), one for each kernel call.
 
-    Queries and keys end at the same token. Slices count from the first of each. Shape: False (#), True (+), TURNED (x).
+    Queries and keys end at the same token. Shape: False is a rectangle, True causal, TURNED causal in reverse order.
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -63,7 +63,7 @@ def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
 
 
 def add_halo(kv: Tensor, group: Group, halo: int) -> Tensor:
-    """Exchange halos: k and v [2, batch, own, kv_heads, d] -> the same, preceded by `halo` tokens, except on rank 0."""
+    """Exchange halos: k and v [2, batch, s/n, kv_heads, d] -> the same, preceded by `halo` tokens, except on rank 0."""
     last, received = kv[:, :, -halo:].contiguous(), torch.empty_like(kv[:, :, -halo:])
     before, after = group.rank > 0, group.rank + 1 < group.size  # whether there is a neighbour
     exchange([(last, group.rank + 1)] * after, [(received, group.rank - 1)] * before, group).wait()

@@ -34,12 +34,12 @@ from step02_ddp import SYNCS, NaiveSync
 
 
 class DilocoSync(NaiveSync):
-    """Sums no gradients over dp. `between`: ranks are between two meetings, so their weights differ."""
+    """Sums no gradients over dp. `between` is True between two meetings, when the ranks' weights differ."""
 
     between = False
 
     def finish(self):
-        """Make each gradient the mean over this rank's share: scale it, and sum it over ranks that split the share."""
+        """Scale gradients to means over a dp rank's share of the batch; sum them over ranks that split sequences."""
         for param in self.params:
             param.grad.mul_(self.mesh["dp"].size)  # the loss was divided by the number of all targets
             share = {"data": "cp", "expert_data": "sequence"}.get(layout_of(param).data_dim)  # data_dim without dp
@@ -86,7 +86,7 @@ REFUSES = [
 
 
 def check(config: Any, world: int):
-    """Raises UserError unless a run is saved and ends at meetings, because in between the ranks' weights differ."""
+    """Raises UserError unless each save and the run's end are at meetings: in between, the ranks' weights differ."""
     for name in ("steps", "stop_after", "save_every") if config.sync == "diloco" else ():
         if getattr(config, name) % config.inner_steps:
             flag = f"--{name.replace('_', '-')} {getattr(config, name)}"

@@ -31,7 +31,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Replace a unit's master by its copy `master`. The update rule's tensor objects stay, and become views of it."""
+    """Replace a unit's master by the copy `master`, of which the update rule's tensor objects become views."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:
@@ -39,7 +39,7 @@ def move(zero: Zero1, unit: Unit, master: Tensor):
 
 
 class Update:
-    """Updates ZeRO's units one by one, in the memory that has their masters."""
+    """Updates ZeRO's units one by one on the host, where their masters are."""
 
     def __init__(self, optimizer: Zero1):
         self.optimizer, self.first = optimizer, True
@@ -83,8 +83,8 @@ class Update:
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
     """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather it, while the GPU computes.
 
-    The stream first waits for the kernels that may still read the memory, which the host has already freed. Waiting for
-    the unit also waits for this stream, because in a group of one there is no collective to wait for.
+    The GPU memory that the unit gets may be a freed unit's, which kernels still read, so `stream` first waits for them.
+    Waiting for the unit also waits for `stream`, because in a group of one there is no collective to wait for.
     """
     if unit.gathered:
         return

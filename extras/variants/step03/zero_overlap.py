@@ -20,7 +20,7 @@ from step03_zero import Unit, Zero1
 
 
 class Early(BucketSync):
-    """Starts the sums of `zero`'s units as step 2 starts those of buckets."""
+    """Starts the gradient sums of ZeRO 1's units during backward, as step 2 starts those of buckets."""
 
     def __init__(self, zero: Zero1):
         self.zero = zero
@@ -36,7 +36,7 @@ class Early(BucketSync):
             unit.missing = n_micro_batches * len(unit.trained)
 
     def send(self, unit: Unit):
-        """Start a unit's sum."""
+        """Start to sum a unit's gradients."""
         self.pending.append(self.zero.reduce(unit))
 
     def finish(self):

@@ -30,7 +30,7 @@ from step03_zero import STAGES
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Wraps a stage of ZeRO: create both groups, and let it shard over "shard". Experts keep their own group."""
+    """Wraps a ZeRO stage: create the groups "shard" and "replicas"; the stage shards all but experts over "shard"."""
     rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
     shards = rows.reshape(len(rows), config.zero_replicas, -1)
     mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
@@ -42,7 +42,7 @@ def with_replicas(
 
 
 def finish(parts: Parts, sum_over_shard: Callable):
-    """Wraps a stage's `finish`: also sum the shards' gradients over the replicas."""
+    """Wraps `finish` of a ZeRO stage: also sum the shards' gradients over the replicas."""
     sum_over_shard()
     shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
     for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:

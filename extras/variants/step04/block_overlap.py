@@ -26,7 +26,7 @@ from step04_tp_sp import COLUMNS, gather_tokens
 
 
 class EnterLinears(torch.autograd.Function):
-    """Applies f, the entry of a block, and the column-parallel linear layers that read its output."""
+    """Applies f, which gathers a block's input, and then the column-parallel linear layers that read f's output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple:
@@ -38,7 +38,7 @@ class EnterLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        """The gradients of the outputs -> those of x and of the weights."""
+        """Computes the gradients of x and of the weights from the gradients of the outputs."""
         (x, *weights), group = ctx.saved_tensors, ctx.group
         x, parts = x.contiguous(), x.new_empty(group.size, *x.shape)
         gathering = all_gather(parts.view(-1), x.view(-1), group)
@@ -56,7 +56,7 @@ class EnterLinears(torch.autograd.Function):
 
 
 def enter(linears: list[nn.Linear], boxes: list[list], group: Group, x: Tensor) -> Tensor:
-    """Replaces f: compute the outputs of the block's first linear layers; each goes into a box, for `hand_over`."""
+    """Replaces f: compute the outputs of the block's first linear layers, and put each into a box, for `hand_over`."""
     outputs = EnterLinears.apply(x, group, *(linear.weight for linear in linears))
     for box, output in zip(boxes, outputs, strict=True):
         box.append(output)
@@ -64,7 +64,7 @@ def enter(linears: list[nn.Linear], boxes: list[list], group: Group, x: Tensor) 
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """Replaces the forward of one of these layers: remove its output from the box, which would keep it in memory."""
+    """Replaces the forward of a linear layer: return the output that `enter` put into the box, and empty the box."""
     return box.pop()
 
 

@@ -37,7 +37,7 @@ KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
 class Bits:
-    """Packs values [..., dim] into messages, unpacks messages, and runs the three collectives above on them."""
+    """Packs values [..., dim] into messages, unpacks messages, and has three collectives that send such messages."""
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
         """`dtype` and `dim` are those of the values."""
@@ -67,7 +67,7 @@ class Bits:
         return self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
 
     def total(self, x: Tensor, group: Group) -> Tensor:
-        """All-reduce [..., dim]: pad the tokens to a multiple of n ranks, then reduce-scatter and all-gather them."""
+        """All-reduce [..., dim]: reduce-scatter and all-gather the tokens, padded to a multiple of the group's size."""
         tokens = x.reshape(1, -1, self.dim)
         filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
         return self.gather(self.scatter(filled, group), group)[:, : tokens.shape[1]].reshape(x.shape)
@@ -88,7 +88,7 @@ def narrow_stages(parts: Parts, bits: Bits):
     """Let pipeline stages exchange packed messages instead of values."""
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
-        """Wraps forward or backward of a stage: unpack its input, pack its output. A loss, a scalar, stays exact."""
+        """Wraps forward or backward of a stage: unpack its input, and pack its output unless that is a scalar loss."""
         output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
         return bits.pack(output) if output is not None and output.dim() else output
 

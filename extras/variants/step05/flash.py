@@ -81,7 +81,7 @@ kernel_ring = partial(attend, KernelRing)
 
 
 def with_kernel(inner: Callable, *qkv: Tensor, **more: Any) -> Tensor:
-    """Wraps a layer's attention: pass it the kernel. Step 5's own ring takes none, so `kernel_ring` replaces it."""
+    """Wraps a layer's attention: give it the kernel FLASH. Step 5's ring takes no kernel: `kernel_ring` replaces it."""
     if getattr(inner, "func", None) is ring_attention:
         inner = partial(kernel_ring, **inner.keywords)
     return inner(*qkv, kernel=FLASH, **more)
@@ -102,7 +102,7 @@ REFUSES = [
 
 
 def fits(q: Tensor) -> bool:
-    """Whether the kernel accepts q [..., head_dim]: always on a CPU; on a GPU under the conditions at the top."""
+    """Whether the kernel accepts q [..., head_dim]. On a GPU this depends on the GPU, the dtype and head_dim."""
     if not q.is_cuda:
         return True
     recent = torch.cuda.get_device_capability(q.device) >= (8, 0)

@@ -27,7 +27,7 @@ def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def ordered_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """Replaces `zigzag_visible`: all pairs with earlier shards, none with later ones, the causal half of our own."""
+    """Replaces `zigzag_visible`: all pairs with earlier shards, and the causal half of our own."""
     whole = slice(0, length)
     return [(whole, whole, source == rank)] if source <= rank else []
 

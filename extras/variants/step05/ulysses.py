@@ -94,7 +94,7 @@ def ring_in_order(
 ) -> Tensor:
     """Sort by position the tokens that n ranks have swapped, compute ring attention, and undo the sorting.
 
-    q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] -> like q. `chunk`: tokens of a chunk.
+    q [batch, tokens, heads, d]; k, v [batch, tokens, kv_heads, d] -> like q. A chunk has `chunk` tokens.
     """
     return by_rank(kernel_ring(*(in_order(x, n, chunk) for x in qkv), group, visible, kernel), n, chunk)
 
@@ -114,7 +114,7 @@ NEEDS = [("ulysses", "cp_mode", "usp")]
 
 
 def check(config: Any, world: int):
-    """Raises UserError unless --ulysses divides the ranks of cp, and the heads."""
+    """Raises UserError unless --ulysses divides --cp and the number of heads of a tp rank."""
     if config.cp_mode != "usp":
         return
     m, n, tp = PRESETS[config.model], config.ulysses, config.tp
@@ -126,7 +126,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Create the two groups, and let every layer's attention use them."""
+    """With --cp-mode usp, create the groups "ulysses" and "ring", and let every layer's attention use them."""
     if config.cp_mode != "usp":
         return
     mesh, n = parts.mesh, config.ulysses

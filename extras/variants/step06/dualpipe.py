@@ -4,9 +4,8 @@
     rank                            0        1        2        3         p-1-r of the second. So ranks r and p-1-r have
     second way: the other half   stage 3  stage 2  stage 1  stage 0      the same layers.
 
-If F, B (dx) and W (dW) take the same time, and m >= 2p is even, the bubble is (p/2-1) / (3 m + p/2-1). Before each
-update, ranks r and p-1-r sum their gradients, like ranks of data parallelism. DeepSeek overlaps a forward with the
-backward that follows it; here they run one after the other.
+If F, B (dx) and W (dW) take the same time, and m >= 2p is even, the bubble is (p/2-1) / (3 m + p/2-1). Ranks r and
+p-1-r sum their gradients before each update. Unlike in DeepSeek's code, a forward does not overlap with a backward.
 
 `--schedule dualpipev` (DeepSeek's DualPipe repository) folds both ways into a V on half as many ranks, as in zbv: the
 second way takes the same micro-batches back up. Each layer is on one rank, so no gradients are summed over pairs.
@@ -27,18 +26,19 @@ from extras.variants.step06.zero_bubble import in_vee, write_out
 
 
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
-    """The eight steps of DeepSeek's repository, as `write_out` phases. Way 0 begins at the near end, way 1 at the far.
+    """Returns a rank's schedule as phases for `write_out`, numbered 1 to 8 like the steps of DeepSeek's code.
 
-    `near`: stages from the near end up to this one. `inner`: ranks from here to the middle. `each_way`: micro-batches.
+    Way 0 (F0, B0) starts at the pipeline's end nearer to this rank, way 1 (F1, B1) at the other. Each has `each_way`
+    micro-batches. `near` counts stages from the nearer end up to this one, `inner` ranks from the next to the middle.
     """
-    return [  # W follows its B at once, except in the second half of step 6 and in step 7
+    return [  # W follows its B at once, except in the second half of phase 6 and in phase 7
         (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
         (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
         (inner, "B1 W F1"),  # 3: backward of way 1, the first one here, because its loss is at the near end
         (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, until all F0 are done
         (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
         (near // 2, "B1 W B0 W"),  # 6: no forward is left
-        (near % 2, "B1 W B0"),  # 6: the pair in the middle of this step, if `near` is odd
+        (near % 2, "B1 W B0"),  # 6: the pair in the middle of this phase, if `near` is odd
         (near // 2, "B1 B0"),  # 6: in its second half W waits, because other ranks wait for B
         (inner, "W B0"),  # 7: W fills the gaps between the last B
     ]  # 8: `write_out` appends every W that still waits
@@ -47,7 +47,7 @@ def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
     """Returns a rank's list of actions, with at most p + 1 micro-batches in flight. Raises UserError.
 
-    If m is odd or below 2p, it is a list for more micro-batches, without the actions of those that do not exist.
+    If m is odd or below 2p, the list is made for a larger even m; the actions of the added micro-batches are left out.
     """
     if p % 2:
         raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
@@ -62,7 +62,7 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """A rank's list: that of `dualpipe` on 2p ranks, but the second way takes the same micro-batches back up the V."""
+    """Returns a rank's list: as `dualpipe` on 2p ranks, but stage p gets the micro-batches that leave stage p-1."""
     row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
     return [action for action in row if action.micro_batch < m]
 
@@ -79,7 +79,7 @@ SCHEDULES["dualpipev"] = in_vee(dualpipev)
 
 
 def attach(config: Any, parts: Parts):
-    """Record that gradients are partial (summed over the pair of ranks), and that two stages hold each parameter."""
+    """Note in layouts that gradients must be summed over a pair of ranks, and that two stages hold each parameter."""
     if config.schedule != "dualpipe":
         return
     mesh = parts.mesh

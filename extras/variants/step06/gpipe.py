@@ -27,27 +27,27 @@ from extras.variants.record import Refusal
 
 
 def gpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forwards; then R and B of each micro-batch, last one first."""
+    """Returns all forwards; then a second forward (R) and the backward (B) of each micro-batch, last one first."""
     again = [Action(kind, i, rank) for i in reversed(range(m)) for kind in "RB"]
     return [Action("F", i, rank) for i in range(m)] + again
 
 
 class ForwardTwice:
-    """Computes F and R of a pipeline."""
+    """Computes the actions F, a forward that keeps no graph, and R, a second forward that keeps the graph."""
 
     def __init__(self, parts: Parts):
         self.pipeline, self.progress = parts.pipeline, parts.progress
-        self.inputs: dict[int, Tensor | None] = {}  # by micro-batch: the stage's input (None: it is tokens)
+        self.inputs: dict[int, Tensor | None] = {}  # by micro-batch: the stage's input (None for tokens)
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """F: run micro-batch i through the stage, and keep only the stage's input. The loss is added later, by R."""
+        """F: run micro-batch i through the stage, and keep only the stage's input. `again` adds up the loss."""
         self.inputs[i], pipeline = x, self.pipeline
         x = pipeline.xs[i] if x is None else x
         y = step06.forward_stage(pipeline.model, pipeline.places[stage], x, pipeline.ys[i], pipeline.positions)
         return y.detach()
 
     def again(self, i: int, stage: int, _input: None):
-        """R: run micro-batch i through the stage again, and keep the graph for B."""
+        """R: run micro-batch i through the stage a second time, and keep the graph for B."""
         plain = partial(step06.Pipeline.forward, self.pipeline)
         self.progress.act(plain, i, stage, self.inputs.pop(i))
 
@@ -58,7 +58,7 @@ REFUSES = [Refusal(dict(schedule=("gpipe",), recompute=("full",)), "both run for
 
 
 def attach(config: Any, parts: Parts):
-    """If the schedule has R: let F keep no graph, and add a method for R."""
+    """If the schedule runs forward twice, let the first (F) keep no graph, and add a method for the second (R)."""
     if "R" in parts.kinds:
         twice = ForwardTwice(parts)
         parts.instead(parts.pipeline, "forward", twice.forward, by=__name__)

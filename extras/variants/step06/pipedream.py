@@ -62,7 +62,7 @@ class Stashed(OneForwardOneBackward):
         return y
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """Run backward with the forward's weights; update the newest out of place, so the stash keeps the old ones."""
+        """Run backward with the weights of the forward. The update makes new tensors: stashed weights do not change."""
         hold(self.model, self.stash[i])  # recomputation uses them, too
         dx = super().backward(i, stage, dy)
         for name, weight in self.stash.pop(i).items():
@@ -71,7 +71,7 @@ class Stashed(OneForwardOneBackward):
 
 
 class Shown(NamedTuple):
-    """Results of N updates: the loss of each, the most versions that each rank kept, and this rank's final weights."""
+    """Results of N updates: losses, the maximum number of weight versions on each rank, and this rank's weights."""
 
     losses: list[float]
     versions: list[int]
@@ -79,7 +79,7 @@ class Shown(NamedTuple):
 
 
 def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[Tensor], flushed: bool) -> Shown:
-    """Make N updates, starting from these weights. All ranks of the pipeline must call it."""
+    """Make N updates, starting from these weights. All ranks of the pipeline must call this function."""
     group, device, n = parts.mesh["pp"], xs[0].device, config.pipedream
     pipeline = Stashed(config.lr, weights, parts.model, parts.pipeline.places, group, parts.positions, 1)
     for x, y in zip([[x] for x in xs], [[y] for y in ys], strict=True) if flushed else [(xs, ys)]:
@@ -93,7 +93,7 @@ def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[
 
 
 def both(config: Any, parts: Parts) -> tuple[Shown, Shown]:
-    """Train twice from the same weights, in fp32 or wider: without flushes, then with one after each update."""
+    """Train twice from the same weights, in fp32 or wider: without flushes, then with a flush after each update."""
     params = dict(parts.model.named_parameters())
     weights = {name: param.detach().to(wide(param.dtype), copy=True) for name, param in params.items()}
     hold(parts.model, {name: nn.Parameter(weight) for name, weight in weights.items()})  # x takes their dtype
@@ -140,7 +140,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Run both pipelines; rank 0 prints their losses."""
+    """Make the updates without flushes, then with flushes; rank 0 prints the losses of both."""
     if config.pipedream:
         lines = table(*both(config, parts))
         if parts.mesh.rank == 0:

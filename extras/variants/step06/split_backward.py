@@ -61,7 +61,7 @@ class SplitBackward:
         return ProductLinear.apply(x, module.weight, product, lambda *left: self.left.append(left))
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """B: the gradient of a stage's output (None: it is the loss) -> that of its input (None: it is tokens)."""
+        """B: from a stage's output gradient (None for a loss), compute its input gradient (None for tokens)."""
         x, edge = self.pipeline.graphs.pop((i, stage))
         leaves, inputs = self.leaves[stage], [x] if x.requires_grad else []  # tokens have no gradient
         gradients = torch.autograd.grad((edge,), leaves + inputs, None if dy is None else (dy,))
@@ -77,7 +77,7 @@ class SplitBackward:
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):
-        """W: compute the gradients that B has left, and add them. With --ep-overlap a parameter has several."""
+        """W: compute the gradients that B has deferred, and add them. With --ep-overlap a parameter has several."""
         left = self.waiting.pop((i, stage))
         for param in dict.fromkeys(param for param, _ in left):
             self.add(param, reduce(torch.add, [gradient() for one, gradient in left if one is param]))

@@ -59,14 +59,14 @@ class Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
-        """Returns the tensor into which the rows are received; `Wait` takes it."""
+        """Returns the tensor into which the rows are received. It is the input of `Wait`."""
         ctx.exchange = exchange
         exchange.start(rows)
         return exchange.received
 
     @staticmethod
     def backward(ctx, _grad: Tensor):
-        """The gradient of the rows, which `Wait.backward` has begun to receive."""
+        """Returns the gradient of the rows, which `Wait.backward` has begun to receive."""
         return ctx.exchange.wait(), None
 
 
@@ -75,7 +75,7 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, received: Tensor, exchange: Exchange) -> Tensor:
-        """The received rows."""
+        """Returns the received rows."""
         ctx.exchange = exchange
         return exchange.wait().view_as(received)
 

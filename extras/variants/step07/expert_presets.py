@@ -25,7 +25,7 @@ SINCE = object  # every step lists these models; before step 7, `settle` refuses
 
 
 def settle(config: Any, world: int):
-    """Set the flags of a preset with experts. Raises UserError in a step that has no experts."""
+    """Set step 7's flags if the model is a preset with experts. Earlier steps raise UserError for such a model."""
     wanted = EXPERTS.get(config.model, {})
     if wanted and not isinstance(config, step07.Config):
         raise UserError(f"--model {config.model} has experts: use step 7")

@@ -9,7 +9,7 @@
     allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
                 sorting of messages, but ranks also receive tokens that none of their experts needs
 
-Bytes a rank sends over ep in a layer's forward of a micro-batch; in backward, R and A swap, and no counts. h = dim,
+Bytes a rank sends over ep in a layer's forward of a micro-batch; backward swaps R and A, and sends no counts. h = dim,
 e bytes an element, w bytes a gate (4; fp64: 8), T tokens here, R rows sent to others, A received, K = ep / N nodes:
 
     rows             R (h e + E/ep w) + A h e     and 8 (ep-1) for the counts
@@ -46,16 +46,16 @@ from step07_moe_ep import DISPATCH, AddLoss, MoE
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     """Sums rows [any number, dim], each at its `place` (int64) -> [n, dim], in fp32 or wider, in a fixed order.
 
-    Else ranks that compute the same could round differently. On a GPU only `index_put` sorts, so its order is fixed.
+    So ranks that repeat a computation get equal sums. On a GPU only `index_put` has a fixed order, because it sorts.
     """
     sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
 
 
 def visit_local(experts: Callable, tokens: Tensor, gates: Tensor, send: bool = False) -> Tensor:
-    """Applies `experts`: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], wide.
+    """Applies `experts`: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], fp32 or wider.
 
-    `send`: `experts` is `visit_experts` of step 7, which sends the rows, and before that their counts, to other ranks.
+    `send`: `experts` is `visit_experts` of step 7, which sends the counts of rows, then the rows, to other ranks.
     """
     visits = (gates != 0).T
     counts = visits.sum(1)
@@ -73,7 +73,7 @@ def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) 
 
 
 def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, visit: Callable = visit_local) -> Tensor:
-    """Like `visit_local`, with experts on several ranks. `visit` computes the tokens that a rank has received."""
+    """Like `visit_local`, with experts on several ranks. `visit` applies experts to the tokens that a rank received."""
     gates = gates.unflatten(1, (group.size, -1))
     visits = (gates != 0).any(-1).T
     leaving = visits.sum(1)
@@ -96,7 +96,7 @@ def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -
 
 
 def by_gates(moe: MoE, visit: Callable, x: Tensor) -> Tensor:
-    """Replaces `MoE.forward`: x [batch, seq, dim] -> [batch, seq, dim]; `visit` is one of the functions above."""
+    """Replaces `MoE.forward`: x [batch, seq, dim] -> like x. `visit` is `visit_local`, `send_rows` or `gather_all`."""
     tokens = x.flatten(0, 1)
     p, scores, chosen = moe.route(tokens)
     out = visit(moe.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
@@ -129,7 +129,7 @@ def check(config: Any, world: int):
 
 
 def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
-    """Create a group for each of the two levels. Returns `send_rows` over both levels."""
+    """Create groups between and inside nodes. Returns a `send_rows` that sends between nodes, then inside them."""
     rows = mesh.ranks.reshape(-1, ep // inside, inside)  # [ep groups, nodes, ranks of a node]
     mesh.enter("ep inside", rows.reshape(-1, inside), urgent=True)
     mesh.enter("ep between", rows.swapaxes(1, 2).reshape(-1, ep // inside), urgent=True)
@@ -137,7 +137,7 @@ def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
 
 
 def attach(config: Any, parts: Parts):
-    """Let layers use `by_gates` in the modes above and, so that no ignored choice is sent, with --capacity-factor."""
+    """Let layers use `by_gates` in this file's modes and with --capacity-factor: it does not send ignored choices."""
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return

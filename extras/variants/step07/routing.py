@@ -37,7 +37,7 @@ SUMMED = ("data", "tp", "mirror")  # dimensions whose ranks route different toke
 
 
 class RoutedMoE(MoE):
-    """Step 7's MoE layer with the options above."""
+    """Step 7's MoE layer with more ways to route tokens."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
@@ -57,7 +57,7 @@ class RoutedMoE(MoE):
             self.register_forward_hook(lambda moe, x, out: out + moe.shared_experts(x[0]))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts. x [tokens, dim] -> p [tokens, experts], scores and int64 ids [tokens, top_k]."""
+        """Route x [tokens, dim] -> probabilities [tokens, experts], scores and int64 ids, both [tokens, top_k]."""
         precise = wide(x.dtype)
         logits = F.linear(x.to(precise), self.router.weight.to(precise))
         if self.z_coeff:
@@ -133,7 +133,7 @@ NEEDS = [
 
 
 def check(config: Any, world: int):
-    """Raises UserError unless groups are equally large, and --groups-per-token of them have enough experts."""
+    """Raises UserError unless groups are equally large, and a token's groups have experts for all its choices."""
     groups, most = config.expert_groups, config.groups_per_token
     if config.experts % groups:
         raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
@@ -151,7 +151,7 @@ def prepare(config: Any, parts: Parts):
 
 
 def attach(config: Any, parts: Parts):
-    """Tell each layer which tokens this rank has; with --balance bias, also give it a bias, updated after each step."""
+    """Give each layer the positions of this rank's tokens and, with --balance bias, a bias that each step updates."""
     layers = [module for module in parts.model.modules() if isinstance(module, RoutedMoE)]
     for moe in layers:
         moe.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]
