@@ -18,17 +18,15 @@ MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
 }
 
 
-def main(argv: list[str]) -> int:
-    """Run the measurement that argv[0] names; returns the exit status. A user's mistake prints one line."""
+def main(argv: list[str]):
+    """Run the measurement that argv[0] names. A user's mistake prints one line; the exit status is then 1."""
     try:
         if not argv or argv[0] not in MODULES:
             raise UserError(f"name one measurement: {', '.join(MODULES)}")
         MODULES[argv[0]].main(argv[0], argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
