@@ -56,7 +56,7 @@ def can_fake_cuda() -> bool:
 
 
 class Stream:
-    """A CUDA stream, NCCL's stream, or the host. Before its next launch, done[s] launches of each stream s must end."""
+    """A CUDA or NCCL stream, or the host. Its next launch runs after the first `done[s]` launches of each stream s."""
 
     def __init__(self):
         self.done: Counter[Stream] = Counter()
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event. `wait` makes the current stream, and `synchronize` the host, wait for launches before `record`."""
+    """A CUDA event. The current stream (`wait`) or the host (`synchronize`) waits for all launches before `record`."""
 
     def __init__(self, watch: "Watch"):
         self.record = lambda: setattr(self, "done", watch.stream.done.copy())

@@ -147,7 +147,7 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 
 @contextmanager
 def injected(fault: str | Fault) -> Iterator[None]:
-    """Inside this context, the program has the mistake `fault`, or the patch of this name; "" changes nothing.
+    """Inside this context, `fault` is applied to the program: a Fault, a name in PATCHES, or "" for no change.
 
     It replaces the code objects of functions, so code that has already imported a function gets the mistake, too.
     """

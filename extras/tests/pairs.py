@@ -44,7 +44,7 @@ TWO_STAGES = ("interleaved", "rounds", "zbv", "dualpipev", "v-half", "v-min")  #
 
 
 class Flag(NamedTuple):
-    """One flag of a step."""
+    """One command-line flag of a script such as step06_pipeline.py."""
 
     values: tuple  # the first stands for a run without the flag
     beside: Options  # other flags without which it has no effect

@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """All pairs (saved, resumed) from a row of LAYOUTS. All but (1st, 2nd), (3rd, 4th) ... are marked `exhaustive`."""
+    """For each row of LAYOUTS, all pairs (saved, resumed) of its layouts; by default (1st, 2nd), (3rd, 4th) ... run."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):

@@ -15,7 +15,7 @@ from extras.variants.step07.grouped_matmul import can_group, multiply
 
 
 def test_grouped_is_expert_by_expert():
-    """The grouped matmul equals a loop over experts in outputs and gradients. An expert without rows has gradient 0."""
+    """The grouped matmul equals a loop over experts in outputs and gradients. An unused expert has gradient 0."""
     torch.manual_seed(0)
     rows, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
     assert can_group(rows, weight.mT) and not can_group(rows.double())

@@ -97,7 +97,7 @@ def window_law(n: int, rank: int, window: int, seq: int) -> Law:
 
 
 def tp_law(flags: dict) -> Law:
-    """In a micro-batch, a rank sends (n-1)/n of 8 activations for each layer, and of 4 for the embedding and the head.
+    """For each micro-batch, a rank sends (n-1)/n of 8 L + 4 activations; the 4 are for the embedding and the head.
 
     The loss adds 2 numbers a token. With overlap, backward gathers the input of each block again. With int8, a token
     of an activation takes D + 4 bytes: one byte for each number, and 4 bytes for the scale.

@@ -44,7 +44,7 @@ def test_every_flag_is_combined(step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_pairs_are_refused_in_a_line_that_names_both(step):
-    """Of all pairs of values that tests can compare with one process, exactly those that break a rule are refused."""
+    """Of all pairs of values whose runs are `comparable` (pairs.py), exactly those that break a rule are refused."""
     for pair in pairs.pairs_of(step):
         options = complete(step, pair)
         text, rule = text_of_refusal(step, options), pairs.broken(step, options)
@@ -92,7 +92,7 @@ def test_pairs_train_right(pools, reference, tmp_path, kind, step, part, parts):
 
 
 def refused_runs() -> list:
-    """Choose a run for each refusal of flags that would go wrong together, in the first step that has all of them."""
+    """For each refusal of flags that would go wrong together, choose a run of the first script that has these flags."""
     found = {}
     for step in STEPS:
         cls, flags = compose(import_module(step)), table(step)[0]

@@ -67,7 +67,7 @@ def test_no_legal_layout_is_left_out():
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
 def test_the_dearest_stage_costs_least(vocab):
-    """`balanced` minimises the largest stage cost, and then nearly (within 5%) the sum of the squared stage costs."""
+    """`balanced` minimises the largest stage cost. Among such splits, its sum of squares is within 5% of the least."""
     m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
     costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
     costs[-1] += m.dim * vocab

@@ -27,7 +27,7 @@ def traced(folder: Path, rank: int) -> list[dict]:
 
 
 def test_a_pipelines_trace(pools, tmp_path):
-    """In a rank's trace, each action F or B is a range that contains its calls of f, g, attention and all-gather.
+    """In a rank's trace, the ranges of actions F and B contain all calls of attention, all-gather and step 4's f and g.
 
     `--profile 2` with too few steps is refused.
     """

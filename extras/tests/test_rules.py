@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy our weights into theirs. Returns pairs (get, param): get(f) is f(our weights), arranged like `param`."""
+    """Copy our weights to theirs. Returns pairs (get, param): get(function) calls it on our counterpart of `param`."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),

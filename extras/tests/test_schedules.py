@@ -43,7 +43,7 @@ def sizes(name: str) -> Iterator[tuple[int, int, Lists, list[Place]]]:
 def check_lists(lists: Lists, places: list[Place], m: int, costs: dict = UNIT | PLAIN):
     """Assert that each micro-batch has all its actions in order at each of its stages, and that no rank waits forever.
 
-    They are F (forward), R (recompute, if any), B (backward), W (weight gradients, if any). `costs` order the messages.
+    Actions: F (forward), R (recompute, if any), B (backward), W (weight gradients, if any). `costs` order the messages.
     """
     kinds = [kind for kind in "FRBW" if any(action.kind == kind for row in lists for action in row)]
     starts = [s for s, place in enumerate(places) if place.before is None]
@@ -131,7 +131,7 @@ HALVES = {
 
 
 def halves_law(name: str, p: int, m: int, lists: Lists, places: list[Place]):
-    """The time of a step, and the number of pairs that a rank holds, are as HALVES says."""
+    """HALVES gives the time of a step, and the most (micro-batch, stage) pairs that a rank may hold."""
     units, least, most = HALVES[name]
     assert all(in_flight(row, "W") <= most(p) for row in lists)
     if m >= least(p) and p > 1 and not (name == "dualpipe" and m % 2):

@@ -115,7 +115,7 @@ LOST = {"bf16": 0.1, "int8": 0.3, "topk": 10.0}  # bound of the error of five su
 def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
     """Runs on every rank: sum random gradients, fp32 [3000], five times, as a bucket (`whole`) or as a unit of ZeRO.
 
-    Returns the largest error of the total, with and without what the ranks still owe, and the bytes of a sum.
+    Returns the largest error of the total, with and without the unsent rest (`owed`), and the bytes of a sum.
     """
     group, sent, length = Mesh(dp=dist.get_world_size())["dp"], [], 3000
     compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25), SimpleNamespace(pending=[]))

@@ -118,7 +118,7 @@ def refusal(actions: Callable, pp: int, n: int, v: int) -> str:
 def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
     """Yield a message for each rule that the sizes of a layout break.
 
-    Runs (extras/services/legal.py) and the planner apply the same rules.
+    The planner applies these rules, and so does extras/services/legal.py before a run.
     """
     pp, dp, cp, tp, seq, batch = x.pp, x.dp, x.cp, x.tp, m.seq_len, x.global_batch_size
     cut, here = 2 * cp if x.cp_mode in BOTH_ENDS else cp, seq // cp  # parts of a sequence; tokens of it on a rank

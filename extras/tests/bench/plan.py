@@ -111,7 +111,7 @@ def shape_of(row: dict[str, str]) -> Shape:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The layout of a row. Megatron's rows have sequence parallelism only with `sel+SP`; all others always have it."""
+    """The layout of a row. In Megatron rows, SP (sequence parallelism) is on only if column `recompute` says sel+SP."""
     megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
@@ -153,7 +153,7 @@ def read_vtrain(path: str) -> list[Case]:
 
 
 def counted_flops(case: Case) -> float:
-    """FLOPs of a token, as the run's source counts them. Source S adds recomputation; L and A omit masked scores."""
+    """FLOPs of a token, counted as in its source: Narayanan adds recomputation; Llama 3 and NeMo omit masked scores."""
     m, letter = case.shape, case.id[0]
     if letter == "S":  # 96 B s l h^2 (1 + s / 6h + V / 16 l h), Narayanan et al., section 5.1
         return 96 * m.n_layers * m.dim**2 * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
