@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """Return o and lse of attention in fp64, and dq, dk, dv if `do` is given. Without a mask `seen`, it is causal."""
+    """Compute attention in fp64, causal without a mask `seen`. Returns o, lse and, if `do` is given, dq, dk, dv."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -141,7 +141,7 @@ def zigzag(n: int, rank: int, length: int) -> Tensor:
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
-    """Each pair of a query and a key at or before it is computed once, and no other pair. All ranks have equal work."""
+    """Each query attends once to its own key and each earlier one, and to no later key. All ranks have equal work."""
     pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
     for rank, source in np.ndindex(n, n):
         for queries, keys, causal in step.zigzag_visible(rank, source, 6):
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Besides results, a rank holds at most its own k and v and those of two hops. Backward adds three dkv."""
+    """Besides results, a rank holds at most three pairs of k and v. Backward adds three pairs of dk and dv."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()

@@ -161,7 +161,7 @@ def test_sum_tied(tied, places, rows):
 
 
 def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Tokens and targets of m micro-batches (2 sequences each, the last 1), the number of targets, and positions."""
+    """Tokens, targets, number of targets and positions of m micro-batches. The last has 1 sequence, the others 2."""
     tokens = (draw("tokens", 0, 2 * m - 1, 6).abs() * 5).long() % 13
     targets = tokens.flip(1).where(draw("count", 0, 2 * m - 1, 6) > -0.5, IGNORE)
     return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(6).flip(0) * 2
@@ -202,7 +202,7 @@ def carry_out(programs: list[list[list]], places: list[Place]):
 
 
 def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
-    """Run `execute` on ints, not tensors; returns its program. An entry has one action, or the messages of one wait."""
+    """Run `execute` on ints, not tensors; returns its program. An entry: one action, or messages awaited together."""
     lines, loop, posts = [], cls.__new__(cls), []
     loop.group, loop.xs, loop.places, loop.buffer = Group("pp", rank, p, None), [0] * m, round_robin(p, p, 1), int
     loop.forward = lambda i, stage, _: lines.append([("compute", Action("F", i, stage), None)]) or i
@@ -223,7 +223,7 @@ def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
 @task("messages", 3)
 @cases("name, cls", [("afab", step.Pipeline), ("one_f_one_b", step.OneForwardOneBackward)])
 def test_law_of_loops(name, cls):
-    """AFAB's and 1F1B's loops run their schedules without deadlock. Steady 1F1B waits once for a send and a receive."""
+    """AFAB's and 1F1B's loops run their schedules without deadlock. Steady 1F1B awaits send and receive together."""
     for p, m, _ in GRID[::3]:
         programs, (lists, places) = [posted(cls, rank, p, m) for rank in range(p)], plan(name, p, m)
         done = [[action for line in row for verb, action, _ in line if verb == "compute"] for row in programs]
@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """Yield the expected `Tape` events. Actions wait for inputs, and sends for the previous send to the same peer."""
+    """Yield expected `Tape` events. An action waits for its input. A send waits for the previous send to its peer."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)

@@ -42,7 +42,7 @@ def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
 
 
 class Plain(nn.Module):
-    """An MoE layer: every expert computes every token, but scores 0 if it is not chosen. `loss`: the auxiliary loss."""
+    """An MoE layer: every expert computes every token; unchosen experts have score 0. `loss`: the auxiliary loss."""
 
     def __init__(self, dim: int, width: int, config: Config):
         super().__init__()
@@ -195,7 +195,7 @@ def test_a_layer_of_bf16_routes_in_fp32():
 
 @task("layer", 2)
 def test_equal_scores():
-    """If all scores are equal, a token visits K different experts, each with weight 1/K, in each call the same ones."""
+    """With equal scores, a token visits K different experts, each with weight 1/K. A second call repeats the output."""
     ours, x = layer(), draw("x", 0, 2, 8, 6)
     ours.router.weight.data.zero_()
     y, outs = ours(x), [mlp(x, ours.experts, e) for e in range(5)]
@@ -210,7 +210,7 @@ def test_equal_scores():
 @ranks(4)
 @task("balance", 6)
 def test_aux_loss():
-    """Four ranks share 32 tokens. Their terms sum to the auxiliary loss of all 32, after one all-reduce of counts."""
+    """After one all-reduce of counts, the terms of four ranks sum to the auxiliary loss of all their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp")
     p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()

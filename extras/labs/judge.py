@@ -35,7 +35,7 @@ def chapter(lab: int) -> str:
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Copy the files that a chapter needs, except tests/faults.py, which has solutions; then write those in `texts`."""
+    """Copy what a chapter needs, but not tests/faults.py, which has solutions. Then write the files in `texts`."""
     others = {"tests/faults.py"} | {f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")} - {chapter(lab)}
     paths = [*ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py"), ROOT / "pyproject.toml"]
     paths += [path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)]

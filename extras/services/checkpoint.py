@@ -129,9 +129,9 @@ class Saver:
     def save(self, step: int, pieces: Iterable[Piece], about: dict[str, Any], background: bool = False):
         """Write a checkpoint after `step` steps and remove all but the last two. A collective.
 
-        Checkpoints of later steps are removed, too, as this run resumed from an earlier step. Raises UserError on
-        every rank if a disk is full or not writable; earlier checkpoints are then untouched. With `background`,
-        tensors are copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
+        Checkpoints of later steps, which exist if the run resumed from an earlier step, are removed, too. Raises
+        UserError on every rank if a disk is full or not writable; earlier checkpoints are then untouched. With
+        `background`, tensors are copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
         """
         self.settle()
         self.step, self.hidden = step, self.folder / f".{folder_name(step)}.partial"
@@ -199,7 +199,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def problem(path: Path, rank: int, ranks: int) -> str:
-    """The first problem that this rank finds in a checkpoint, or "". It checks the index and its share of the files."""
+    """The first problem that a rank finds in a checkpoint, or "". A rank checks the index and its part of the files."""
     try:
         for name, expected in list(read_index(path)["files"].items())[rank::ranks]:
             if checksum(path / name) != expected:
@@ -254,9 +254,9 @@ def complete(path: Path):
 
 
 def find(where: str, out: Path) -> Checkpoint | None:
-    """Open the checkpoint `where`, or the newest undamaged one of the run `where` ("auto", "required": the run `out`).
+    """Open checkpoint `where` or, if it is a run, its newest undamaged one. "auto" and "required" mean the run `out`.
 
-    A collective: ranks share the work of verifying files. A damaged checkpoint is reported, and the one before it is
+    A collective: ranks share the work of verifying files. A damaged checkpoint is reported, and the next older one is
     tried. Raises UserError if all are damaged, or if there is none; but "auto" returns None if there is none.
     """
     root = out if where in OWN else Path(where)

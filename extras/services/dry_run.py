@@ -185,7 +185,7 @@ def route(meter: Any, model: nn.Module, levels: list[float]):
 class Counted(OpenRun):
     """A run of two steps, which writes no files and keeps the counts of the second step.
 
-    `taken`: bytes and calls of messages. `tokens`: the tokens of all ranks. `held`: the most bytes held, by kind.
+    `taken`: how many calls sent how many bytes. `tokens`: the tokens of all ranks. `held`: most bytes held, by kind.
     """
 
     def __init__(self, config: Any, meter: Meter):

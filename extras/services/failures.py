@@ -54,7 +54,7 @@ def describe(error: BaseException) -> str:
 def report(error: BaseException, early: bool = False):
     """Report the error of a run once per job, and end this process if torchrun has started it together with others.
 
-    The rank that reaches the launcher's store first reports for all. Other ranks may be gone, so this one does not wait
+    Only one rank reports: the first to reach the launcher's store. Other ranks may be gone, so this one does not wait
     for them, and skips the interpreter's shutdown, which can block on them. If `early` (before the first step), an
     OSError counts as a UserError. Without torchrun or peers, raise UserError if GPU memory is full, else return.
     """

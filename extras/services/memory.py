@@ -110,7 +110,7 @@ class MemoryTimeline(TorchDispatchMode):
                 self.kind[number] = kind
 
     def phase(self, name: str):
-        """Begin a phase (see clocks.py). New storages in forward are activations; after forward, update `kept`."""
+        """Begin a phase (see clocks.py). Forward allocates activations; `kept` is their maximum at a forward's end."""
         if self.born == "activations" and name != "forward":
             self.kept = max(self.kept, self.total["activations"])
         self.born = "activations" if name == "forward" else "other"

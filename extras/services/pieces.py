@@ -53,7 +53,7 @@ class Piece:
         return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
 
     def like(self, kind: str, value: Tensor) -> "Piece":
-        """Make a piece of `value`, a state of master `self`: cut like the master, or whole if the shapes differ."""
+        """Make a Piece for `value`, a state of this master: at the same place or, if shapes differ, a whole tensor."""
         if value.shape == self.tensor.shape:
             return replace(self, kind=kind, tensor=value)
         return Piece(kind, self.name, value, tuple(value.shape))

@@ -137,7 +137,7 @@ def open_source(source: str, left_out: list[str]) -> Any:
 
 
 def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
-    """Turn text into uint16 `input_ids`, or lists into int32 `input_ids` and `labels` -> data set, number of documents.
+    """Turn text into uint16 `input_ids`, or lists into int32 `input_ids` and `labels`; also count the documents.
 
     Skipped columns and rows are noted in `left_out`. Raises ValueError if a column is missing or has another type.
     """

@@ -136,7 +136,7 @@ class Screen:
             self.say(text)
 
     def begin(self, step: int):
-        """Begin a step. Memory is tracked for --profile-memory steps; if that is 0, for one step on a CPU only."""
+        """Begin a step. --profile-memory N tracks the first N steps' memory; 0 means 1 step on a CPU, none on a GPU."""
         self.ledger.take()  # discards what was not part of a step
         if step == self.run.start:
             self.watching.enter_context(self.timeline)

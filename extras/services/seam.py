@@ -93,7 +93,7 @@ class OpenRun(Run):
     """The plain run, extended: techniques and services may change what flags select, then attach to the run's parts."""
 
     def __enter__(self) -> "OpenRun":
-        """Change what flags select, such as the schedule of --schedule 1f1b, until the run's parts are built."""
+        """Change what flags select, such as the schedule of --schedule 1f1b; `open` undoes it once parts are built."""
         self.parts = Parts(self)
         for plugin in offered(type(self.config), "prepare"):
             plugin.prepare(self.config, self.parts)

@@ -80,7 +80,7 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Make a part (docstring and code) of each definition in the lines after `before`, up to the end of `node`."""
+        """Split the lines after `before` to the end of `node` into parts (docstring and code), one per definition."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []

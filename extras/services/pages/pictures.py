@@ -22,14 +22,14 @@ from extras.services.seam import plugins
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture. A key of `frames` has a value per choice ("fp32/none"). `first`: choice -> value shown first."""
+    """Make a picture. A reader who selects fp32 and none sees frame "fp32/none"; `first` has the initial values."""
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
     return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """Make a table's frame from the ranks' recordings (see record.py). All texts and the curve come from rank 0."""
+    """Make a table's frame from the ranks' recordings (see record.py). Rank 0 provides texts and the memory curve."""
     states = []
     for now in zip(*(rank["states"] for rank in ranks), strict=True):
         states.append((now[0][0], {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]}))

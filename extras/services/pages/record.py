@@ -195,7 +195,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
     rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # our experts
 
     def show(name: str, of: Tensor, counts: Tensor, experts: range):
-        """Record a box for each row, labelled with the row's expert and token; returns the rows `of` unchanged."""
+        """Record a box for each row in `of`, labelled with the row's expert and token; returns `of` unchanged."""
         parts = zip(experts, of[:, 0].int().split(counts.tolist()), strict=True)
         rows[name] = [[f"e{expert}:t{token}", token // 2, ""] for expert, part in parts for token in part.tolist()]
         return of
@@ -215,7 +215,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Make all recordings of a rank, by picture and by the values of choices. Only rank 0 makes those of chapter 1."""
+    """Make all recordings of a rank, by picture and by frame ("fp32/none"). Only rank 0 makes those of chapter 1."""
     torch.set_num_threads(1)
     PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
