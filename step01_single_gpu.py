@@ -95,7 +95,7 @@ class Optimizer:
     """The update rule on masters, the fp32 copies of the weights. Weights in fp32 or fp64 are their own masters."""
 
     def __init__(self, model: Decoder, config: Config):
-        """Set `torch_optimizer` and, by name, `params` and `masters`. Let autograd accumulate in the masters' dtype."""
+        """Set `torch_optimizer`, and `params` and `masters`, dicts keyed by name. Gradients get the masters' dtype."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (A loop's variable in `train` would keep the last gradient after `zero_grad`.)"""
+    """Multiply gradients in place. (If `train` had this loop, its loop variable would keep the last gradient alive.)"""
     if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)

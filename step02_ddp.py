@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Initialise the process group if torchrun has set RANK, unless it already exists; return its size, or 1."""
+    """Return the number of ranks. If torchrun has set RANK and there is no process group yet, initialise it first."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
@@ -158,7 +158,7 @@ class BucketSync:
             self.send(self.unsent.pop(0))
 
     def send(self, bucket: Bucket):
-        """Start a bucket's asynchronous all-reduce. (`all_reduce` calls `note`. In a group of one it does nothing.)"""
+        """Start a bucket's asynchronous all-reduce. (`all_reduce` calls `note`, unless the group has only one rank.)"""
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):

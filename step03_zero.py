@@ -104,7 +104,7 @@ class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (chapter 2's begin and finish).
 
     ZeRO is in three methods: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers weights.
-    All reduce-scatters start after the last backward, so nothing hides them, unlike the sums of chapter 2's buckets.
+    The reduce-scatters start after the last backward, so nothing hides them, unlike the sums of chapter 2's buckets.
     """
 
     unit_type: type[Unit] = Unit
@@ -187,7 +187,7 @@ class Zero2(Zero1):
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: set `grad_shard` to zeros, and count all trained gradients as `missing`."""
+        """Before the first micro-batch: zero `grad_shard`; set `missing` to the unit's number of trained parameters."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.missing = len(unit.trained)
@@ -294,7 +294,7 @@ class Zero3(Zero2):
             output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))
 
     def send(self, unit: Unit):
-        """Start the sum as in stage 2. The unit's backward is done, so free its weights."""
+        """Start the sum as `Zero2` does. The unit's backward is done, so free its weights."""
         super().send(unit)
         if len(unit.trained) == len(unit.named):  # frozen weights have no hook: backward may still need them
             unit.free()

@@ -187,8 +187,8 @@ HEADS = dict(k_proj=shard_heads, v_proj=shard_heads)  # q_proj needs no check: n
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
-    Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one with fewer inputs.
-    q, k and v share one f, gate and up another: so one collective serves several matrices. Raises UserError.
+    Here Megatron's ColumnParallelLinear is an nn.Linear with fewer outputs, and RowParallelLinear has fewer inputs.
+    q, k and v share one f; gate and up share another. So one collective serves several matrices. Raises UserError.
     """
     config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:

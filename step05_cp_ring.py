@@ -93,7 +93,7 @@ def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal` (as many queries as keys), later keys get -inf."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, query i's scores with keys after i are -inf."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
@@ -208,9 +208,9 @@ class Config(step04.Config):
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
-    Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before k travels. The ranks of
-    cp hold the same weights and see different tokens, like those of dp. So both the gradient sums and ZeRO are over
-    dp x cp: `mesh["data"]`. Raises UserError.
+    Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before k travels. Like the
+    ranks of dp, the ranks of cp hold the same weights and see different tokens. So both the gradient sums and ZeRO are
+    over dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
     mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1, the ranks of mesh["cp"] in a second process group

@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. In the steady phase, sends and receives are posted together."""
+        """Micro-batches in flight: at most p - rank. In the steady phase, sends and receives are posted together."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -237,7 +237,7 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
     """Each rank's program: its list of actions, with the sends and receives that these actions need.
 
     Go through all actions in the order in which they end in a simulation. Append each to its rank's program. If another
-    rank needs the output, the sender's program also gets a send, and the receiver's a receive. Example: rank 1 of 2,
+    rank needs the output, append a send to this program, and a receive to that rank's program. Example: rank 1 of 2,
     interleaved, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...

@@ -140,7 +140,7 @@ class MoE(nn.Module):
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
     def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """This rank's term of the auxiliary loss: f_e is the whole micro-batch's, P_e is our part of the mean."""
+        """This rank's term of E sum_e f_e P_e (see the top of this file): P_e has only the terms of our tokens."""
         counts_E = num_tokens_per_expert_E.clone()  # counts have no gradient
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch

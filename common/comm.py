@@ -80,8 +80,8 @@ class Mesh:
     def join(self, name: str, *dims: str) -> np.ndarray:
         """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a row for each group.
 
-        In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp") [0 4] [1 5] [2 6] [3 7].
-        From chapter 5 on, groups can span several dimensions: join("data", "dp", "cp").
+        In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp") returns
+        [0 4] [1 5] [2 6] [3 7]. From chapter 5 on, groups can span several dimensions: join("data", "dp", "cp").
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         rows = np.moveaxis(self.ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(map(self.sizes.get, dims)))

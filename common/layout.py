@@ -101,9 +101,9 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False) -> float:
     """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
 
-    An element that c ranks hold counts 1/c on each, so once in the sum over all ranks. Ranks have different elements
-    along pp, along the mesh dimensions that shard the parameter, and along data_dim if ZeRO shards the gradients
-    (`sharded`). Along all other dimensions they have copies. A tied matrix on several stages counts once, too.
+    If c ranks hold an element, each adds 1/c of its square, so each element counts once in total. Ranks have different
+    elements along pp, along the mesh dimensions that shard the parameter, and along data_dim if ZeRO shards the
+    gradients (`sharded`). Along all other dimensions they have copies. A tied matrix on several stages counts once.
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():

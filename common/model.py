@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Hugging Face's `model`: the decoder without its head. A layer's key is its number in the whole model."""
+    """Hugging Face's `model`: the decoder without its head. Keys of `layers` are layer numbers in the whole model."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

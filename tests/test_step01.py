@@ -149,7 +149,7 @@ def batches(tmp_path):
 
 
 def test_targets_are_the_next_tokens(batches):
-    """Targets are the next bytes (END after a document), or what a function in READERS gives: token ids, or IGNORE."""
+    """Targets are the next bytes (END after a document), or the next labels if a dataset's reader returns labels."""
     tokens, targets = batches().read([7, 42])
     close(tokens, torch.tensor([[*b"0007"], [*b"0042"]]), "tokens")
     close(targets, torch.tensor([[*b"0070"], [*b"042", data.END]]), "targets")
@@ -320,7 +320,7 @@ def test_batches_without_targets_change_nothing():
 @task("loop", 1)
 @cases("bad", [torch.inf, torch.nan])
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
-    """If the gradient norm is inf or nan, the error names step, norm and flag. Old gradients and graphs are freed."""
+    """If the norm is inf or nan, the error names --lr. Gradients are freed after a step, graphs after a micro-batch."""
     memory, graphs, alive = [], [], []
 
     def spoil(model: Decoder):
@@ -423,7 +423,7 @@ def test_choose_device(monkeypatch, kind, dtype, gpus, has, rank, expected):
 
 
 def test_a_plain_launch(tmp_path):
-    """Step 1 writes three files. Step 2 on two ranks, which each read Python's sources, trains to the same numbers."""
+    """Step 1 writes three files. Step 2, on two ranks, trains to the same numbers (on the default dataset)."""
     (tmp_path / "metrics.jsonl").write_text("of an earlier run")
     flags = f"--model=debug --dtype=fp64 --device=cpu --steps=2 --global-batch-size=4 --out={tmp_path}".split()
     words = [sys.executable, "step01_single_gpu.py", *flags]

@@ -305,7 +305,7 @@ class Story(Tape):
 
 
 def figure(layers: str, tied: bool) -> dict[str, list[str]]:
-    """Rows of the figure in Zero3's docstring for any layers. If tied, embedding and head are unit E; the norm is H."""
+    """The figure in Zero3's docstring, redrawn for `layers`. If tied, embedding and head are unit E; the norm is H."""
     up, down = [*layers], [*reversed(layers)]
     return {
         "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
@@ -332,7 +332,7 @@ def story(stage: int, layers: str, tied: bool) -> list[str]:
 @cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
 @cases("tied", [False, True])
 def test_when(stage, layers, tied, recompute):
-    """Reduce-scatters come in the order that Zero3's docstring shows. In stage 3, gathers and frees do, too."""
+    """Reduce-scatters, and in stage 3 also gathers and frees, come in the order that Zero3's docstring shows."""
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
