@@ -98,10 +98,10 @@ def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float,
 
 
 def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
-    """Bytes that one layer keeps until its backward. tp shards what is inside the blocks, SP also what is between them.
+    """Bytes that a layer keeps until backward. tp shards activations in blocks; SP also shards those between blocks.
 
     Attention keeps its input, q, k, v, its output and a number for each head of each token. An MLP keeps its input,
-    gate, up, silu(gate) and silu(gate) * up. For each of its tokens, an expert keeps the same, and its output. Full
+    gate, up, silu(gate) and silu(gate) * up. For each of its tokens, an expert keeps these five and its output. Full
     recomputation keeps only the layer's input; elementwise also keeps the outputs of matrix products and attention.
     """
     m, e, cheap = p.m, NARROW, recompute == "elementwise"
@@ -178,9 +178,9 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
 
 
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
-    """Bytes that a rank's actions need in addition: (always, while activations wait, when none wait any more).
+    """Bytes that a rank needs besides state and kept activations: (always, while some are kept, when none are kept).
 
-    Only the rank's largest layer counts. Its experts are one ZeRO unit; a tensor has the gate matrices of all experts.
+    Only the rank's largest layer counts. Its experts are one ZeRO unit, and their gate matrices are one tensor.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}

@@ -65,13 +65,13 @@ class Seconds(NamedTuple):
 
 
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
-    """Seconds of `count` products [rows, inner] x [inner, outer] in one launch. A factor's gradient takes as long."""
+    """Seconds of `count` products [rows, inner] x [inner, outer] in one launch."""
     flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
     return count * (flops / (gpu.flops * gpu.matmul) + gpu.number * numbers / gpu.hbm) + gpu.launch
 
 
 def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
-    """Seconds that `kernels` launches need to read and write `n_bytes` in all."""
+    """Seconds to read and write `n_bytes` in all. `kernels` is the number of kernels that are launched for this."""
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
@@ -135,13 +135,13 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     The first five parts are computation, recomputation, and exposed messages over tp, over cp and over ep. Parts 6 and
     7, a forward pass and the gradients of weights, only repeat seconds that are already in the first five.
 
-    A block has a gather and a scatter over tp, or an all-reduce, which does both. Experts have neither (without SP, one
-    gather), but shared experts have both. A ring's messages overlap with attention. Full and elementwise recomputation
-    repeat forward's messages; a recipe that `stops` omits an MLP's last matmul and, over tp, the sum of its outputs.
+    A block gathers and scatters over tp (without SP, in one all-reduce). Routed experts only gather, and only without
+    SP; shared experts gather and scatter. A ring's messages overlap with attention. Full and elementwise recomputation
+    repeat forward's messages. With `recipe.stops`, an MLP's last matmul and the tp messages after it are not repeated.
     """
     p, last, ep = micro_batch(m, x), 0.0, 0.0
     products = products_of(p, experts) + [(p.share, m.dim, m.experts, 1)] * experts  # the router
-    matmul = sum(matmul_seconds(gpu, *product) for product in products)  # the gradient of a factor takes as long
+    matmul = sum(matmul_seconds(gpu, *product) for product in products)  # each of the two gradients takes as long
     core, memory = attention_seconds(p, gpu, recipe), elementwise_seconds(p, gpu, recipe, experts)
     if recipe.stops and not experts:
         last = matmul_seconds(gpu, p.tokens, m.ffn_dim / x.tp, m.dim)
@@ -208,7 +208,7 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
     """The time that `n` micro-batches take on `p` ranks. All times are in units of a stage's forward.
 
-    Only the first of many micro-batches are simulated: after 2 p, every further p micro-batches add the same time.
+    If there are many micro-batches, most are not simulated: after the first 2 p, every further p add the same time.
     """
     pipeline, few = pipeline_of(schedule, p, chunks), min(n, 2 * p + n % p)
     costs = dict(F=1.0, B=b if pipeline.split else b + w, W=w)
@@ -222,8 +222,8 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """A lower bound of the bubble, for any order of actions. f, b and w: seconds of a stage's F, B and W.
 
-    The rank that micro-batches reach last is idle until the first one arrives. If no W fills the gap, it is idle again
-    while the other ranks run the last backward. No step is shorter than a micro-batch's way to the loss and back.
+    The rank that micro-batches reach last is idle until the first one arrives. While the other ranks run the last
+    backward, it is idle again unless it has W to run. No step is shorter than a micro-batch's way to the loss and back.
     """
     pipeline, whole = pipeline_of(*x.way), f + b + w
     ends = x.pp // pipeline.ways - 1

@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Position in the nesting: -1 (innermost) for a replacement, by ORDER for a technique, and last for others."""
+        """Position in the nesting, from innermost: replacement (-1), techniques' wrappers in ORDER, other wrappers."""
         if self.how == "instead of":
             return -1
         return ORDER.index(name_of(self.by)) if self.by.startswith(f"{__name__}.") else len(ORDER)

@@ -31,7 +31,7 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """Splits tokens into runs: document numbers [seq] and positions [s], int64 -> (start, stop, position, document)."""
+    """Splits tokens at gaps and document borders: numbers [seq], positions [s] -> (start, stop, position, document)."""
     documents = numbers[positions]  # the document of each token
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])  # of adjacent tokens in one document

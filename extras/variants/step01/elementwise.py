@@ -42,7 +42,7 @@ def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
 
 
 def attach(config: Any, parts: Parts):
-    """Set which outputs layers keep. With --recompute full, a layer that has a router keeps the router's choice.
+    """Choose the outputs that layers keep. With --recompute full, a layer that has a router keeps the router's choice.
 
     With --cp, attention and its messages are repeated, because chapter 5 changes an operator's output in place.
     """

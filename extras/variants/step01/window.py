@@ -36,7 +36,7 @@ TURNED = "turned"
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
     """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), one for each kernel call.
 
-    Queries and keys end at the same token. Shape: False is a rectangle, True causal, TURNED causal in reverse order.
+    Queries and keys end at the same token. Shapes: False (rectangle), True (causal), TURNED (causal in reverse order).
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -71,7 +71,7 @@ def add_halo(kv: Tensor, group: Group, halo: int) -> Tensor:
 
 
 def return_halo(grad: Tensor, group: Group, halo: int) -> Tensor:
-    """The backward of `add_halo`: send the gradients of the halo to the rank that owns its keys, which adds them."""
+    """The backward of `add_halo`: send the halo's gradients to the previous rank, and add those from the next."""
     before, after = group.rank > 0, group.rank + 1 < group.size
     theirs, ours = grad.tensor_split([halo * before], 2)
     ours, received = ours.clone(), torch.empty_like(ours[:, :, -halo:])
@@ -112,7 +112,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Limit the attention of every layer to the window. Raises UserError if a halo does not fit on one rank."""
+    """Limit attention in every layer to the window. Raises UserError if a rank would need keys of two other ranks."""
     if not config.window:
         return
     attend = partial(windowed_attention, window=config.window)

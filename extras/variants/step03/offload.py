@@ -31,7 +31,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Replace a unit's master by the copy `master`, of which the update rule's tensor objects become views."""
+    """Replace a unit's master by its copy `master`, and make the update rule's tensors views of the copy."""
     unit.master = master
     for name in unit.trained:
         if name in zero.masters:
@@ -83,7 +83,7 @@ class Update:
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
     """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather it, while the GPU computes.
 
-    The GPU memory that the unit gets may be a freed unit's, which kernels still read, so `stream` first waits for them.
+    This unit may reuse the memory of a freed unit. So `stream` first waits for the kernels that still read that memory.
     Waiting for the unit also waits for `stream`, because in a group of one there is no collective to wait for.
     """
     if unit.gathered:
@@ -110,7 +110,7 @@ NEEDS += [("offload_params", "zero", 3), ("offload_params", "offload_optimizer",
 
 
 def attach(config: Any, parts: Parts):
-    """Move masters and shards to the host now, and moments as soon as the first update has created them."""
+    """Move masters and, with --offload-params, shards of weights to the host. The first update moves the moments."""
     if config.offload_optimizer == "none":
         return
     zero = parts.optimizer

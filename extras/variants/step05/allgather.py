@@ -40,7 +40,7 @@ def attend_to(ctx: Any, parts: Iterable[tuple[int, Tensor]], q: Tensor, attentio
 
 
 def add_gradients(ctx: Any, rows: tuple[Tensor, ...], source: int, kv: Tensor, dq: Tensor, dkv: Tensor):
-    """Add to dq and dkv, in place, the gradients of attention to `kv` of rank `source`. `rows` is (do, q, o, lse)."""
+    """Compute gradients of attention with rank `source`'s `kv`; add them to dq and dkv. `rows` is (do, q, o, lse)."""
     for queries, keys, causal in ctx.visible(ctx.group.rank, source, dq.shape[2]):
         do, q, o, lse = (x[:, :, queries] for x in rows)
         part_dq, *part_dkv = ctx.gradients(do, q, *kv[:, :, :, keys], o, lse, causal)
@@ -84,7 +84,7 @@ def attend(
     visible: Callable = zigzag_visible,
     kernel: tuple = FORMULAS,
 ) -> Tensor:
-    """Moves heads before tokens in q [batch, s/n, heads, d], k and v, applies `function`, and moves them back."""
+    """Applies `function`, which takes heads before tokens, to q [batch, s/n, heads, d], k and v -> output like q."""
     return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 

@@ -29,7 +29,7 @@ def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
     """Returns a rank's schedule as phases for `write_out`, numbered 1 to 8 like the steps of DeepSeek's code.
 
     Way 0 (F0, B0) starts at the pipeline's end nearer to this rank, way 1 (F1, B1) at the other. Each has `each_way`
-    micro-batches. `near` counts stages from the nearer end up to this one, `inner` ranks from the next to the middle.
+    micro-batches. There are `near` ranks from the near end up to this one, and `inner` between this one and the middle.
     """
     return [  # W follows its B at once, except in the second half of phase 6 and in phase 7
         (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here

@@ -50,7 +50,7 @@ def write_out(stages: tuple[int, ...], *phases: tuple[int, str]) -> list[Action]
 
 
 def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
-    """ZB-H1: if F, B and W take f, b and w <= min(f, b), a rank idles for (p-1)(f+b-w), in 1F1B for (p-1)(f+b+w)."""
+    """ZB-H1: let F, B, W take f, b, w. If w <= min(f, b), a rank idles for (p-1)(f+b-w); in 1F1B, for (p-1)(f+b+w)."""
     warm_up = min(m, depth * (p - 1 - rank))  # `depth` 1: ZB-H1; 2: ZB-H2
     lag = min(m - warm_up, depth * rank)  # micro-batches by which W lags behind B: the last W fill the cool-down
     phases = (warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W")
@@ -79,7 +79,7 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 
 @lru_cache
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
-    """Returns, for each rank, when micro-batch 0 starts F down, F up, B down and B up, and then the W of each B.
+    """Returns each rank's six start times of micro-batch 0: F to rank p-1, F back, B to rank p-1, B back, and both W.
 
     An action takes 1 unit. When the micro-batch turns back, it waits just enough to keep a rank's actions apart.
     """
@@ -95,7 +95,7 @@ def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
 
 
 def with_weights(row: list[int]) -> list[int]:
-    """Append the start time of each W: the first after its B at which the rank has no action of any micro-batch."""
+    """Append each W's start time: the earliest time after its B at which the rank has no action of any micro-batch."""
     free = {*range(PERIOD)} - {start % PERIOD for start in row}
     w1 = next(t for t in count(row[2] + 1) if t % PERIOD in free)
     w0 = next(t for t in count(row[3] + 1) if t % PERIOD in free - {w1 % PERIOD})

@@ -137,7 +137,7 @@ def over_nodes(mesh: Mesh, ep: int, inside: int) -> Callable:
 
 
 def attach(config: Any, parts: Parts):
-    """Let layers use `by_gates` in this file's modes and with --capacity-factor: it does not send ignored choices."""
+    """Let layers use `by_gates` in this file's modes and with --capacity-factor: choices over capacity are not sent."""
     mode = config.ep_mode if config.ep > 1 else "alltoall"
     if mode == "alltoall" and not config.capacity_factor:
         return

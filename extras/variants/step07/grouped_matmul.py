@@ -38,7 +38,7 @@ def can_group(*tensors: Tensor) -> bool:
 
 
 def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor:
-    """Multiplies the first counts[0] of rows [n, in] by weights[0] [in, out], and so on for each expert -> [n, out]."""
+    """Multiplies rows [n, in], sorted by expert, with their experts' weights [experts, in, out] -> [n, out]."""
     if way == "grouped" and can_group(rows, weights, weights.mT):
         return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
