@@ -135,7 +135,7 @@ class BucketSync:
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
-        """Create the sync after the optimizer, which sets the dtype of the gradients."""
+        """Fill buckets, and add hooks. The optimizer must exist already: it sets the dtype of the gradients."""
         backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
         self.buckets = fill_buckets(backwards, mesh, config.bucket_mb * 2**20)
         for bucket in self.buckets:

@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n] are those of `ids`, then padding; targets int64 [batch, seq] -> summed loss."""
+        """logits of the ids in `ids`, padded: [batch, seq, vocab/n]; targets int64 [batch, seq] -> summed loss."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it

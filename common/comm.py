@@ -123,7 +123,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]; ours may be a part of `output`."""
+    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], maybe a view of `output`."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()

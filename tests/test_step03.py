@@ -280,7 +280,7 @@ class Story(Tape):
         self.units, self.whole, self.most, self.ends = dict(zip(names, zero.units, strict=True)), [], (0, 0), {}
 
     def note(self):
-        """Record units freed since the last event, and the largest numbers of whole units and of whole gradients."""
+        """Record units freed since the last event, and the most units and most gradients whole at once so far."""
         whole = [name for name, unit in self.units.items() if held(unit.flat)]
         self.events += [f"free {name}" for name in self.whole if name not in whole]
         gradients = sum(unit.gradient is not None for unit in self.units.values())
@@ -332,7 +332,7 @@ def story(stage: int, layers: str, tied: bool) -> list[str]:
 @cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
 @cases("tied", [False, True])
 def test_when(stage, layers, tied, recompute):
-    """Reduce-scatters, and in stage 3 also gathers and frees, come in the order that Zero3's docstring shows."""
+    """Zero3's docstring shows the true order of reduce-scatters and, for stage 3, of gathers and frees."""
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
@@ -350,6 +350,6 @@ def test_when(stage, layers, tied, recompute):
 @task("loop", 4)
 @cases("zero, tied", [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_zero_trains_to_step_1s_numbers(pools, zero, tied):
-    """Each stage trains to step 1's numbers. Units are padded, and a rank's micro-batches have 2, 2 and 1 sequences."""
+    """Each stage has step 1's numbers with padded units, and micro-batches of 2, 2 and 1 sequences on a rank."""
     base = dict(tied=tied, recompute="full" if tied else "none", steps=5, global_batch_size=15, micro_batch_size=2)
     equals_step1(pools, 3, "step03_zero", base, zero=zero)

@@ -250,7 +250,7 @@ ROUTES = {
 
 
 def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
-    """Return the group {0} or {1, 2, 3}, row counts [sender, receiver, receiver's expert], and each rank's rows."""
+    """Return this rank's group ({0} or {1, 2, 3}), row counts [sender, receiver, its expert], and each rank's rows."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
         mesh.enter("ep", np.array([row]))

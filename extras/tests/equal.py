@@ -76,7 +76,7 @@ class Apart(Watch):
     """A `Watch` that keeps no gradients, because with --sync diloco each rank of dp has gradients of its own."""
 
     def require_finite(self, step: int, **numbers: float):
-        """Check the numbers as a plain run does, and keep no gradients."""
+        """Check the numbers as any run does; unlike `Seeing`, keep no gradients."""
         OpenRun.require_finite(self, step, **numbers)
 
 

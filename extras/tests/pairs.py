@@ -117,7 +117,7 @@ def complete(step: str, given: Options) -> Options:
 
 
 def ranks_of(run: Options) -> int:
-    """A run's number of ranks: pp x cp x tp, doubled if below four; at least four for ZeRO replicas; one in step 1."""
+    """A run's number of ranks: pp x cp x tp, doubled if below four; with --zero-replicas at least four; step 1: one."""
     if "sync" not in run:
         return 1
     taken = run.get("pp", 1) * run.get("cp", 1) * run.get("tp", 1)

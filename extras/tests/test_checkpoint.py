@@ -143,7 +143,7 @@ def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, lay
 
 
 def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
-    """A run without services resumes a checkpoint that services have saved, and has the same losses, bit for bit."""
+    """Without extras, a run resumes a checkpoint that a run with extras has saved, to the same losses, bit for bit."""
     options = dict(tp=2, zero=2, out=f"{tmp_path}/first")
     history = pools(4).run(train_on_rank, "step04_tp_sp", options)[0]
     more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")

@@ -48,7 +48,7 @@ class Flags:
 
 
 def models() -> dict[str, Shape]:
-    """All models by name: the course's presets, those of techniques (with experts), and models like GPT-3."""
+    """All models: presets of the course, presets with experts (extras/variants/step07), and models like GPT-3."""
     seam.plugins()  # imports the techniques, which adds their presets and their schedules
     return {name: shape_of(m, SimpleNamespace(**EXPERTS.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 

@@ -61,7 +61,7 @@ class KernelRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """Send k and v round the ring, followed by dkv, the sum of their gradients, as in step 5."""
+        """Send k and v round the ring, followed by their summed gradients in `dkv`, as in chapter 5."""
         q, own, o, lse = ctx.saved_tensors
         right, left = (ctx.group.rank + 1) % ctx.group.size, (ctx.group.rank - 1) % ctx.group.size
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
