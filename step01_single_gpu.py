@@ -38,7 +38,7 @@ from common.trainer import DTYPES, Run, among, choose_device, main
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
-    """Two parameter groups for torch.optim, from tensors by name: matrices decay, norms do not."""
+    """Two parameter groups for torch.optim: matrices, which decay, and norms, which do not."""
     matrices = [tensor for name, tensor in masters.items() if not name.endswith("norm.weight")]
     norms = [tensor for name, tensor in masters.items() if name.endswith("norm.weight")]
     return [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.0)]

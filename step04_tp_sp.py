@@ -82,7 +82,7 @@ def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """f or g (Megatron's "conjugate" pair): one of the four functions above in forward, its conjugate in backward."""
+    """An f or a g, which Megatron calls conjugate. Forward and backward each apply one of the four functions above."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
@@ -152,7 +152,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The gradient of the loss, a scalar -> that of the logits."""
+        """Return the logits' gradient, given the scalar gradient that autograd passes for the loss."""
         (gradient,) = ctx.saved_tensors
         return gradient * grad, None, None, None
 

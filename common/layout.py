@@ -62,7 +62,7 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
 
 @dataclass(frozen=True)
 class Shard:
-    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`; from index `full` on is padding."""
+    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`. Indices >= `full` are padding."""
 
     dim: int
     over: str  # a dimension of the mesh

@@ -26,7 +26,7 @@ KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])  #
 
 
 def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size: int = 4) -> Tensor:
-    """A random tensor [2, n, length, size]. If kind is "large", all scores are near 882, and e^882 is infinite."""
+    """A random tensor [2, n, length, size]. If kind is "large", all scores q k are near 882, and e^882 is infinite."""
     x = draw(name, seed, 2, n, length, size)
     if kind == "large" and name in "qk":
         x[..., 0] = 42.0

@@ -456,7 +456,7 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
 
 
 def every_legal_layout() -> list[tuple[str, dict, bool]]:
-    """All legal layouts of 8 ranks, as rows (step, flags, tied). ZeRO's stage, --no-sp and `tied` vary by row."""
+    """All legal layouts of 8 ranks, as rows (step, flags, tied). ZeRO's stage, --no-sp and `tied` alternate."""
     steps, rows = ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline", S7), []
     for number, (pp, cp, tp, ep) in product(range(6), product([1, 2, 4, 8], repeat=4)):
         i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # in the order of chapters 4 to 7

@@ -103,7 +103,7 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 def rounds_law(p: int, m: int, *_):
     """The laws of rounds.py: if m >= p, the bubble is that of interleaved; if not, a step takes (v p + m - 1) (f + b).
 
-    f and b are the times of F and B. With larger rounds, a rank holds more activations, but messages have more time.
+    f, b: times of F and B. With a larger --round-size, ranks hold more activations, but messages have more time.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)

@@ -96,8 +96,8 @@ def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float =
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     """Seconds of an all-to-all: each rank has `n_bytes`, in equal parts for all ranks of the group, itself included.
 
-    A ring leaves a node at one rank, whose messages use the network cards of all ranks of that node. In an all-to-all,
-    each rank sends rows to other nodes over its own card, while rows for its own node use the links inside the node.
+    In a ring, one rank of a node sends to another node, over the network cards of all ranks of its node. Here each rank
+    sends rows to other nodes over its own card, while rows for its own node use the links inside the node.
     """
     if net.ranks == 1:
         return 0.0
@@ -165,7 +165,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> list[float]:
-    """The parts of `layer_work` for the output projection and the loss, which are never recomputed."""
+    """The seven times that `layer_work` lists, here for output projection and loss. These are never recomputed."""
     tokens, vocab = micro_batch(m, x).tokens, m.vocab_size / x.tp
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
     tp = collective_seconds(gpu, network(x, "tp", gpu.node), tokens * m.dim * gpu.number)

@@ -79,7 +79,7 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 
 @lru_cache
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
-    """Returns each rank's six start times of micro-batch 0: F to rank p-1, F back, B to rank p-1, B back, and both W.
+    """Returns when each rank starts its two F, two B and two W of micro-batch 0, which passes each rank four times.
 
     An action takes 1 unit. When the micro-batch turns back, it waits just enough to keep a rank's actions apart.
     """
