@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Return the number of ranks. If torchrun has set RANK and there is no process group yet, initialise it first."""
+    """Return the number of ranks. If RANK is set, first initialise the process group if none is. Raises UserError."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
@@ -61,7 +61,7 @@ class NaiveSync:
         """Called before the first micro-batch. Nothing to do here: each backward adds to the gradients."""
 
     def finish(self):
-        """Called after the last micro-batch: sum each `.grad` over the group named in its parameter's layout record."""
+        """Called after the last micro-batch: sum each `.grad` over the group `data_dim` in its parameter's record."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:

@@ -141,7 +141,7 @@ class Zero1:
             unit.grad_shard = unit.reduced_shard
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each trained parameter's gradient, by name: empty if other ranks hold all elements."""
+        """This rank's part of each trained parameter's gradient, by name; the part may be empty."""
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
@@ -177,7 +177,7 @@ class Zero2(Zero1):
 
     A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's backward. So whole
     gradients of two units exist at a time. (If the head is tied, there is a third: autograd keeps the head's part of
-    the tied gradient.) The last sum, the embedding's, is awaited in the next micro-batch's backward, or in `finish`.
+    the tied gradient.) A micro-batch's last sum, mostly E's, is awaited in the next one's backward, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -252,7 +252,7 @@ class ShardedUnit(Unit):
 class Zero3(Zero2):
     """ZeRO 3 (FSDP): parameters are sharded, too. Hooks gather a unit before its use and prefetch the next meanwhile.
 
-    A micro-batch through E (embedding), layers 0 and 1, and H (norm and head). What shares a column overlaps in time:
+    A micro-batch through E (embedding), layers 0 and 1, H (norm and head). Messages overlap computation in a column:
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -286,7 +286,7 @@ class Zero3(Zero2):
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: forward is done with `uses[i]`. Free these units; fetch them again when `output`'s gradient arrives."""
+        """Hook: forward of `uses[i]` is done. Free units not needed next; at `output`'s gradient, fetch them again."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next entry, or H's backward, needs it
                 unit.free()
@@ -294,7 +294,7 @@ class Zero3(Zero2):
             output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))
 
     def send(self, unit: Unit):
-        """Start the sum as `Zero2` does. The unit's backward is done, so free its weights."""
+        """Start the sum as `Zero2` does. The unit's backward is done, so free its weights, unless some are frozen."""
         super().send(unit)
         if len(unit.trained) == len(unit.named):  # frozen weights have no hook: backward may still need them
             unit.free()
@@ -317,7 +317,7 @@ class Config(step02.Config):
 
 
 def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-    """Initialise the weights; return optimizer and sync: chapter 2's for --zero 0, else one object that is both."""
+    """Initialise the weights; return optimizer and sync: those of chapters 1 and 2 for --zero 0, else one object."""
     if config.zero == 0:
         materialize(model, config.seed, device, dtype)
         optimizer = Optimizer(model, config)

@@ -15,7 +15,7 @@ independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. S
 f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
-gather: g does the first, the next f the second; no bytes are added. In between, norms and residual sums see s/n tokens:
+gather: g does the first, the next f the second (bytes: see below). In between, norms and residual sums see s/n tokens:
 
     f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather
@@ -82,7 +82,7 @@ def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """An f or a g, which Megatron calls conjugate. Forward and backward each apply one of the four functions above."""
+    """An f or a g, which Megatron calls conjugate: `forwards` in forward, its counterpart `backwards` in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits of the ids in `ids`, padded: [batch, seq, vocab/n]; targets int64 [batch, seq] -> summed loss."""
+        """logits [batch, seq, vocab/n] of `ids`, then padding; targets int64 [batch, seq] -> summed loss, in nats."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it

@@ -78,7 +78,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """Which queries of `rank` attend to which keys of `source`: (queries, keys, causal), slices of range(length)."""
+    """Which queries of `rank` attend to which keys of `source`: (queries, keys, causal), slices of `length` = s/n."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
@@ -101,7 +101,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of the part's weight in `merge`.
 
-    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o, like q, and lse [batch, heads, queries].
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads, queries], both wide.
     """
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
@@ -121,7 +121,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused 
 
 
 def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
-    """Backward of one part of the keys: its term of dq, and its dk and dv. o and lse are those of *all* keys.
+    """Backward of one part of the keys: its term of dq, its dk and dv, all wide. o and lse are those of *all* keys.
 
     Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
     As lse is that of all keys, `p` holds this part's columns of the whole P. So all parts' terms of dq simply add up.
@@ -208,8 +208,8 @@ class Config(step04.Config):
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
-    Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before k travels. Like the
-    ranks of dp, the ranks of cp hold the same weights and see different tokens. So both the gradient sums and ZeRO are
+    Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position before k travels. Like
+    the ranks of dp, those of cp hold the same weights and see different tokens. So both the gradient sums and ZeRO are
     over dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len

@@ -110,7 +110,7 @@ class Pipeline:
     """AFAB (all forward, all backward), with one stage on each rank. Subclasses replace `execute`."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
-        """`positions`: those of this rank's tokens. `sp_ranks`: how many ranks share x's tokens (SP: tp, else 1)."""
+        """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
@@ -125,7 +125,7 @@ class Pipeline:
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Run micro-batch i through a stage, from x or, if x is None, from the tokens. Return the output, detached."""
+        """Run micro-batch i (x None: its tokens) through a stage -> the output, detached. Adds to `loss`, `graphs`."""
         place = self.places[stage]
         x = self.xs[i] if x is None else x.requires_grad_()
         y = forward_stage(self.model, place, x, self.ys[i], self.positions)
@@ -147,7 +147,7 @@ class Pipeline:
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send `send` and receive micro-batch `receive_of`'s tensor, together. If no rank `peer` exists, do nothing."""
+        """Send `send` and receive micro-batch `receive_of`'s tensor, together. If our group has no `peer`, return."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """Micro-batches in flight: at most p - rank. In the steady phase, sends and receives are posted together."""
+        """At most p - rank micro-batches are in flight. When steady, y is sent while dy arrives, dx while x arrives."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 

@@ -118,7 +118,7 @@ class MoE(nn.Module):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts: x [T, D] -> probabilities [T, E]; the chosen experts' scores and ids [T, K]."""
+        """Choose each token's experts: x [T, D] -> p [T, E] and scores [T, K], both wide(x.dtype); ids int64 [T, K]."""
         precise = wide(x_TD.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
         scores_TK, ids_TK = p_TE.topk(self.top_k)

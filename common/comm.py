@@ -7,9 +7,9 @@ there are any) and runs the same script. Ranks communicate by *collectives*: cal
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
-A collective starts at once and returns a `Pending`. Until you call its `wait`, do not touch the collective's tensors,
-which must be contiguous. S: the bytes of the larger tensor. We count what each of n ranks sends if the group is a ring
-(NCCL may choose a tree, which sends a little more). A group of one sends nothing. In a larger one:
+A collective starts at once and returns a `Pending`. Until you call its `wait`, do not change a tensor that it sends, or
+use one that it fills; all must be contiguous. S: the bytes of the larger tensor. We count what each of n ranks sends if
+the group is a ring (NCCL may choose a tree, which sends a little more). A group of one sends nothing. In a larger one:
 
     all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: data for others
 """
@@ -89,7 +89,7 @@ class Mesh:
         return rows
 
     def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
-        """Create a group of the ranks in each row of `rows`; keep ours. `urgent`: not queued behind gradient sums."""
+        """Create a group for each row of ranks [groups, size]; keep ours. `urgent`: not queued behind gradient sums."""
         urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue; gradient sums use another
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
@@ -123,7 +123,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], maybe a view of `output`."""
+    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]. Ours may be its own part of it."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()

@@ -102,8 +102,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
 
     If c ranks hold an element, each adds 1/c of its square, so each element counts once in total. Ranks have different
-    elements along pp, along the mesh dimensions that shard the parameter, and along data_dim if ZeRO shards the
-    gradients (`sharded`). Along all other dimensions they have copies. A tied matrix on several stages counts once.
+    elements along pp, along the mesh dimensions that shard the parameter, and along data_dim if `gradients` are ZeRO's
+    shards (`sharded`: --zero > 0). Along others they have copies, as of a tied matrix on two stages (`stage_copies`).
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():

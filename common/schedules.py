@@ -63,7 +63,7 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021): at most p - rank micro-batches are in flight on `rank`."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021) for v = 1: at most p - rank micro-batches in flight on `rank`."""
     return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
@@ -98,7 +98,7 @@ def consumer(action: Action, places: list[Place]) -> Action | None:
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Simulate ranks -> sorted (end, rank, start, action). `message`: time of a message. ValueError on deadlock."""
+    """Simulate ranks -> sorted (end, rank, start, action). `message`: its time, as in costs. ValueError on deadlock."""
     # The last stage's forward is followed by its own backward, which starts from the loss.
     needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
     awaited = {*needs_it.values()}
@@ -118,7 +118,7 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict, messag
 
 
 def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> str:
-    """Draw a line per rank, a character per unit of time: `0` is the F of micro-batch 0, `a` is its B, `.` is idle."""
+    """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a letter; idle is `.`."""
     spans = simulate(lists, places, costs)
     rows = [["."] * spans[-1][0] for _ in lists]
     for end, rank, start, (kind, i, _) in spans:

@@ -55,8 +55,8 @@ def among(menu: dict, default: Any) -> Any:
 def parse(cls: type, argv: list[str] | None = None) -> Any:
     """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
 
-    --help lists flags of the class itself before those of its bases. An int must be at least 1, or at least 0 if its
-    default is 0 or its help says what 0 means ("0: ..."). No number may be negative. Raises UserError.
+    --help lists flags of the class itself before those of its bases. An int without a menu must be at least 1, or at
+    least 0 if its default is 0 or its help says what 0 means ("0: ..."). No number may be negative. Raises UserError.
     """
 
     def wrong(message: str):

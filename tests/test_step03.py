@@ -65,7 +65,7 @@ def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
 @cases("dtype", [FP64, BF16])
 @cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
 def test_unit(dtype, shapes, n):
-    """A unit's buffer is n equal shards, padded with zeros. Parameters are views of it; masters are fp32 or fp64."""
+    """A unit's buffer has n equal shards, and zeros at its end. Parameters are its views; masters are fp32 or fp64."""
     values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
     flat = torch.cat([x.flatten() for x in values.values()])
     for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
@@ -316,7 +316,7 @@ def figure(layers: str, tied: bool) -> dict[str, list[str]]:
 
 
 def story(stage: int, layers: str, tied: bool) -> list[str]:
-    """Expected events of two micro-batches. A message that starts in one column of `figure` ends in the next column."""
+    """Expected events of two micro-batches. A message of one column of `figure` ends in the next; E's sum, later."""
     events, columns = [], [*zip(*figure(layers, tied).values(), strict=True), [""] * 4]
     for before, (gathered, used, _, reduced) in pairwise([columns[-1], *columns]):
         events += [f"reduce {x} ends" for x in before[3]] + [f"reduce {x}" for x in reduced]

@@ -26,7 +26,7 @@ KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])  #
 
 
 def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size: int = 4) -> Tensor:
-    """A random tensor [2, n, length, size]. If kind is "large", all scores q k are near 882, and e^882 is infinite."""
+    """A random tensor [2, n, length, size]. "large": all scores (q k / 2 if size is 4) are near 882; e^882 is inf."""
     x = draw(name, seed, 2, n, length, size)
     if kind == "large" and name in "qk":
         x[..., 0] = 42.0
@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """Compute attention in fp64, causal without a mask `seen`. Returns o, lse and, if `do` is given, dq, dk, dv."""
+    """fp64 attention -> o, lse; given `do`, dq, dk, dv. `seen`: bool [queries, keys]; None: causal, queries last."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """An alternative to zigzag_visible: each rank has consecutive tokens, and computes a hop in several parts."""
+    """An alternative to zigzag_visible: ranks have consecutive tokens; a hop has three parts (own), two or none."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
@@ -196,7 +196,7 @@ def forward(given: list[Tensor], group: Group, *more) -> Tensor:
 
 
 def ring(mode, group, mine, *rule) -> tuple:
-    """Run forward in a new context `mode()`, and backward in another; returns [o, dq, dk, dv] and both contexts."""
+    """Run forward and backward of `mine`, [q, k, v, do], each in a new `mode()` -> [o, dq, dk, dv], both contexts."""
     with mode() as there:
         o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
     with mode() as back:
@@ -268,7 +268,7 @@ def test_law_of_messages_and_work():
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Besides results, a rank holds at most three pairs of k and v. Backward adds three pairs of dk and dv."""
+    """Besides inputs and results, a rank holds at most three pairs of k and v, and in backward three of dk and dv."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
@@ -294,7 +294,7 @@ def test_law_of_live_memory():
 @task("loop", 2)
 @cases("dp, cp, tp", [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
 def test_shard_context(dp, cp, tp):
-    """shard_context uses a ContextMode's positions and attention; all records get data_dim "data", which is dp x cp."""
+    """If cp > 1, shard_context uses a mode's positions and attention. All records get data_dim "data": dp x cp."""
     mesh, model = Mesh(dp=dp, cp=cp, tp=tp), decoder(tied=tp == 1)
     mode = step.ContextMode(lambda s, r, n: torch.arange(s)[r::n], lambda q, k, v, group: f"{q}{k}{v}{group.name}")
     close(step.shard_context(model, mesh, mode, False), torch.arange(6)[mesh["cp"].rank :: cp], "positions")

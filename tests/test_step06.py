@@ -61,7 +61,7 @@ def test_the_picture_is_the_schedule(capsys):
 
 @task("orders", 3)
 def test_interleaved_order():
-    """interleaved returns the lists of actions below for p = 2, m = 4, v = 2. UserError if p does not divide m."""
+    """interleaved returns the lists below for p = 2, m = 4, v = 2. UserError if v > 1 and p does not divide m."""
     first = "F0.0 F1.0 F0.2 F1.2  F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0  B2.2 B3.2 B2.0 B3.0"
     second = "F0.1 F1.1  F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3  B2.1 B3.1"
     close(plan("interleaved", 2, 4, 2)[0], [acts(first), acts(second)], "the lists")
@@ -72,7 +72,7 @@ def test_interleaved_order():
 @task("orders", 6)
 @cases("name", NAMES)
 def test_laws_of_an_order(name):
-    """Each F occurs once, then its B once, and nothing deadlocks. The bubble is (p-1) / (v m + p-1) of a step."""
+    """Each F runs once, then its B; no deadlock. If v = 1 or p divides m, (p-1) / (v m + p-1) of a step is bubble."""
     for p, m, v in SIZES[name]:
         (lists, places), size = plan(name, p, m, v), f"p={p} m={m} v={v}"
         for rank, row in enumerate(lists):

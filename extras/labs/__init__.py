@@ -1,4 +1,4 @@
-"""A lab turns a chapter into one or two evenings' work: a student writes functions removed from the chapter's step.
+"""A lab turns a chapter into one or two evenings' work: a student writes functions removed from the chapter's code.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, whose removed functions raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
@@ -9,7 +9,7 @@ consists of an entry of TASKS below and of labN.md, which says for each task how
 and gives three hints. At the end it asks a question, which is answered in writing and graded by hand.
 
 The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. You can run pytest
-there. From the folder, `check` and `grade` take only the files from which functions were removed. Everything else comes
+there. From the folder, `check` and `grade` take only LAB.md's head and the files with removed functions. All else comes
 from the project, so changed tests have no effect.
 """
 
@@ -85,7 +85,7 @@ def step_of(lab: int) -> str:
 
 
 def holes(lab: int) -> dict[str, dict[str, str]]:
-    """The removed functions of a lab: file -> {name: task}. A student hands in these files; the first is stepNN.py."""
+    """The removed functions of a lab: file -> {name: task}. A student hands in these files, first the step's."""
     found: dict[str, dict[str, str]] = {step_of(lab): {}}
     for task, names in TASKS[lab].items():
         for name in names.split():

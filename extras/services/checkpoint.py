@@ -5,7 +5,7 @@
                                   index.json       step, flags, model; each piece's place in its whole tensor
                                                    (services/pieces.py); a SHA-256 of every file, and of index.json
 
-A plain run (a step started without extras) writes no index. services/places.py adds one when the files are first read.
+A plain run (a step started without extras) writes no index. `find` lets services/places.py add one.
 
 CRASHES. All files are written into a folder with a hidden name and flushed to the disk, index.json last; then the
 folder is renamed. Before a folder is removed, it gets a hidden name again. So a folder with a final name is complete,

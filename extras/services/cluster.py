@@ -75,7 +75,7 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
 
 
 def inside(args: argparse.Namespace):
-    """Run inside the namespaces that `main` creates: make the switch and the nodes; exit with node 0's status."""
+    """As process 1 of the namespaces that `main` creates, make the switch and the nodes; exit with node 0's status."""
     signal.signal(signal.SIGINT, lambda *_: None)  # ignored: each node's torchrun gets it, too
     run(SWITCH.format(hosts="".join(rf"10.0.0.{n + 1} node{n}\n" for n in range(args.nodes))))
     line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={args.nodes}"]
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
     job = subprocess.Popen([*ENTER.split(), sys.executable, "-c", INSIDE, *argv], start_new_session=True)
 
     def pass_on(number: int, _: object):
-        """Send a signal to all nodes. A second signal ends this process, and thereby everything at once."""
+        """Send a signal to all nodes. If the same signal comes again, it ends this process, and thereby everything."""
         signal.signal(number, signal.SIG_DFL)
         os.killpg(job.pid, number)
 

@@ -2,8 +2,8 @@
 
 All ranks end a step at about the same time, so if one hangs, all of them reach `--timeout` together, and each prints
 its own stack. Most ranks are in a collective; the rank that is elsewhere is the one that they wait for. Only steps are
-timed, as loading data or weights and writing a checkpoint may take any time. Outside of steps, ranks wait for each
-other only in collectives, which raise an error after twice `--timeout`, with gloo and with NCCL.
+timed, as loading data or weights and writing a checkpoint may take any time. Outside of steps, a collective raises an
+error after twice `--timeout`, with gloo and with NCCL.
 """
 
 import faulthandler
@@ -54,8 +54,8 @@ def describe(error: BaseException) -> str:
 def report(error: BaseException, early: bool = False):
     """Report the error of a run once per job, and end this process if torchrun has started it together with others.
 
-    Only one rank reports: the first to reach the launcher's store. Other ranks may be gone, so this one does not wait
-    for them, and skips the interpreter's shutdown, which can block on them. If `early` (before the first step), an
+    The first rank to reach the launcher's store reports; if there is no store, each does. Others may be gone, so a rank
+    does not wait for them, and skips the interpreter's shutdown, which can block. If `early` (before step 1), an
     OSError counts as a UserError. Without torchrun or peers, raise UserError if GPU memory is full, else return.
     """
     if isinstance(error.__cause__ or error, BrokenPipeError):

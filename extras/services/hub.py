@@ -2,7 +2,7 @@
 
     export DIR OUT     write the weights of a run (or checkpoint) DIR, in the dtype that it computed in, as config.json
                        and model.safetensors into OUT, which AutoModelForCausalLM.from_pretrained(OUT) opens
-    import FOLDER OUT  write such a model's config.json and *.safetensors as a checkpoint OUT of training step 0;
+    import FOLDER OUT  write such a model's config.json and *.safetensors into a new run OUT, as a checkpoint of step 0;
                        --resume OUT starts a run from it, without moments and at the beginning of the data
 
 Both commands hold all weights in host memory. Two architectures compute the same numbers as the course's decoder:

@@ -144,7 +144,7 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
 
 
 class MemoryWatch:
-    """Measures the most bytes that a rank holds of each kind of tensor, and tells a timeline the tensors' kinds."""
+    """Measures the most bytes of each kind that a rank holds before or after updates; labels a timeline's tensors."""
 
     def __init__(self, parts: Parts, timeline: MemoryTimeline, clock: Clock):
         self.parts, self.timeline = parts, timeline

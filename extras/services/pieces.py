@@ -1,4 +1,4 @@
-"""Maps the tensors that a rank holds to whole tensors and back, so that any layout can read any checkpoint.
+"""Maps the tensors that a rank holds to whole tensors and back, so that any layout can read any layout's checkpoint.
 
 Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of a tensor. The parameter's
 record (common/layout.py) says which shard of it the rank has; with ZeRO the piece is a range of that shard's elements:
@@ -97,7 +97,7 @@ def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> I
 
 
 def masters(parts: Parts) -> Iterator[Piece]:
-    """Yield the masters that this rank updates: of all its parameters or, with ZeRO, of its slices of parameters."""
+    """Yield the masters that this rank updates: of its trained parameters or, with ZeRO, of its slices of these."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
     for name, master in optimizer.masters.items():

@@ -10,7 +10,7 @@ untraced and one that warms up the profiler. Besides PyTorch's own events it has
     f, g, attend                         start and end of a block under tp, and attention, which under cp is a ring
     wait tp                              waiting for a message over tp (with NCCL, only the stream waits)
 
-On a GPU, OUT/memory-RANK.pickle has the allocations since shortly before the first step, for
+On a GPU, OUT/memory-RANK.pickle has the last 200,000 allocations and releases since before the first step, for
 https://pytorch.org/memory_viz. It is written after the last traced step, or earlier if memory runs out.
 """
 

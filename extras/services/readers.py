@@ -98,9 +98,9 @@ def format_of(file: Path) -> str:
 
 
 def files_of(root: Path, left_out: list[str]) -> tuple[str, list[str]]:
-    """Return one kind and all its files: the kind of file `root`, or the first of KINDS that is found in folder `root`.
+    """Return a kind and its files to read: the kind of file `root`, or the first of KINDS that is in folder `root`.
 
-    Other files, unless hidden, are noted in `left_out`. Raises ValueError if no file can be read.
+    Other files (also empty or held-out ones), unless hidden, are noted in `left_out`. ValueError if none can be read.
     """
     paths = [path for path in sorted(root.rglob("*")) or [root] if path.is_file()]
     names = {path: name for path in paths if not HIDDEN.search(name := path.relative_to(root).as_posix())}
@@ -137,7 +137,7 @@ def open_source(source: str, left_out: list[str]) -> Any:
 
 
 def to_ids(data: Any, text: str, left_out: list[str]) -> tuple[Any, int]:
-    """Turn text into uint16 `input_ids`, or lists into int32 `input_ids` and `labels`; also count the documents.
+    """Text -> uint16 `input_ids`; lists -> int32 `input_ids`, `labels`. Returns (data set, number of documents).
 
     Skipped columns and rows are noted in `left_out`. Raises ValueError if a column is missing or has another type.
     """

@@ -9,7 +9,7 @@ checkpoints, so the disk needs room for three.
 
 After Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 (from a batch system), or the death of torchrun, a run finishes its step,
 saves and ends. Under torchrun --max-restarts N a job is started again when a rank dies; with --resume auto it continues
-from its last checkpoint, also with fewer ranks. Rank 0 locks the run directory, so that no other run writes into it.
+from its last checkpoint, also with fewer ranks. Rank 0 locks the run directory, which other runs with extras respect.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Checks that a layout, with the techniques that its flags select, computes the same numbers as one process.
 
 `record` trains with a step's own `train` and keeps every loss, gradient norm, gathered gradient and final parameter. A
-layout is correct if these equal the numbers of step 1 in one process: in fp64, to a relative difference of 1e-10.
+layout is correct if these equal the numbers of `one_process`'s step: in fp64, to a relative difference of 1e-10.
 tests/equal.py defines which pieces a rank keeps, how they are assembled, and when two numbers are equal.
 """
 
@@ -64,7 +64,7 @@ class Seeing(equal.Watch):
 
 
 class Watch(Seeing, OpenRun):
-    """A run that prints and writes nothing, and keeps its gradients and weights."""
+    """A run that itself prints and writes nothing, and keeps its gradients and weights."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Attach the techniques before the first step, as `ServedRun` does."""
@@ -98,7 +98,7 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
 
 
 def one_process(row: Any) -> str:
-    """The module of a row's reference run: step 1's or, if `base` has a flag that step 1 lacks, the row's own."""
+    """The module of a row's reference run: step 1's or, if `base` has a flag not in its plain Config, the row's own."""
     known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *FIELDS, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
 

@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event. The current stream (`wait`) or the host (`synchronize`) waits for all launches before `record`."""
+    """A CUDA event. `wait` (current stream) and `synchronize` (host) wait for what `record`'s stream had launched."""
 
     def __init__(self, watch: "Watch"):
         self.record = lambda: setattr(self, "done", watch.stream.done.copy())
@@ -173,7 +173,7 @@ class Watch(TorchDispatchMode):
 
 
 class Watched(OpenRun):
-    """A run that writes nothing. It tells `watch` when the forward of a step begins and when the backward has ended."""
+    """A run that writes nothing. `watch.inside` is set from a step's first forward until `gradients` is called."""
 
     def __init__(self, config: Any, watch: Watch):
         super().__init__(config)

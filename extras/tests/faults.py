@@ -1,4 +1,4 @@
-"""Mistakes in techniques and services, each with the test that must notice it. For the course, see tests/faults.py.
+"""Mistakes in techniques, services and common/, each with the test that must notice it. More are in tests/faults.py.
 
 `injected` replaces a text in the source of a function or class, and compiles the source. It raises KeyError if the text
 is not there. extras/tests/test_faults.py tries each mistake.

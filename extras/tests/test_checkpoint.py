@@ -107,7 +107,7 @@ def continues(pools, tmp_path_factory):
 
 
 def cases() -> list:
-    """For each row of LAYOUTS, all pairs (saved, resumed) of its layouts; by default (1st, 2nd), (3rd, 4th) ... run."""
+    """For each LAYOUTS row, all pairs (saved, resumed). All but (1st, 2nd), (3rd, 4th) ... are marked `exhaustive`."""
     found = []
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
@@ -200,7 +200,7 @@ def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wro
 
 
 def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
-    """A resumed run prints what it resumes and which flags have changed. It keeps all complete rows of metrics."""
+    """A resumed run prints what it resumes and which flags have changed. Complete rows up to that step are kept."""
     options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out

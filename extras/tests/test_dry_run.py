@@ -1,4 +1,4 @@
-"""Tests of the dry run: it counts what real ranks send, compute and keep in memory, and counts kernels as on a GPU."""
+"""Tests of the dry run: it counts what real ranks send, compute and keep in memory, and RMSNorm as a GPU's kernel."""
 
 import importlib
 import time

@@ -2,8 +2,8 @@
 
  1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
     about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
- 2  A technique applies to the step of its folder and to later ones, unless SINCE names the Config of another step.
- 3  A menu is a dict of a flag's values. Importing a file adds entries: SYNCS["tree"] = TreeSync allows `--sync tree`.
+ 2  A technique applies from the step of its folder on, or from the step whose Config is SINCE (`object`: all).
+ 3  A menu is a dict, mostly from a flag's values. Importing a file adds entries: SYNCS["tree"] allows `--sync tree`.
  4  `settle(config, world)` may set flags. No other function may. `world` is the number of ranks.
  5  NEEDS and REFUSES declare which flags cannot be combined; `check(config, world)` raises UserError for sizes that do
     not fit. A run applies the declarations and calls `check` before it builds anything.
@@ -11,7 +11,7 @@
  7  `attach(config, parts)` runs before the first training step. It may change the objects that the step has built.
  8  Methods and menu entries are changed only by `parts.instead`, which replaces one (no second file may replace it), or
     by `parts.around`, which wraps one. The nesting does not depend on which file attaches first. Innermost is the
-    step's own method or its replacement, then wrappers of techniques (in ORDER), then those of services and tests.
+    step's own method or its replacement, then wrappers of techniques (in ORDER), then others, in order of attaching.
  9  By default no course code is replaced. A run prints each changed method; its traffic table lists each new group.
 10  `parts.kept` maps a file's name to what its `attach` returned. This object may have `state()` (JSON, the same on all
     ranks), `restore(state)` and `owed` (tensors by bucket or unit), for checkpoints; `look(tokens)`, which validation
@@ -43,7 +43,7 @@ def name_of(module: str) -> str:
 
 
 class Change(NamedTuple):
-    """A change that one file makes to a method of an object, or to an entry of a menu (a dict of a flag's values)."""
+    """A change that one file makes to a method of an object, or to an entry of a menu (a dict, such as SYNCS)."""
 
     owner: Any
     name: Any  # the method's name, or the entry's key
@@ -98,7 +98,7 @@ class Progress:
 
 @dataclass
 class Parts:
-    """The objects that a step of the course has built (None if it has no such object), and the changes made to them."""
+    """The objects that a step of the course has built (None: none, or not yet), and all changes made by files."""
 
     run: Run
     model: Any = None

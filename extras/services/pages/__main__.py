@@ -59,7 +59,7 @@ class Pages:
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
         """Render a docstring's Markdown. Names in backquotes that `module` uses become links, except those in `own`.
 
-        `own`: the parameters of the docstring's function. Lines that have columns, three spaces apart, become a figure.
+        `own`: the parameters of the docstring's function. Lines with three spaces in a row become a figure.
         """
 
         def link(match: re.Match) -> str:
@@ -80,7 +80,7 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Split the lines after `before` to the end of `node` into parts (docstring and code), one per definition."""
+        """Split the lines after `before` to the end of `node` at each definition inside, into docstrings and code."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []

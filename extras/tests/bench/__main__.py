@@ -19,7 +19,7 @@ MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
 
 
 def main(argv: list[str]):
-    """Run the measurement that argv[0] names. A user's mistake prints one line; the exit status is then 1."""
+    """Run the measurement that argv[0] names. A UserError here, not on a rank, prints one line; exit status 1."""
     try:
         if not argv or argv[0] not in MODULES:
             raise UserError(f"name one measurement: {', '.join(MODULES)}")

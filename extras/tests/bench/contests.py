@@ -2,7 +2,7 @@
 
 A contestant is a function `train(config, run)`: the chapter's own, or one of peers.py (`peer`). A contest times whole
 training steps, from the batch to the update. Contestants take turns in the same processes, so whatever else the machine
-does slows all of them equally. Each contestant runs in a thread that waits before each training step. A ratio divides
+does for long slows all of them. Each contestant runs in a thread that waits before each training step. A ratio divides
 the times of two contestants in the same round. The losses of all contestants must agree.
 """
 
@@ -88,7 +88,7 @@ class Bare(OpenRun):
     """A run that prints and writes nothing."""
 
     def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
-        """`peer`: the function of peers.py that trains; "" stands for the chapter's own `train` with all techniques."""
+        """`peer`: the function of peers.py that trains; "": the chapter's `train` with the techniques of its flags."""
         module = importlib.import_module(step)
         config = compose(module)(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))

@@ -85,7 +85,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 
 
 def real(row: dict[str, str], name: str, default: float | str = "") -> float:
-    """The finite number >= 0 in a cell, or `default` if the cell is empty. Raises UserError for any other content."""
+    """The number in a cell or, if it is empty, `default`. Raises UserError unless this is a finite number >= 0."""
     try:
         found = float(row.get(name) or default)
     except ValueError:
@@ -96,7 +96,7 @@ def real(row: dict[str, str], name: str, default: float | str = "") -> float:
 
 
 def shape_of(row: dict[str, str]) -> Shape:
-    """The shape of a row's model. Sizes that the row lacks come from NAMED, or are defaults. Raises UserError."""
+    """The shape of a row's model. NAMED or defaults fill gaps. Raises UserError if `hidden` or `layers` is missing."""
     dim, layers, heads, seq = (
         int(real(row, *one)) for one in (("hidden", 0), ("layers", 0), ("heads", 1), ("seq", 4096))
     )
@@ -111,7 +111,7 @@ def shape_of(row: dict[str, str]) -> Shape:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The layout of a row. In Megatron rows, SP (sequence parallelism) is on only if column `recompute` says sel+SP."""
+    """The layout of a row. SP (sequence parallelism) is on, but in Megatron rows only if `recompute` says sel+SP."""
     megatron, recompute = row["id"][0] in RECIPES, row.get("recompute", "")
     names = ("pp", "tp", "cp", "ep", "zero", "mbs", "vp")
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)

@@ -50,7 +50,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Compile each layer's forward, but not its hooks. If messages break the graph, recomputation is not compiled.
+    """Compile each layer's forward, but not its hooks. If messages break the graph, `checkpoint` stays outside it.
 
     `run.count`, which adds up bytes of messages, is not compiled: in a graph, sizes may be symbols, not numbers.
     """

@@ -56,7 +56,7 @@ class LossScaling:
         return gradients
 
     def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
-        """Wraps `run.require_finite`: if the norm is not finite, skip the update, but do not end the run."""
+        """Wraps `run.require_finite`: a norm that is not finite skips the update; the check of the loss stays."""
         self.skipping = not math.isfinite(grad_norm)
         plain(step, loss=loss)
 

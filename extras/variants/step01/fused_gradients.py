@@ -95,7 +95,7 @@ REFUSES = [Refusal(dict(fused_gradients=SET, tp_overlap=SET), EITHER)]
 
 
 def attach(config: Any, parts: Parts):
-    """Replace the forward of each linear layer; layers with the same input are computed together."""
+    """Replace the forward of linear layers (not of a tied head or a router); those with the same input run together."""
     if not config.fused_gradients:
         return
     fused = adds_to_wide(next(parts.model.parameters()))

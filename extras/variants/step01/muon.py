@@ -60,7 +60,7 @@ class Muon:
     """An optimizer like those of torch.optim: it updates the hidden matrices by Muon, and the rest by AdamW."""
 
     def __init__(self, masters: dict[str, Tensor], config: Any):
-        """Takes `masters`, the tensors that this rank updates: local parameters or, with ZeRO, flat parts of them."""
+        """Takes `masters`, which this rank updates: those of local parameters or, with ZeRO, of flat parts of them."""
         self.hidden = {name: tensor for name, tensor in masters.items() if is_hidden(name)}
         self.adamw = adamw({name: tensor for name, tensor in masters.items() if not is_hidden(name)}, config)
         self.group = dict(params=list(self.hidden.values()), weight_decay=config.weight_decay)
@@ -72,7 +72,7 @@ class Muon:
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All-gathers a unit's updates before they are orthogonalised: this rank's shards -> whole parameters, flat."""
+        """All-gathers a unit's updates, by name, not yet orthogonal: this rank's shards -> local parameters, flat."""
         dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}

@@ -21,7 +21,7 @@ from step01_single_gpu import RECOMPUTE
 
 
 def to_host(here: set[int], tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Called when autograd saves a tensor: returns its device and a host copy (no copy, if `here` has its storage)."""
+    """Called when autograd saves a tensor: returns its device and a host copy (itself, if its storage is in `here`)."""
     if tensor.untyped_storage()._cdata in here:
         return tensor.device, tensor
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -36,7 +36,7 @@ TURNED = "turned"
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
     """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), one for each kernel call.
 
-    Queries and keys end at the same token. Shapes: False (rectangle), True (causal), TURNED (causal in reverse order).
+    Both end at the same token; slices count from each one's first. Shapes: False (rectangle), True (causal), TURNED.
     """
     blocks, first = [], keys - queries
     q0 = first
@@ -112,7 +112,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Limit attention in every layer to the window. Raises UserError if a rank would need keys of two other ranks."""
+    """Limit attention in every layer to the window. Raises UserError if a halo (W-1 tokens) is longer than a shard."""
     if not config.window:
         return
     attend = partial(windowed_attention, window=config.window)

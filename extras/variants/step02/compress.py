@@ -70,7 +70,7 @@ def put_back(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 class Compression:
-    """Sums gradients in fewer bits. `owed` maps a bucket or unit to rounding errors [n, length] that are sent later."""
+    """Sums gradients in fewer bits. `owed` maps a bucket or unit to errors [n, length] that are sent later."""
 
     def __init__(self, config: Any, sync: Any):
         self.sync, self.last = sync, Pending()  # the all-to-all of the newest bucket

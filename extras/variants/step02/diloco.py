@@ -39,7 +39,7 @@ class DilocoSync(NaiveSync):
     between = False
 
     def finish(self):
-        """Scale gradients to means over a dp rank's share of the batch; sum them over ranks that split sequences."""
+        """Scale gradients to means over a dp rank's share (1/n of the targets); sum over ranks that split sequences."""
         for param in self.params:
             param.grad.mul_(self.mesh["dp"].size)  # the loss was divided by the number of all targets
             share = {"data": "cp", "expert_data": "sequence"}.get(layout_of(param).data_dim)  # data_dim without dp

@@ -102,7 +102,7 @@ REFUSES = [
 
 
 def fits(q: Tensor) -> bool:
-    """Whether the kernel accepts q [..., head_dim]. On a GPU this depends on the GPU, the dtype and head_dim."""
+    """Whether the kernel accepts q [..., head_dim]: always on a CPU; on a GPU under the conditions at the top."""
     if not q.is_cuda:
         return True
     recent = torch.cuda.get_device_capability(q.device) >= (8, 0)

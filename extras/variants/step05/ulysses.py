@@ -114,7 +114,7 @@ NEEDS = [("ulysses", "cp_mode", "usp")]
 
 
 def check(config: Any, world: int):
-    """Raises UserError unless --ulysses divides --cp and the number of heads of a tp rank."""
+    """UserError unless --ulysses divides --cp, a tp rank's heads, and its kv heads (or is a multiple of them)."""
     if config.cp_mode != "usp":
         return
     m, n, tp = PRESETS[config.model], config.ulysses, config.tp

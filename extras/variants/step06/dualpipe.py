@@ -79,7 +79,7 @@ SCHEDULES["dualpipev"] = in_vee(dualpipev)
 
 
 def attach(config: Any, parts: Parts):
-    """Note in layouts that gradients must be summed over a pair of ranks, and that two stages hold each parameter."""
+    """Note in layouts that gradients must be summed over a pair of ranks, both of which hold each parameter."""
     if config.schedule != "dualpipe":
         return
     mesh = parts.mesh

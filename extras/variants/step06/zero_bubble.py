@@ -50,7 +50,7 @@ def write_out(stages: tuple[int, ...], *phases: tuple[int, str]) -> list[Action]
 
 
 def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
-    """ZB-H1: let F, B, W take f, b, w. If w <= min(f, b), a rank idles for (p-1)(f+b-w); in 1F1B, for (p-1)(f+b+w)."""
+    """ZB-H1: F, B, W take f, b, w. If m >= p and w <= min(f, b), a rank idles (p-1)(f+b-w); in 1F1B, (p-1)(f+b+w)."""
     warm_up = min(m, depth * (p - 1 - rank))  # `depth` 1: ZB-H1; 2: ZB-H2
     lag = min(m - warm_up, depth * rank)  # micro-batches by which W lags behind B: the last W fill the cool-down
     phases = (warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W")
@@ -79,7 +79,7 @@ def in_vee(actions: Callable[[int, int, int, int], list[Action]]) -> Callable[[A
 
 @lru_cache
 def block(p: int, delays: tuple[int, int, int, int]) -> list[list[int]]:
-    """Returns when each rank starts its two F, two B and two W of micro-batch 0, which passes each rank four times.
+    """Returns each rank's six start times of micro-batch 0: F down, F up, B down, B up, W of B down, W of B up.
 
     An action takes 1 unit. When the micro-batch turns back, it waits just enough to keep a rank's actions apart.
     """

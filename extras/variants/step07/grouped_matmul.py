@@ -27,7 +27,7 @@ def ends(counts: list[int], like: Tensor) -> Tensor:
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """Whether torch's kernel accepts these tensors. In a dry run, where tensors have no data, only bf16 is accepted."""
+    """Whether to use torch's kernel for these tensors. In a dry run, where tensors have no data, only for bf16."""
     if isinstance(tensors[0], FakeTensor) and tensors[0].dtype != torch.bfloat16:
         return False
     if tensors[0].is_cuda:
@@ -38,7 +38,7 @@ def can_group(*tensors: Tensor) -> bool:
 
 
 def matmul(rows: Tensor, weights: Tensor, counts: list[int], way: str) -> Tensor:
-    """Multiplies rows [n, in], sorted by expert, with their experts' weights [experts, in, out] -> [n, out]."""
+    """Multiplies rows [n, in], the first counts[0] for expert 0 etc., by weights [experts, in, out] -> [n, out]."""
     if way == "grouped" and can_group(rows, weights, weights.mT):
         return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
