@@ -33,7 +33,7 @@ def test_a_lab_is_complete(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_starter_gives_nothing_away(tmp_path, lab):
-    """A folder has all signatures and docstrings, and no long line of a solution, except lines of earlier chapters."""
+    """A folder has all signatures and docstrings, and no long line of a solution, unless an earlier step has it."""
     start(lab, tmp_path / "lab", "ada")
     assert opened(tmp_path / "lab") == (lab, "ada", hollow(lab))
     shown = {line.strip() for path in (tmp_path / "lab").rglob("*.*") for line in path.read_text().splitlines()}

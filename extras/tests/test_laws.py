@@ -45,7 +45,7 @@ class Law(NamedTuple):
 
     If `than` is given, each number is the difference from a step with `flags | than`. Some keys are "dp" (bytes sent
     over dp), "dp send" and "dp send calls" (bytes and calls of the operation `send` over dp), "held moments" (bytes),
-    "peak" (the most bytes held at once), "add kernels" (runs of the operator `add`), and "flops" (of all matmuls).
+    "peak" (the most bytes held at once), "add kernels" (runs of the operator `add`), "flops" (matmuls, attention).
     """
 
     step: str
@@ -74,13 +74,13 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
 
 
 def swapped(n: int, kv_heads: int = KV) -> int:
-    """Bytes that one of n ranks sends for 12 tokens in both passes of Ulysses. If n > kv_heads, heads are repeated."""
+    """Bytes one of n ranks sends for 12 tokens in both passes of Ulysses. If n > kv_heads, kv heads are repeated."""
     q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, n // kv_heads)))
     return 2 * (n - 1) * (2 * q + kv) // n
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Besides Ulysses, USP has rings of r = n / swap ranks: k, v take r - 1 hops in each pass, and gradients r hops."""
+    """Besides Ulysses, USP has rings of r = n / swap ranks. If r > 1, k, v take r - 1 hops a pass, and gradients r."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -100,7 +100,7 @@ def tp_law(flags: dict) -> Law:
     """For each micro-batch, a rank sends (n-1)/n of 8 L + 4 activations; the 4 are for the embedding and the head.
 
     The loss adds 2 numbers a token. With overlap, backward gathers the input of each block again. With int8, a token
-    of an activation takes D + 4 bytes: one byte for each number, and 4 bytes for the scale.
+    in the 8 L takes D + 4 bytes: one byte for each number, and 4 bytes for the scale.
     """
     gathers, block = (4 + 2 * ("tp_overlap" in flags)) * L, SEQ * (D + 4) if "compress_activations" in flags else A
     sent = M * ((gathers + 4 * L) * block // 2 + 4 * A // 2 + 2 * SEQ * B)
@@ -111,7 +111,7 @@ def tp_law(flags: dict) -> Law:
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all 4 experts. The tp ranks split the tokens. Only forward sends the experts' token counts."""
+    """Each token visits all 4 experts. The tp ranks split the tokens. Backward sends gradients, but no row counts."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)

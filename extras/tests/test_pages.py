@@ -45,7 +45,7 @@ HAS = [  # page, a regular expression that its text contains
 
 
 def test_pages_have_what_they_must(pages):
-    """Each step and each file of common has a page. It matches its patterns in HAS and loads nothing from a network."""
+    """The index, each step and each file of common have a page, which matches its patterns in HAS and loads no http."""
     assert sorted(pages) == sorted(f"{page}.html" for page in ("index", *FILES))
     assert sum(map(len, pages.values())) < LARGEST
     assert not [page for page, text in pages.items() if 'src="http' in text]

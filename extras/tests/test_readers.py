@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def jsonl(path: Path, **columns) -> Path:
-    """Write a .jsonl file. Each of `columns` is a list with a value for each row."""
+    """Write a file of JSON lines; returns its path. Each of `columns` is a list with a value for each row."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -99,7 +99,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """In a folder, training files of one format are read. A line lists files left out; the log names a damaged file."""
+    """In a folder, training files of one format are read. A line lists other visible files; the log, a damaged one."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()
@@ -139,7 +139,7 @@ def test_labels_and_masks(tmp_path, columns, tokens, targets):
 
 
 def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
-    """A file is read again for another column. A changed file is read again even if its time stamp is the same."""
+    """Another column gives other tokens. A changed file is read again even if its time of modification is the same."""
     for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
         source = tmp_path / name
         for word in ("first", "other"):

@@ -35,7 +35,7 @@ ALONE = Group("dp", 0, 1, None)
 
 @contextmanager
 def exact(**more: Callable) -> Iterator[None]:
-    """Inside this context, casts keep the dtype of a tensor. `more` replaces other methods of Tensor."""
+    """Inside this context, float(), bfloat16() and type() only copy; torch.bfloat16 is fp64; `more` replaces others."""
     methods = dict(float=Tensor.clone, bfloat16=Tensor.clone, type=lambda x, _: x.clone()) | more
     with mock.patch.multiple(Tensor, **methods), mock.patch.object(torch, "bfloat16", torch.float64):
         yield
@@ -168,7 +168,7 @@ def layer(**flags: Any) -> RoutedMoE:
 
 
 def paired(moe: RoutedMoE, theirs: nn.Module) -> list[tuple[Callable, Tensor]]:
-    """Copy our weights to theirs. Returns pairs (get, param): get(function) calls it on our counterpart of `param`."""
+    """Copy our weights to theirs. Returns pairs (get, param): get(f) is f(our weights), arranged as `param`."""
     gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
     pairs = [
         (lambda of: of(moe.router.weight), theirs.gate.weight),

@@ -1,4 +1,4 @@
-"""Defines a layout (the flags of a run that decide its memory and its time), and lists all legal layouts.
+"""Defines a layout (the flags of a run that decide its memory and its time), and lists the legal ones of the planner.
 
 It also finds the stages of each pipeline rank, and the list of actions that the rank runs.
 """
@@ -216,7 +216,7 @@ def balance(m: Shape, places: list[Place]) -> list[Place]:
 
 
 class Pipeline(NamedTuple):
-    """The properties of a pipeline that depend on its schedule and number of ranks, but not on the model."""
+    """The properties of a pipeline that --schedule, --pp and --chunks decide; they do not depend on the model."""
 
     places: list[Place]  # of all stages, for a model with just enough layers
     ways: int  # directions in which micro-batches pass the ranks; if 2, pairs of ranks hold the same weights
@@ -268,7 +268,7 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[int]:
-    """The ZeRO stages to try: only 0 if there are no ranks to shard over. The last stage needs the least memory."""
+    """The ZeRO stages to try: only 0 if there are no ranks to shard over. The last has the smallest training state."""
     shards = [network(mesh, dim).ranks for dim in ("shard", "expert shard")[: 1 + (m.experts > 0)]]
     return [0] if max(shards) == 1 else [0, 1, 2, 3]
 

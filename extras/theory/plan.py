@@ -3,10 +3,10 @@
     python -m extras.theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m extras.theory.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
 
-It prints the memory and the time of the ten best layouts, or of the layout in --layout. Then it compares obvious
-alternatives, answers the usual questions, and prints the command that launches the best layout. All nodes are assumed
-to have 8 GPUs. Memory is estimated by formulas (memory.py); a dry run (--dry-run) counts it. Time is also predicted by
-formulas (seconds.py), and `python -m extras.tests.bench plan` compares it with that of published runs.
+It prints the memory and the time of the best layouts of ten meshes, or of the layout in --layout. Then it compares
+alternatives, answers usual questions and, for a preset, prints the command that launches the best layout. All nodes are
+assumed to have 8 GPUs. Memory is estimated by formulas (memory.py); a dry run (--dry-run) counts it. Time is estimated
+by formulas, too (seconds.py); `python -m extras.tests.bench plan` compares it with that of published runs.
 """
 
 import json
@@ -54,7 +54,7 @@ def models() -> dict[str, Shape]:
 
 
 def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
-    """The model and the global batch size that the flags ask for. Raises UserError if a flag is wrong."""
+    """The model and the global batch size that the flags ask for. UserError if --model, --gpus or --json is wrong."""
     if flags.model not in known:
         raise UserError(f"--model {flags.model}: no such model; choose one of {', '.join(known)}")
     if flags.gpus > MOST_GPUS:

@@ -1,6 +1,6 @@
 """Writes the planner's report: tables of the best layouts, how other layouts compare, and answers to usual questions.
 
-An answer gives a law from the course, with the numbers of this model and cluster, then the best layout's flags.
+Most answers give a law from the course, with the numbers of this model and cluster, then the best layout's flags.
 
 In the laws, N is the number of weights, n of ranks, m of a rank's micro-batches in a step, b of sequences in a
 micro-batch, and s of tokens in a sequence; h is the model's width, `dim`.
@@ -88,7 +88,7 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> Iterator[str]:
 
 
 def can_fit(m: Shape, x: Layout, gpu: Gpu) -> bool:
-    """Whether a model fits on a mesh if all other flags are set to save memory."""
+    """Whether a model fits on a mesh if --zero, --schedule, --recompute, --micro-batch-size are set to save memory."""
     return any(fits(held(m, x), gpu) for x in leanest(m, replace(x, micro_batch_size=1, recompute="full")))
 
 

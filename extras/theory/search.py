@@ -42,7 +42,7 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 
 
 def leanest(m: Shape, mesh: Layout) -> list[Layout]:
-    """Of a mesh's legal layouts, those that may need the least memory: with the schedules 1f1b and v-min."""
+    """Of a mesh's legal layouts, those that usually need the least memory: the last ZeRO stage, with 1f1b and v-min."""
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
     each = [replace(mesh, schedule=name, zero=zero_ways(m, mesh)[-1]) for name in names]
     return [x for x in each if not illegal(m, x)]
@@ -84,6 +84,6 @@ def search(
 
 
 def smallest(m: Shape, world: int, batch: int) -> tuple[Layout, Held] | None:
-    """The layout that needs the least memory, and the memory that it needs; None if no layout is legal."""
+    """Of the layouts of `leanest`, that with the least memory, and this memory; None if no layout is legal."""
     some = (replace(mesh, recompute="full") for mesh in meshes(m, world, batch) if mesh.micro_batch_size == 1)
     return min(((x, held(m, x)) for mesh in some for x in leanest(m, mesh)), key=lambda one: one[1].total, default=None)

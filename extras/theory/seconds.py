@@ -96,7 +96,7 @@ def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float =
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     """Seconds of an all-to-all: each rank has `n_bytes`, in equal parts for all ranks of the group, itself included.
 
-    In a ring, one rank of a node sends to another node, over the network cards of all ranks of its node. Here each rank
+    In a ring, one rank of a node sends to another node, over the cards of all its ranks in the group. Here each rank
     sends rows to other nodes over its own card, while rows for its own node use the links inside the node.
     """
     if net.ranks == 1:
@@ -137,7 +137,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
     A block gathers and scatters over tp (without SP, in one all-reduce). Routed experts only gather, and only without
     SP; shared experts gather and scatter. A ring's messages overlap with attention. Full and elementwise recomputation
-    repeat forward's messages. With `recipe.stops`, an MLP's last matmul and the tp messages after it are not repeated.
+    repeat forward's messages; if `recipe.stops`, no MLP's last matmul, and no tp messages after an MLP or experts.
     """
     p, last, ep = micro_batch(m, x), 0.0, 0.0
     products = products_of(p, experts) + [(p.share, m.dim, m.experts, 1)] * experts  # the router
@@ -208,7 +208,7 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, way: tuple[str, int
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
     """The time that `n` micro-batches take on `p` ranks. All times are in units of a stage's forward.
 
-    If there are many micro-batches, most are not simulated: after the first 2 p, every further p add the same time.
+    Of many micro-batches, few are simulated: after 2 p + n mod p, every p more are assumed to add the same time.
     """
     pipeline, few = pipeline_of(schedule, p, chunks), min(n, 2 * p + n % p)
     costs = dict(F=1.0, B=b if pipeline.split else b + w, W=w)
@@ -267,7 +267,7 @@ def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
 
 
 def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> float:
-    """Seconds of exposed communication over dp x cp: sums of gradients, and gathers of weights.
+    """Seconds of exposed sums of gradients and gathers of weights, over dp x cp (experts: over dp x cp x tp / ep).
 
     With `overlap_dp`, gradients are sent layer by layer. The last micro-batch can hide the all-reduce of ZeRO 0. All
     micro-batches can hide the sums of ZeRO 2 and 3, and the gathers of ZeRO 3. At least a twentieth of these messages
