@@ -10,7 +10,7 @@ averaged again. (A mean of means is not the mean when micro-batches have differe
 
 PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds back to 0.02, and
 the update is lost. So for bf16 weights, gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies
-(Micikevicius et al. 2017, for fp16). Weight 2, gradient 4, master 4, moments 8: 18 bytes a parameter (all in fp32: 16).
+(Micikevicius et al. 2017, for fp16). Weight 2, gradient 4, master 4, moments 8: 18 bytes a parameter (in fp32 16).
 
 RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a layer saves, per token,
 6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32 (on a CPU, norms save 2 dim more). With recomputation it
@@ -84,7 +84,7 @@ class Config:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine, which after the last step would be a tenth of the peak. `step` counts from 0."""
+    """Linear warm-up, then a cosine down to a tenth of the peak at step `config.steps`. `step` counts from 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -127,8 +127,8 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (If `train` had this loop, its loop variable would keep the last gradient alive.)"""
-    if factor != 1.0:  # 1.0: the norm is within the limit
+    """Multiply gradients in place. (In `train`, a loop variable would hold the last gradient beyond `zero_grad`.)"""
+    if factor != 1.0:  # 1.0: nothing to clip
         for gradient in gradients.values():
             gradient.mul_(factor)
 

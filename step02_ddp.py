@@ -18,7 +18,7 @@ sum is the sum of gradients. Each rank's loss is already divided by the global T
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes that rank 0
-sends in a step: 2 (n-1)/n (S + 4), with S bytes of gradients and 4 of the fp32 loss; below 2 (S + 4) for any n.
+sends in a step over each mesh dimension. Over dp 2 (n-1)/n (S + 4), below 2 (S + 4): S for gradients, 4 for the loss.
 --sync ring counts each of its messages. The others use the formula, because PyTorch does not report its messages.
 """
 
@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Return the number of ranks. If RANK is set, first initialise the process group if none is. Raises UserError."""
+    """Return the number of ranks. If RANK is set, initialise the process group, unless it exists. Raises UserError."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
@@ -68,7 +68,7 @@ class NaiveSync:
                 self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """All-reduce a gradient in place. `note` reports 2 (n-1)/n times the bytes of `gradient` as sent."""
+        """All-reduce a gradient in place. `note` adds 2 (n-1)/n times its bytes to `sent`."""
         note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
         dist.all_reduce(gradient, group=group.handle)
 
@@ -82,8 +82,8 @@ class RingSync(NaiveSync):
         at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
         after round 0      d30            a01            b12            c23         rank r sent shard r
         after round 1      c230           d301           a012           b123        r sent its newest sum
-        after round 2      b1230          c2301          d3012          a0123       one is complete: reduce-scatter
-        rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: all-gather
+        after round 2      b1230          c2301          d3012          a0123       each has one sum: reduce-scatter
+        rounds 3, 4, 5     a d c          b a d          c b a          d c b       each gets all sums: all-gather
 
     In round s rank r sends shard r-s and receives shard r-s-1 (mod n).
     """
@@ -162,7 +162,7 @@ class BucketSync:
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
-        """Wait for every sum. (The embedding's gradient comes last: no backward is left to hide its sum.)"""
+        """Wait for every sum. (The embedding's gradient comes last: no backward is left to overlap with its sum.)"""
         while self.unsent:  # a parameter had no gradient in some micro-batch: its bucket is never complete
             self.send(self.unsent.pop(0))
         for pending in self.pending:

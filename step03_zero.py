@@ -3,7 +3,7 @@
 MEMORY. In step 2 every rank holds 18 bytes for each parameter: 2 of its weight (bf16), 4 of its gradient, 4 of its
 master, 8 of the moments. With ZeRO (Rajbhandari et al. 2020) rank r of n updates only shard r of the weights: it needs
 masters and moments of that shard alone. Stage 2 also shards gradients, stage 3 also weights. Below: a rank's bytes for
-each parameter, and the elements it sends in a step, times (n-1)/n. P: number of parameters. m: micro-batches of a rank.
+each parameter; `elements` times (n-1)/n are sent in a step. P: number of parameters. m: micro-batches of a rank.
 
     stage   whole on every rank    bytes a parameter   n = 8   elements
     0       all of these           18                  18      2 P         all-reduce (step 2)
@@ -12,7 +12,7 @@ each parameter, and the elements it sends in a step, times (n-1)/n. P: number of
     3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
 
 Stage 1 holds whole gradients and a shard of their sums. Stages 2 and 3 also hold the few whole units (below) in use.
-e: the parameters that a micro-batch gathers once, not twice: those of units E and H; only those of H if tied.
+e: the parameters that a micro-batch gathers once, not twice: those of units E and H; if tied, only the last norm.
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, rate 0.1:
 
@@ -21,7 +21,7 @@ AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 
     1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
     2      weights 1 2 3 4   shard of sum: 25 25           weights 1 2 3 4   shard of sum: 25 25
     3      weights 1 2       shard of sum: 25 25           weights     3 4   shard of sum: 25 25
-    after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 then all-gather)
+    after  weights -1.5 -0.5                               weights 0.5 1.5   (1 and 2 then all-gather; 0 has all)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head, H. A unit is a flat
 buffer, padded, of n equal shards; rank r updates shard r.
@@ -66,7 +66,7 @@ class Unit:
         self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # `.data`: else autograd would reject the writes to flat
+            param.data = self.view(self.flat, name)  # `.data`: autograd does not see later writes to flat
             param.grad_dtype = wide(param.dtype)
         self.shard = self.flat[self.first : self.first + self.length]
         self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64
@@ -177,7 +177,7 @@ class Zero2(Zero1):
 
     A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's backward. So whole
     gradients of two units exist at a time. (If the head is tied, there is a third: autograd keeps the head's part of
-    the tied gradient.) A micro-batch's last sum, mostly E's, is awaited in the next one's backward, or in `finish`.
+    the tied gradient.) A micro-batch's last sum, here E's, is awaited in the next one's backward, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -195,7 +195,7 @@ class Zero2(Zero1):
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's buffer."""
-        if self.in_flight is not None and self.in_flight[0] is unit:  # step 6 only: a pipeline stage of one unit
+        if self.in_flight is not None and self.in_flight[0] is unit:  # step 6 only: this rank has one unit
             self.land()
         if unit.gradient is None:
             unit.make_room()
@@ -270,7 +270,7 @@ class Zero3(Zero2):
         super().__init__(model, *args)
         trunk, head = model.model, model.lm_head
         entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
-        self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
+        self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights: not E's
         self.uses: list[list[Unit]] = []  # for each entry, in forward order: the units of its parameters
         for i, modules in enumerate(entry for entry in entries if None not in entry):  # None: on another rank (step 6)
             params = set(nn.ModuleList(modules).parameters())

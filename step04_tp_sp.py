@@ -15,7 +15,7 @@ independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. S
 f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
-gather: g does the first, the next f the second (bytes: see below). In between, norms and residual sums see s/n tokens:
+gather: g does the first, the next f the second. In between, norms and residual sums see s/n of the s tokens:
 
     f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather
@@ -32,7 +32,7 @@ gather: g does the first, the next f the second (bytes: see below). In between, 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses. S: the bytes of [b, s, dim]. Per micro-batch a rank sends over tp (n-1)/n x 8 S a layer
 (--recompute full repeats the forward, except its last g: 11 S; 10 S without SP), (n-1)/n x 4 S for embedding and head,
-and, for the loss, 2 numbers a token to each other rank (here 0.09 %). Per step: norms' gradients, global norm (0.01 %).
+and, for the loss, 2 numbers a token to each other rank (0.09 % here). Per step: norms' gradients, global norm (0.01 %).
 """
 
 from collections.abc import Callable
@@ -270,7 +270,7 @@ def train(config: Config, run: Run):
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
-        all_reduce(loss, mesh["dp"]).wait()  # along tp every rank already has the whole loss
+        all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)

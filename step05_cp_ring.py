@@ -23,7 +23,7 @@ ZIGZAG. Early queries attend to few keys, late ones to many. To balance the work
     rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h > 0, the chunks of rank r-h (mod n): # #
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks do the same work
 
-B: bytes of k and v of a rank's tokens in a micro-batch. G: of their gradients, in fp32. In each layer a rank sends
+B: bytes of a rank's k and v in a micro-batch. G: of their gradients, in fp32 or wider. In each layer a rank sends
 (n-1) B forward (twice with --recompute full), (n-1) B + n G backward. Bytes grow like s, attention's FLOPs like s^2/n.
 
 Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
@@ -57,7 +57,7 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d] is k and v.
 
-    While the caller computes with these, they are sent to the right neighbour, and the next are received.
+    While the caller computes with these, all but the last are sent to the right, and the next are received.
     """
     n, r = group.size, group.rank
     for hop in range(n - 1):
@@ -78,7 +78,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """Which queries of `rank` attend to which keys of `source`: (queries, keys, causal), slices of `length` = s/n."""
+    """Which queries of `rank` attend to which keys of `source`: slices (queries, keys) of `length` = s/n; causal."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
@@ -109,7 +109,7 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused kernel's part_o may have 16 bits
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # part_o of a fused kernel may have 16 bits
     """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads, queries], in place.
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
@@ -121,7 +121,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused 
 
 
 def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
-    """Backward of one part of the keys: its term of dq, its dk and dv, all wide. o and lse are those of *all* keys.
+    """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse: of *all* keys.
 
     Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
     As lse is that of all keys, `p` holds this part's columns of the whole P. So all parts' terms of dq simply add up.
@@ -130,7 +130,7 @@ def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
     q, k, v, o, do = same_heads(q, k, v, o, do)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
-    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D: do o = do (sum_j P_j v_j) = sum_j P_j dP_j
+    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
     ds = p * (dp - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
@@ -202,7 +202,7 @@ class Config(step04.Config):
     """Context parallelism."""
 
     cp: int = 1  # ranks that share each sequence
-    cp_mode: str = among(CONTEXT, "zigzag")  # how a sequence is sharded, and its shards attend to one another
+    cp_mode: str = among(CONTEXT, "zigzag")  # how sequences are sharded, and how shards attend to one another
 
 
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
@@ -213,7 +213,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     over dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1, the ranks of mesh["cp"] in a second process group
+    mesh.join("data", "dp", "cp")  # all dp x cp ranks; with dp = 1 those of mesh["cp"], in another process group
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:

@@ -3,8 +3,8 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, norm, head ] -> loss
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --         stage 2
 
-Neighbours exchange only x and its gradient dx, [batch, seq, dim] each. The price is idle time: at the start later ranks
-wait for x, at the end earlier ranks wait for dx. Two schedules, AFAB and 1F1B, for 4 ranks and 6 micro-batches:
+Neighbours exchange only x and its gradient dx, [batch, seq, dim] each. The price is idle time: later ranks wait for the
+first x and end first, earlier ranks wait for dx. Two schedules, AFAB and 1F1B, for 4 ranks and 6 micro-batches:
 
              all forward, all backward     one forward, one backward
     rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff   0   forward of micro-batch 0, then 1, 2, ...
@@ -20,7 +20,7 @@ blocks until it is received, both wait for ever. So `send_receive` posts the sen
 
 AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send. Of the output we keep
 only the graph node (`get_gradient_edge`), where backward can start. So the output's memory is freed after it is sent
-(here: when the next forward returns, or the step ends), as by Megatron's deallocate_pipeline_outputs.
+(here: when the next forward returns, or the step ends). Megatron calls this deallocate_pipeline_outputs.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
@@ -80,7 +80,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
     if not has_first and not (has_last and model.config.tied):
         trunk.embed_tokens = None
     elif model.config.tied and places[0].rank != places[-1].rank:
-        note_layout(trunk.embed_tokens.weight, stage_copies=2)  # two copies: the norm counts it once
+        note_layout(trunk.embed_tokens.weight, stage_copies=2)  # two copies: global_norm counts them as one
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
@@ -110,7 +110,7 @@ class Pipeline:
     """AFAB (all forward, all backward), with one stage on each rank. Subclasses replace `execute`."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
-        """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
+        """`positions`: those of this rank's tokens. x has 1/sp_ranks of these (SP: sp_ranks is tp, else 1)."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
@@ -136,18 +136,18 @@ class Pipeline:
         return y.detach()
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """Compute a stage's dx (None if the stage's input is tokens) from its dy (None if the output is the loss)."""
+        """Add to the gradients of a stage's weights; return dx (None: x is tokens). dy None: the output is the loss."""
         x, edge = self.graphs.pop((i, stage))
         torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum; `edge` stands for y
         return x.grad
 
     def buffer(self, i: int) -> Tensor:
-        """An empty tensor to receive the x or dx of micro-batch i."""
+        """An empty tensor to receive the x or dy of micro-batch i."""
         batch, seq = self.xs[i].shape
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send `send` and receive micro-batch `receive_of`'s tensor, together. If our group has no `peer`, return."""
+        """Send `send` and receive micro-batch `receive_of`'s tensor, together. Without such a peer, return None."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -215,7 +215,7 @@ class OneForwardOneBackward(Pipeline):
 # INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r), the bubble is (p-1) / (v m + p-1). The price
 # is more messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #
-# The lists on the left deadlock: rank 0's B0 needs rank 1's B0, which comes after its F1, which needs rank 0's F1,
+# The left lists below deadlock: rank 0's B0 needs rank 1's B0, which comes after its F1, which needs rank 0's F1,
 # which comes after B0. `simulate` raises ValueError. On the right the lists are good, but the messages are in the wrong
 # order: rank 0 sends F1's output while rank 1 sends B0's. If a send blocks until it is received, both wait for ever.
 #
@@ -243,8 +243,8 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
     ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is received, there is no
-    deadlock: all programs follow one common order. Take the first line of that order that has not run. All lines before
-    it have run, on every rank. So its rank and its peer have both reached it, and what it needs is there.
+    deadlock: all programs follow one common order, in which a send and its receive are one line. Take the first line
+    that has not run. All lines before it have, on every rank. So its rank and its peer are there, and so is its input.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):
@@ -287,7 +287,7 @@ class ListPipeline(Pipeline):
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
     """The places of all stages of `--schedule`, and each rank's actions for m micro-batches. Raises UserError."""
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
-    v = schedule.v if config.pp > 1 else 1
+    v = schedule.v if config.pp > 1 else 1  # a single rank has a single stage
     if n_layers < config.pp * v:
         raise UserError(f"--pp {config.pp}: {n_layers} layers for {config.pp * v} stages: lower --pp or --chunks")
     lists = [schedule.actions(config.pp, m, v, rank) for rank in range(config.pp)]

@@ -6,13 +6,13 @@ Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "S
     p = softmax(W x)    chosen: the K largest p    score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-A router may send all tokens to one expert. So each layer adds the gradient of a load-balancing auxiliary loss (which
-the loss you see excludes), aux_loss_coeff * E * sum_e f_e P_e, averaged over the step's micro-batches. f_e: the
+A router may send all tokens to one expert. So each layer adds the gradient of a load-balancing auxiliary loss,
+aux_loss_coeff * E * sum_e f_e P_e, averaged over the step's micro-batches (the loss you see excludes it). f_e: the
 fraction of a micro-batch's choices that are e; P_e: the mean p_e of its tokens. Where f is high, P is pushed down. All
 layouts with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
 
 EXPERT PARALLELISM ("MoE parallel folding", Liu et al. 2025). tp shards no expert. A rank routes the tokens that it has
-between blocks (with --no-sp, its shard of them), without f and g. So all dp x cp x tp ranks route different tokens.
+between blocks, without f and g (--no-sp: a shard, gathered afterwards). So dp x cp x tp ranks route different tokens.
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8       its ranks have                       they
     dp           0 4 8 12                               different sequences                  divide the batch
@@ -21,7 +21,7 @@ between blocks (with --no-sp, its shard of them), without f and g. So all dp x c
     ep           0 1 2 3 4 5 6 7         (neighbours)   all experts, each on one rank        exchange rows: all-to-all
     expert_data  0 8                                    the same experts                     sum their gradients
 
-    --ep 2, K = 2  rank 0 has experts e0 e1            rank 1 has experts e2 e3
+    ep 2 K 2 E 4   rank 0 has experts e0 e1            rank 1 has experts e2 e3
     routed         t0 -> e3 e0    t1 -> e0 e2          t2 -> e2 e1    t3 -> e0 e3           by `route`
     sorted         e0:t0 e0:t1 | e2:t1 e3:t0           e0:t3 e1:t2 | e2:t2 e3:t3            to rank 0 | to rank 1
     received       e0:t0 e0:t1 | e0:t3 e1:t2           e2:t1 e3:t0 | e2:t2 e3:t3            from rank 0 | from rank 1
@@ -92,11 +92,11 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x. Backward is as if coeff * `loss` were added to the model's loss: `loss` gets the gradient coeff."""
+    """Return x. Backward is as if coeff * `loss` were added to the step's loss: `loss` gets the gradient coeff."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
-        """Return x. `loss` is not sent to other ranks, so a layer on any pipeline stage can add its own."""
+        """Return x. No rank sends `loss` on, so a layer on any pipeline stage can add its own."""
         ctx.coeff = coeff
         return x.view_as(x)
 
