@@ -1,7 +1,7 @@
 """Further techniques, one file each. A file changes a step of the course from outside, if its flag is set. The rules:
 
  1  A file has a docstring (idea, law, source, and where its lines would be in the course), the technique, declarations
-    about its flags (record.py), and functions that attach it. A file that only others import is a *library*.
+    about its flags (record.py), and functions that attach it.
  2  A technique applies from the step of its folder on, or from the step whose Config is SINCE (`object`: all).
  3  A menu is a dict, mostly from a flag's values. Importing a file adds entries: SYNCS["tree"] allows `--sync tree`.
  4  `settle(config, world)` may set flags. No other function may. `world` is the number of ranks.

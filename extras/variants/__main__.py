@@ -9,11 +9,10 @@ from types import ModuleType
 HERE = Path(__file__).parent
 HEAD = """# Techniques
 
-Each file changes a step from outside if its flag is set, and is in the folder of the first step that has the flag. Its
+Each file changes a step from outside if its flag is set, and is in the folder of the first step that can use it. Its
 docstring says where its lines would be in the course. `__init__.py` has the rules, and [record.py](record.py) shows how
-a file declares which flags it needs and which it cannot be combined with, which a run then refuses in one line.
-Libraries, which only other files import, are not listed. `python -m extras.variants > extras/variants/README.md` writes
-this table from the files.
+a file declares the flags that it needs or excludes; a run refuses other combinations in one line. `python -m
+extras.variants > extras/variants/README.md` writes this table from the files.
 
 | technique | flags | source | step |
 | --- | --- | --- | --- |"""
@@ -34,11 +33,9 @@ def flags(module: ModuleType, text: str) -> list[str]:
 
 
 def row(path: Path) -> str:
-    """Returns a file's row: its first sentence (without parentheses), flags, sources and step; "" for a library."""
+    """Returns a file's row: its first sentence (without parentheses), flags, sources and step."""
     module = import_module(f"extras.variants.{path.parent.name}.{path.stem}")
     doc = " ".join(module.__doc__.split())
-    if doc.startswith("A library"):
-        return ""
     about = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", doc))[0]
     words = flags(module, path.read_text())
     cells = [f"[{about}]({path.relative_to(HERE).as_posix()})", ", ".join(f"`{word}`" for word in words)]
@@ -48,7 +45,7 @@ def row(path: Path) -> str:
 
 def table() -> str:
     """The text of README.md."""
-    return "\n".join([HEAD, *filter(None, map(row, sorted(HERE.glob("step0*/*.py"))))])
+    return "\n".join([HEAD, *map(row, sorted(HERE.glob("step0*/*.py")))])
 
 
 if __name__ == "__main__":
