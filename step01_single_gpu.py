@@ -127,7 +127,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (In `train`, a loop variable would hold the last gradient beyond `zero_grad`.)"""
+    """Multiply gradients in place. (Were the loop in `train`, its variable would keep the last gradient alive.)"""
     if factor != 1.0:  # 1.0: nothing to clip
         for gradient in gradients.values():
             gradient.mul_(factor)

@@ -61,7 +61,7 @@ class NaiveSync:
         """Called before the first micro-batch. Nothing to do here: each backward adds to the gradients."""
 
     def finish(self):
-        """Called after the last micro-batch: sum each `.grad` over the group `data_dim` in its parameter's record."""
+        """Called after the last micro-batch: sum each `.grad` over the group that its record's `data_dim` names."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:

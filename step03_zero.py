@@ -177,7 +177,7 @@ class Zero2(Zero1):
 
     A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's backward. So whole
     gradients of two units exist at a time. (If the head is tied, there is a third: autograd keeps the head's part of
-    the tied gradient.) A micro-batch's last sum, here E's, is awaited in the next one's backward, or in `finish`.
+    the tied gradient.) The last sum, here the embedding's, is awaited in the next backward, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -187,7 +187,7 @@ class Zero2(Zero1):
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: zero `grad_shard`; set `missing` to the unit's number of trained parameters."""
+        """Before the first micro-batch, in each unit: zero `grad_shard`; count its trained parameters as `missing`."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.missing = len(unit.trained)
@@ -252,7 +252,7 @@ class ShardedUnit(Unit):
 class Zero3(Zero2):
     """ZeRO 3 (FSDP): parameters are sharded, too. Hooks gather a unit before its use and prefetch the next meanwhile.
 
-    A micro-batch through E (embedding), layers 0 and 1, H (norm and head). Messages overlap computation in a column:
+    A micro-batch through E (embedding), layers 0 and 1, H (norm and head). A column's messages overlap computation:
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -286,7 +286,7 @@ class Zero3(Zero2):
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: forward of `uses[i]` is done. Free units not needed next; at `output`'s gradient, fetch them again."""
+        """Hook after the forward of `uses[i]`: free units not needed next; at `output`'s gradient, gather them."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next entry, or H's backward, needs it
                 unit.free()

@@ -82,7 +82,7 @@ def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """An f or a g, which Megatron calls conjugate: `forwards` in forward, its counterpart `backwards` in backward."""
+    """An f or a g, conjugates in Megatron: forward runs `forwards`, and backward its counterpart `backwards`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
@@ -134,7 +134,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n] of `ids`, then padding; targets int64 [batch, seq] -> summed loss, in nats."""
+        """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] -> summed loss, in nats."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it

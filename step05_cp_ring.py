@@ -57,7 +57,7 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d] is k and v.
 
-    While the caller computes with these, all but the last are sent to the right, and the next are received.
+    While the caller computes with a pair, it is sent to the right, and the next received (but for the last).
     """
     n, r = group.size, group.rank
     for hop in range(n - 1):
@@ -78,7 +78,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """Which queries of `rank` attend to which keys of `source`: slices (queries, keys) of `length` = s/n; causal."""
+    """Which queries of `rank` attend to which keys of `source`: slices (queries, keys) of s/n = `length`; if causal."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]

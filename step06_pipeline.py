@@ -110,7 +110,7 @@ class Pipeline:
     """AFAB (all forward, all backward), with one stage on each rank. Subclasses replace `execute`."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
-        """`positions`: those of this rank's tokens. x has 1/sp_ranks of these (SP: sp_ranks is tp, else 1)."""
+        """`positions` of this rank's tokens. A stage's x has 1/sp_ranks of the tokens (tp with SP, else 1)."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
@@ -125,7 +125,7 @@ class Pipeline:
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Run micro-batch i (x None: its tokens) through a stage -> the output, detached. Adds to `loss`, `graphs`."""
+        """Run x of micro-batch i (None: its tokens) through a stage -> output, detached. Adds to `loss`, `graphs`."""
         place = self.places[stage]
         x = self.xs[i] if x is None else x.requires_grad_()
         y = forward_stage(self.model, place, x, self.ys[i], self.positions)
@@ -147,7 +147,7 @@ class Pipeline:
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send `send` and receive micro-batch `receive_of`'s tensor, together. Without such a peer, return None."""
+        """Send `send` and receive micro-batch `receive_of`'s tensor, together. If `peer` is no rank, return None."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -244,7 +244,7 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
 
     ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is received, there is no
     deadlock: all programs follow one common order, in which a send and its receive are one line. Take the first line
-    that has not run. All lines before it have, on every rank. So its rank and its peer are there, and so is its input.
+    that has not run. All lines before it have, on every rank. So its rank and its peer have reached it, with its input.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):

@@ -96,7 +96,7 @@ class AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
-        """Return x. No rank sends `loss` on, so a layer on any pipeline stage can add its own."""
+        """Return x. `loss` is never sent, so a layer on any pipeline stage can add its own loss."""
         ctx.coeff = coeff
         return x.view_as(x)
 

@@ -103,7 +103,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
 
     If c ranks hold an element, each adds 1/c of its square, so each element counts once in total. Ranks have different
     elements along pp, along the mesh dimensions that shard the parameter, and along data_dim if `gradients` are ZeRO's
-    shards (`sharded`: --zero > 0). Along others they have copies, as of a tied matrix on two stages (`stage_copies`).
+    shards (`sharded`: --zero > 0). Other ranks hold copies, as do two stages of a tied matrix (`stage_copies`).
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():

@@ -98,7 +98,7 @@ def consumer(action: Action, places: list[Place]) -> Action | None:
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Simulate ranks -> sorted (end, rank, start, action). `message`: its time, as in costs. ValueError on deadlock."""
+    """Simulate ranks -> sorted (end, rank, start, action). `message`: the cost of a message. ValueError on deadlock."""
     # The last stage's forward is followed by its own backward, which starts from the loss.
     needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
     awaited = {*needs_it.values()}

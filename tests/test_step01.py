@@ -142,14 +142,14 @@ def test_materialize(tied):
 
 @pytest.fixture
 def batches(tmp_path):
-    """A function that makes a Data. By default its 43 windows begin "0000" to "0042": 3 in a batch, 41 for training."""
+    """A function that makes a Data. It has 43 windows, "0000..." to "0042...": 3 in a batch, 41 for training."""
     (tmp_path / "text.txt").write_text("".join(f"{i:04d}" for i in range(43)))
     shape = SHAPE | dict(seq_len=4)
     return lambda seed=0, **more: data.Data(str(tmp_path / "text.txt"), ModelConfig(**shape | more), 3, seed)
 
 
 def test_targets_are_the_next_tokens(batches):
-    """Targets are the next bytes, END after a document; or a reader's next labels: IGNORE or ids of the vocabulary."""
+    """Targets are the next bytes, then END; with labels, the next labels: IGNORE or ids of the vocabulary."""
     tokens, targets = batches().read([7, 42])
     close(tokens, torch.tensor([[*b"0007"], [*b"0042"]]), "tokens")
     close(targets, torch.tensor([[*b"0070"], [*b"042", data.END]]), "targets")
@@ -182,7 +182,7 @@ def test_each_epoch_has_every_window_once_in_another_order(batches):
 @task("learning rate", 3)
 @cases("warmup, steps", [(5, 23), (0, 7), (4, 4)])
 def test_learning_rate(warmup, steps):
-    """Linear warm-up, if any, to the peak; then, if steps are left, a cosine, at a tenth of it after the last step."""
+    """Linear warm-up, if any, to the peak; then, if steps are left, a cosine, a tenth of the peak after the last."""
     config = step.Config(lr=0.7, warmup_steps=warmup, steps=steps)
     for i in range(steps + 1):
         part = (i - warmup) / max(1, steps - warmup)

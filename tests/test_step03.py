@@ -280,7 +280,7 @@ class Story(Tape):
         self.units, self.whole, self.most, self.ends = dict(zip(names, zero.units, strict=True)), [], (0, 0), {}
 
     def note(self):
-        """Record units freed since the last event, and the most units and most gradients whole at once so far."""
+        """Record units freed since the last event, and the maxima so far of whole units and of whole gradients."""
         whole = [name for name, unit in self.units.items() if held(unit.flat)]
         self.events += [f"free {name}" for name in self.whole if name not in whole]
         gradients = sum(unit.gradient is not None for unit in self.units.values())

@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """fp64 attention -> o, lse; given `do`, dq, dk, dv. `seen`: bool [queries, keys]; None: causal, queries last."""
+    """fp64 attention -> o, lse (+ dq, dk, dv if `do`). `seen`: bool [queries, keys]; None: causal, queries last."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """An alternative to zigzag_visible: ranks have consecutive tokens; a hop has three parts (own), two or none."""
+    """zigzag_visible if ranks had consecutive tokens: own keys give three parts, earlier ones two, later ones none."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
@@ -196,7 +196,7 @@ def forward(given: list[Tensor], group: Group, *more) -> Tensor:
 
 
 def ring(mode, group, mine, *rule) -> tuple:
-    """Run forward and backward of `mine`, [q, k, v, do], each in a new `mode()` -> [o, dq, dk, dv], both contexts."""
+    """Run forward and backward of `mine`, [q, k, v, do], each in a new `mode()` -> [o, dq, dk, dv], both modes."""
     with mode() as there:
         o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
     with mode() as back:

@@ -161,7 +161,7 @@ def test_sum_tied(tied, places, rows):
 
 
 def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Tokens, targets, number of targets and positions of m micro-batches. The last has 1 sequence, the others 2."""
+    """Tokens, targets, target count, and positions of m micro-batches. The last has 1 sequence, the others 2."""
     tokens = (draw("tokens", 0, 2 * m - 1, 6).abs() * 5).long() % 13
     targets = tokens.flip(1).where(draw("count", 0, 2 * m - 1, 6) > -0.5, IGNORE)
     return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(6).flip(0) * 2

@@ -133,7 +133,7 @@ WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: expert 
 @cases("k", [1, 2, 4])
 @cases("way", WAYS)
 def test_a_layer_is_its_definition(way, k):
-    """Output and gradients are those of `Plain`, with the auxiliary loss times its coefficient / 12 micro-batches."""
+    """Output and gradients are those of `Plain`, with the auxiliary loss times coefficient / 12 (12 micro-batches)."""
     ours, theirs = layer(experts_per_token=k), filled(Plain(6, 10, config(experts_per_token=k)))
     given = -draw("x", 0, *WAYS[way]).repeat(*((2, 7, 1) if way == "alike" else (1, 1, 1)))
     x, dy = given.clone().requires_grad_(), draw("dy", 0, *given.shape)

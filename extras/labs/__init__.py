@@ -85,7 +85,7 @@ def step_of(lab: int) -> str:
 
 
 def holes(lab: int) -> dict[str, dict[str, str]]:
-    """The removed functions of a lab: file -> {name: task}. A student hands in these files, first the step's."""
+    """The removed functions of a lab: file -> {name: task}. A student hands in these files, the step's first."""
     found: dict[str, dict[str, str]] = {step_of(lab): {}}
     for task, names in TASKS[lab].items():
         for name in names.split():

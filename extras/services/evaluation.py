@@ -75,7 +75,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """First held-out tokens and targets, int64 [rows, seq]; rows of IGNORE targets make `multiple` divide `rows`."""
+    """The first held-out tokens and targets, int64 [rows, seq]; IGNORE rows added so that `multiple` divides rows."""
     n_windows = (len(data.tokens) - 1) // data.shape.seq_len
     tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
     missing = -len(tokens) % multiple

@@ -38,7 +38,7 @@ def check_mesh(config: Any, world: int):
 
 
 def layout_of_flags(config: Any, world: int) -> Layout:
-    """The layout of a run of `world` ranks, or of a dry run. A step without --pp, --cp, --tp or --ep has 1 there."""
+    """The layout of a run of `world` ranks, or of a dry run. pp, cp, tp or ep is 1 if the step lacks its flag."""
     given = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
     x = Layout(**given)
     return Layout(**given, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))

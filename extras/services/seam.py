@@ -43,7 +43,7 @@ def serves(plugin: ModuleType, cls: type) -> bool:
 
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
-    """The techniques and services for the step with this Config that define `function`, such as "attach" or "Flags"."""
+    """The techniques and services that define `function` ("attach", "Flags", ...), for the step of this Config."""
     return tuple(plugin for plugin in plugins() if serves(plugin, cls) and hasattr(plugin, function))
 
 

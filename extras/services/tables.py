@@ -64,7 +64,7 @@ def reduction_table(model: Decoder, mesh: Mesh) -> str:
 
     Shard(d): dimension d of the parameter is cut. Partial: the gradient is summed over the ranks of the mesh dimension.
     The pp column says how many ranks of pp hold the parameter. Other groups that shard a parameter or sum its gradient,
-    such as ep, have columns, too. A row with a star for a layer's number is for all layers that have it. A collective.
+    such as ep, have columns, too. A star for a number: a row for all layers that have the parameter. A collective.
     """
     rows, dims = {}, [*mesh.groups]
     for name, param in model.named_parameters():

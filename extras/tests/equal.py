@@ -98,7 +98,7 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
 
 
 def one_process(row: Any) -> str:
-    """The module of a row's reference run: step 1's or, if `base` has a flag not in its plain Config, the row's own."""
+    """The module of a row's reference run: step 1's or, if step 1's Config lacks a flag of `base`, the row's own."""
     known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *FIELDS, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
 

@@ -27,7 +27,7 @@ OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save
 
 
 def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
-    """With --loss-chunk, validation computes logits in chunks, as training does; generation, one token's."""
+    """With --loss-chunk, validation and training compute logits in chunks; generation computes one token's."""
     monkeypatch.setattr(evaluation.generate, "__defaults__", (3, 0))
     out, none = str(tmp_path / "run"), str(tmp_path / "none")
     for options, tokens in (dict(out=out, loss_chunk=5), 5), (dict(out=none, resume=out, generate="x"), 1):

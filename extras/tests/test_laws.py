@@ -74,13 +74,13 @@ def count(step: str, ranks: int, rank: int = 0, **options: Any) -> Counter:
 
 
 def swapped(n: int, kv_heads: int = KV) -> int:
-    """Bytes one of n ranks sends for 12 tokens in both passes of Ulysses. If n > kv_heads, kv heads are repeated."""
+    """Bytes sent by one of n ranks for 12 tokens in both passes of Ulysses. If n > kv_heads, kv heads are repeated."""
     q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, n // kv_heads)))
     return 2 * (n - 1) * (2 * q + kv) // n
 
 
 def usp_law(n: int, swap: int, kv_heads: int) -> Law:
-    """Besides Ulysses, USP has rings of r = n / swap ranks. If r > 1, k, v take r - 1 hops a pass, and gradients r."""
+    """USP adds rings of r = n / swap ranks to Ulysses. If r > 1, k and v take r - 1 hops a pass, gradients take r."""
     size = KEYS * kv_heads * max(1, swap // kv_heads) // KV
     hops = (2 * (n // swap - 1) + n // swap) * (n > swap)
     has = {"ulysses all_to_all": M * L * swapped(swap, kv_heads), "ulysses all_to_all calls": M * L * 2 * 4}
@@ -111,7 +111,7 @@ def tp_law(flags: dict) -> Law:
 
 
 def experts_law(mode: str, tp: int) -> Law:
-    """Each token visits all 4 experts. The tp ranks split the tokens. Backward sends gradients, but no row counts."""
+    """Each token visits all 4 experts. The tp ranks split the tokens. Backward sends gradients, no counts of rows."""
     row, gates = SEQ * D * B, SEQ * 4 * B
     once, counts = dict(rows=(2 * row + gates // 2, 8), allgather=(2 * row + gates, 0))[mode]
     flags = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)

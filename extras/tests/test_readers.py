@@ -99,7 +99,7 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys, caplog):
-    """In a folder, training files of one format are read. A line lists other visible files; the log, a damaged one."""
+    """In a folder, training files of one format are read. A line lists other visible files; the log, damaged ones."""
     folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
     for folder in folders:
         folder.mkdir()

@@ -35,7 +35,7 @@ ALONE = Group("dp", 0, 1, None)
 
 @contextmanager
 def exact(**more: Callable) -> Iterator[None]:
-    """Inside this context, float(), bfloat16() and type() only copy; torch.bfloat16 is fp64; `more` replaces others."""
+    """Inside this context, float(), bfloat16() and type() only copy; torch.bfloat16 is fp64; `more`: other patches."""
     methods = dict(float=Tensor.clone, bfloat16=Tensor.clone, type=lambda x, _: x.clone()) | more
     with mock.patch.multiple(Tensor, **methods), mock.patch.object(torch, "bfloat16", torch.float64):
         yield

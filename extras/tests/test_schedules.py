@@ -90,7 +90,7 @@ def zb_h1_law(p: int, m: int, lists: Lists, places: list[Place]):
 
 
 def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
-    """If m >= 2p-1 and F, B, W take f, b, w, a rank that has begun idles at most (p-1) max(0, f + b - 2w, b - f)."""
+    """F, B, W take f, b, w. If m >= 2p-1, a rank that has begun idles at most (p-1) max(0, f + b - 2w, b - f)."""
     assert max(in_flight(row, "W") for row in lists) == min(m, 2 * (p - 1) + 1)
     for costs in COSTS if m >= 2 * p - 1 else ():
         f, b, w = costs.values()
@@ -103,7 +103,7 @@ def zb_h2_law(p: int, m: int, lists: Lists, places: list[Place]):
 def rounds_law(p: int, m: int, *_):
     """The laws of rounds.py: if m >= p, the bubble is that of interleaved; if not, a step takes (v p + m - 1) (f + b).
 
-    f, b: times of F and B. If rounds are larger and v > 1, ranks hold more activations, but messages have more time.
+    f, b: times of F and B. If v > 1, larger rounds hold more activations, but give messages more time.
     """
     for v, more in product((1, 2, 3), (0, 7)):
         lists, places = made("rounds", p, m, chunks=v, round_size=p + more)

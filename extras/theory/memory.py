@@ -82,7 +82,7 @@ def micro_batch(m: Shape, x: Layout) -> MicroBatch:
 
 
 def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float, float]]:
-    """A layer's products on one rank, but the router's, each as (rows, inner, outer, number of products in one launch).
+    """A layer's products on one rank, except the router's, each as (rows, inner, outer, products in one launch).
 
     Matrices that multiply the same input are counted as one matrix: q, k and v as one, gate and up as another.
     """
@@ -98,7 +98,7 @@ def products_of(p: MicroBatch, experts: bool) -> list[tuple[float, float, float,
 
 
 def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
-    """Bytes that a layer keeps until backward. tp shards activations in blocks, not at their ends; SP, those between.
+    """Bytes that a layer keeps until backward. tp shards activations inside blocks; SP shards those between blocks.
 
     Attention keeps its input, q, k, v, its output and a number for each head of each token. An MLP keeps its input,
     gate, up, silu(gate) and silu(gate) * up. For each of its tokens, an expert keeps these five and its output. Full
@@ -180,7 +180,7 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, ...]:
 def moment_bytes(p: MicroBatch, places: dict[int, Place], split: bool) -> tuple[float, float, float]:
     """Bytes that a rank needs besides state and kept activations: (always, while some are kept, when none are kept).
 
-    Only the rank's largest layer counts. Its experts are one ZeRO unit; their gate matrices are one tensor, M.
+    Only the rank's largest layer counts. Its experts are one ZeRO unit; their gate matrices are one tensor.
     """
     m, x, (first, last) = p.m, p.x, ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}

@@ -96,7 +96,7 @@ def collective_seconds(gpu: Gpu, net: Network, n_bytes: float, messages: float =
 def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
     """Seconds of an all-to-all: each rank has `n_bytes`, in equal parts for all ranks of the group, itself included.
 
-    In a ring, one rank of a node sends to another node, over the cards of all its ranks in the group. Here each rank
+    In a ring, a node sends to another from one rank, over the cards of all its ranks in the group. Here each rank
     sends rows to other nodes over its own card, while rows for its own node use the links inside the node.
     """
     if net.ranks == 1:
@@ -137,7 +137,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
     A block gathers and scatters over tp (without SP, in one all-reduce). Routed experts only gather, and only without
     SP; shared experts gather and scatter. A ring's messages overlap with attention. Full and elementwise recomputation
-    repeat forward's messages; if `recipe.stops`, no MLP's last matmul, and no tp messages after an MLP or experts.
+    repeat forward's messages; if `recipe.stops`, they skip an MLP's last matmul and the tp messages after it.
     """
     p, last, ep = micro_batch(m, x), 0.0, 0.0
     products = products_of(p, experts) + [(p.share, m.dim, m.experts, 1)] * experts  # the router

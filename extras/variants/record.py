@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
         return all(self.meets(name, value(name) if name in plain else None, plain) for name in self.flags)
 
     def meets(self, name: str, value: Any, plain: dict[str, Any]) -> bool:
-        """Whether a flag meets its condition. If a run lacks the flag: if that is a tuple (no `But`) with OFF[name]."""
+        """Whether a flag meets its condition: for a missing flag, whether that is a tuple (no `But`) with OFF[name]."""
         condition = self.flags[name]
         if name not in plain:
             return type(condition) is tuple and name in OFF and OFF[name] in condition

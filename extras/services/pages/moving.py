@@ -18,7 +18,7 @@ RANKS, MICRO_BATCHES = 4, 8
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
     """Simulate a schedule of p ranks and m micro-batches; returns (end, rank, start, action) of each action, sorted.
 
-    An action takes its kind's cost twice, or once if a rank's layers are in two stages (not copies). Raises UserError.
+    An action takes its kind's cost twice, or once if a rank's layers are split into two stages. Raises UserError.
     """
     config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
     places, lists = step06.plan(config, m)

@@ -34,7 +34,7 @@ class Names:
             self.named[module] |= addresses
 
     def address(self, it: jedi.api.classes.Name) -> str:
-        """The address of a definition, or "" if the definition is outside our files, or a function's variable."""
+        """The address of a definition, or "" if the definition is a local variable or outside our files."""
         module, scope, name = self.modules.get(it.module_path), it.parent(), it.full_name
         if not (module and name) or it.type == "param":
             return ""

@@ -22,7 +22,7 @@ from extras.services.seam import plugins
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture. `frames`: one value of each choice, as "fp32/none" -> frame. `first`: choice -> initial value."""
+    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `first`: choice -> initial value."""
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
     return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)

@@ -88,7 +88,7 @@ class Bare(OpenRun):
     """A run that prints and writes nothing."""
 
     def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
-        """`peer`: the function of peers.py that trains; "": the chapter's `train` with the techniques of its flags."""
+        """`peer`: the function of peers.py that trains; "": the chapter's `train` with the techniques of `flags`."""
         module = importlib.import_module(step)
         config = compose(module)(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))

@@ -31,7 +31,7 @@ from step05_cp_ring import CONTEXT
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """Splits at gaps and document borders: int64 numbers [seq], positions [s] -> (start, stop, position, document)."""
+    """Cuts `positions` [s] at gaps, and where `numbers` (int64 [seq]) change -> (start, stop, position, document)."""
     documents = numbers[positions]  # the document of each token
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])  # of adjacent tokens in one document
@@ -102,7 +102,7 @@ class Documents:
             self.now = self.all[self.progress.now]
 
     def look(self, tokens: Tensor):
-        """Called before validation or generation: set `now` to the documents of int64 [batch, seq], on the CPU."""
+        """Called before validation or generation: set `now`, on the CPU, to the documents of `tokens` [batch, seq]."""
         self.now = MicroBatch(tokens, self.config.end_token, self.positions)
 
 

@@ -72,7 +72,7 @@ class Muon:
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All-gathers a unit's updates, by name, not yet orthogonal: this rank's shards -> local parameters, flat."""
+        """All-gathers a unit's updates (not yet orthogonal), by name: those of shards -> of local parameters, flat."""
         dtype = rounded(unit.flat.dtype)
         own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}

@@ -36,7 +36,7 @@ TURNED = "turned"
 def band(queries: int, keys: int, window: int) -> list[tuple[slice, slice, bool | str]]:
     """Splits the pairs with 0 <= query - key < window into parts (queries, keys, shape), one for each kernel call.
 
-    Both end at the same token; slices count from each one's first. Shapes: False (rectangle), True (causal), TURNED.
+    Queries and keys end at the same token. Slices count from their first. Shapes: False (rectangle), True, TURNED.
     """
     blocks, first = [], keys - queries
     q0 = first

@@ -84,7 +84,7 @@ def attend(
     visible: Callable = zigzag_visible,
     kernel: tuple = FORMULAS,
 ) -> Tensor:
-    """Applies `function`, which takes heads before tokens: q [batch, s/n, heads, d]; k, v with kv_heads -> like q."""
+    """Puts heads before tokens, and applies `function`: q [batch, s/n, heads, d]; k, v with kv_heads -> like q."""
     return function.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 

@@ -28,8 +28,8 @@ from extras.variants.step06.zero_bubble import in_vee, write_out
 def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
     """Returns a rank's schedule as phases for `write_out`, numbered 1 to 8 like the steps of DeepSeek's code.
 
-    Micro-batches of way 0 (F0, B0) enter at the end nearer to this rank, those of way 1 at the other; `each_way` of
-    each. There are `near` ranks from the near end up to this one, and `inner` between this one and the middle.
+    `each_way` micro-batches of way 0 (F0, B0) enter at the end nearer to this rank; as many of way 1, at the other end.
+    There are `near` ranks from the near end up to this one, and `inner` between this one and the middle.
     """
     return [  # W follows its B at once, except in the second half of phase 6 and in phase 7
         (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here

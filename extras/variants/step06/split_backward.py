@@ -77,7 +77,7 @@ class SplitBackward:
         return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):
-        """W: compute gradients of matrices, and add those of layers. With --ep-overlap a parameter has several."""
+        """W: compute gradients of matrices, and add those of layers (with --ep-overlap, several for a parameter)."""
         left = self.waiting.pop((i, stage))
         for param in dict.fromkeys(param for param, _ in left):
             self.add(param, reduce(torch.add, [gradient() for one, gradient in left if one is param]))

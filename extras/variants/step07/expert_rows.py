@@ -55,7 +55,7 @@ def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
 def visit_local(experts: Callable, tokens: Tensor, gates: Tensor, send: bool = False) -> Tensor:
     """Applies `experts`: tokens [n, dim], gates [n, experts] (0: not chosen) -> weighted sums [n, dim], fp32 or wider.
 
-    `send`: `experts` is `visit_experts` or --ep-overlap's, which sends the counts of rows, then rows, to other ranks.
+    `send`: `experts` sends the counts of rows, then rows, to other ranks, as `visit_experts` and --ep-overlap do.
     """
     visits = (gates != 0).T
     counts = visits.sum(1)

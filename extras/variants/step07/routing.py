@@ -133,7 +133,7 @@ NEEDS = [
 
 
 def check(config: Any, world: int):
-    """Raises UserError if groups differ in size, or --groups-per-token above 0 bars none or leaves too few experts."""
+    """Raises UserError if groups differ in size, or --groups-per-token > 0 bars no group or leaves too few experts."""
     groups, most = config.expert_groups, config.groups_per_token
     if config.experts % groups:
         raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
