@@ -212,4 +212,5 @@ if __name__ == "__main__":
             raise UserError("usage: python -m extras.services.hub export DIR OUT, or import FOLDER OUT")
         print(convert(*sys.argv[1:]))
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

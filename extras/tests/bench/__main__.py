@@ -19,13 +19,14 @@ MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
 
 
 def main(argv: list[str]):
-    """Run the measurement that argv[0] names. A UserError here, not on a rank, prints one line; exit status 1."""
+    """Run the measurement that argv[0] names. A UserError here, not on a rank, prints one line; exit status 2."""
     try:
         if not argv or argv[0] not in MODULES:
             raise UserError(f"name one measurement: {', '.join(MODULES)}")
         MODULES[argv[0]].main(argv[0], argv[1:])
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
