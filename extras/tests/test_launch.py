@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common import UserError
 from extras.services import devices
@@ -37,12 +36,13 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
     ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has only two layers, for four stages
     words = f"{step}.py {tiny} {flags} --out {tmp_path / 'out'}".split()
-    if "--device cuda" in tiny and torch.cuda.device_count() < int(ranks or 1):
+    device, backend = ("cuda", ", nccl") if "--device cuda" in tiny else ("cpu", ", gloo")
+    if device == "cuda" and torch.cuda.device_count() < int(ranks or 1):
         pytest.skip(f"GPUs needed: {ranks or 1}")
     status, text = run(int(ranks or 0), words, tmp_path / "log")
     assert status == 0 and "3/3" in text and "tok/s" in text, text
-    device = r"\d x (cpu(, gloo)?|cuda(, nccl)?)"
-    assert re.search(rf"^device: {device}; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M)
+    where = rf"^device: \d x {device}{backend * bool(ranks)}; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$"
+    assert re.search(where, text, re.M)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "config.json", "loss.png"}
 
 
@@ -89,7 +89,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
 
 def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch):
     """Ranks compare the UUIDs of their GPUs, because device indices may be equal if each rank sees only its own GPU."""
-    store = dist.HashStore()
+    store = torch.distributed.HashStore()
     store.set("the GPU of rank 1", "a")
     monkeypatch.setattr(devices, "fresh_store", lambda _: store)
     for key, value in dict(RANK="0", WORLD_SIZE="2").items():

@@ -121,7 +121,7 @@ def test_a_hang_ends_the_job(tmp_path):
     options = dict(stderr=subprocess.PIPE, text=True, env=dict(PYTHONPATH=str(ROOT)))
     job = start(2, words.split(), stdout=subprocess.DEVNULL, **options)
     try:
-        _, text = job.communicate(timeout=180)
+        _, text = job.communicate(timeout=90)
     finally:
         job.terminate()
     assert job.returncode
