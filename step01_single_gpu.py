@@ -22,19 +22,20 @@ You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from common.data import Data
+from common.flags import flag
 from common.layout import materialize
-from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import DTYPES, Run, among, choose_device, main
+from common.model import IGNORE, PRESETS, Decoder, model_shape, wide
+from common.trainer import DTYPES, Run, choose_device, main
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
@@ -44,43 +45,67 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     return [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.0)]
 
 
-def adamw(masters: dict[str, Tensor], config: "Config") -> torch.optim.Optimizer:
-    """AdamW on the masters, given by name, with the betas of Llama, 0.9 and 0.95, in place of PyTorch's defaults."""
+def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
+    """AdamW on the masters, given by name, with the betas of Llama, 0.9 and 0.95, in place of PyTorch's defaults.
+
+    `parts`: the run's model, optimizer and mesh. AdamW updates each element alone and does not need them.
+    """
     return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
 
 
-def recompute_layers(model: Decoder):
-    """Activation (gradient) checkpointing: a layer keeps only its input and runs again in backward; same gradients."""
+def sgd(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
+    """Gradient descent, without state. It shows a wrongly scaled gradient, which Adam's division hides."""
+    return torch.optim.SGD(decay_groups(masters, config), fused=True)
+
+
+def recompute_nothing(model: Decoder, keep: Sequence[Callable] = ()):
+    """Keep all that backward needs."""
+
+
+def recompute_layers(model: Decoder, keep: Sequence[Callable] = ()):
+    """Activation (gradient) checkpointing: a layer keeps only its input and runs again in backward; same gradients.
+
+    `keep`: operators such as torch.ops.aten.topk.default whose results are kept and not computed again.
+    """
+    context = noop_context_fn
+    if keep:
+        context = partial(create_selective_checkpoint_contexts, list(keep))
     for layer in model.model.layers.values():  # a Decoder has a trunk, `model.model`, and a head, `lm_head`
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context)
 
 
-# Menus: each maps the values of a flag to what they select. Code outside the course may add entries.
-OPTIMIZERS: dict[str, Callable] = {"adamw": adamw}
-RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "full": recompute_layers}
+# Menus: each maps the values of a flag to what they select.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
+RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
 
 
-@dataclass  # a field's comment is its flag's help; among(MENU, "a"): the flag takes a key of MENU, by default "a"
+@dataclass
 class Config:
     """Flags of the trainer."""
 
-    model: str = among(PRESETS, "tiny")  # preset of the shape; its weights are drawn at random
-    dataset: str = ""  # .txt file, or Hugging Face data set with a column "text"; default: Python's own sources
-    steps: int = 200  # optimizer steps of the whole schedule
-    global_batch_size: int = 32  # sequences per optimizer step, all ranks together
-    micro_batch_size: int = 4  # sequences per forward and backward
-    optimizer: str = among(OPTIMIZERS, "adamw")  # the update rule
-    lr: float = 3e-3  # peak learning rate
-    warmup_steps: int = 20  # steps of linear warm-up, before the cosine to a tenth; 0: none
-    weight_decay: float = 0.1  # on matrices, not on norms
-    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    seed: int = 0  # of initial weights and data order
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
-    dtype: str = among(DTYPES, "auto")  # of weights and computation; auto: bf16 on a GPU that has it, else fp32
-    recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
-    out: str = ""  # run directory; default: runs/ and the name of the script
-    save_every: int = 0  # steps between checkpoints (one more at the end); 0: none
-    resume: str = ""  # run directory, or a checkpoint in it, to resume
+    model: str = flag("tiny", f"preset of the shape: {', '.join(PRESETS)}; with changes: tiny,n_layers=8,dim=256")
+    dataset: str = flag(
+        "", ".txt file, or Hugging Face data set with a column \"text\"; default: Python's own sources"
+    )
+    steps: int = flag(200, "optimizer steps of the whole schedule")
+    global_batch_size: int = flag(32, "sequences per optimizer step, all ranks together")
+    micro_batch_size: int = flag(4, "sequences per forward and backward")
+    optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
+    lr: float = flag(3e-3, "peak learning rate")
+    warmup_steps: int = flag(
+        20, "steps of linear warm-up, before the cosine to a tenth; 0: none", least=0
+    )
+    weight_decay: float = flag(0.1, "on matrices, not on norms")
+    grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping")
+    seed: int = flag(0, "of initial weights and data order")
+    device: str = flag("auto", "where to compute", ("auto", "cuda", "cpu"))
+    dtype: str = flag(
+        "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
+    )
+    recompute: str = flag("none", "what the backward pass computes again", RECOMPUTE, several=True)
+    out: str = flag("", "run directory; default: runs/ and the name of the script")
+    save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
+    resume: str = flag("", "run directory, or a checkpoint in it, to resume")
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -94,13 +119,17 @@ def learning_rate(step: int, config: Config) -> float:
 class Optimizer:
     """The update rule on masters, the fp32 copies of the weights. Weights in fp32 or fp64 are their own masters."""
 
-    def __init__(self, model: Decoder, config: Config):
+    sharded = False  # whether ranks of dp update different elements
+
+    def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set `torch_optimizer`, and `params` and `masters`, dicts keyed by name. Gradients get the masters' dtype."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
             param.grad_dtype = wide(param.dtype)  # fp32 (fp64 for fp64): autograd casts each gradient before adding it
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](
+            self.masters, config, optimizer=self, model=model, mesh=mesh
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name, not copied: clipping scales them in place. Each is None until a backward."""
@@ -120,6 +149,10 @@ class Optimizer:
         for name, param in self.params.items():
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
 
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The elements of each flattened parameter that this rank updates: all."""
+        return {name: (0, param.numel()) for name, param in self.params.items()}
+
     def zero_grad(self):
         """Free the gradients, so that the next backward starts anew."""
         for name, param in self.params.items():
@@ -136,7 +169,7 @@ def scale(gradients: dict[str, Tensor], factor: float):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)

@@ -35,9 +35,10 @@ import step01_single_gpu as step01
 from common import UserError
 from common.comm import Group, Mesh, all_reduce, exchange, note
 from common.data import Data
+from common.flags import flag
 from common.layout import layout_of, materialize
-from common.model import IGNORE, PRESETS, Decoder
-from common.trainer import Run, among, choose_device, main
+from common.model import IGNORE, Decoder, model_shape
+from common.trainer import Run, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
@@ -176,8 +177,12 @@ SYNCS: dict[str, Callable[..., NaiveSync | BucketSync]] = {"bucket": BucketSync,
 class Config(step01.Config):
     """Data parallelism."""
 
-    sync: str = among(SYNCS, "bucket")  # how gradients are summed over dp
-    bucket_mb: float = 1.0  # largest gradient bucket, in MiB; a larger parameter is a bucket of its own
+    sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
+    bucket_mb: float = flag(
+        1.0,
+        "largest gradient bucket, in MiB; a larger parameter is a bucket of its own",
+        needs={"zero": ["0"], "sync": ["bucket"]},
+    )
 
 
 def train(config: Config, run: Run):
@@ -185,13 +190,13 @@ def train(config: Config, run: Run):
     device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device))  # one group of all ranks. mesh["dp"]: rank, size, handle (PyTorch's group)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     RECOMPUTE[config.recompute](model)
-    optimizer = Optimizer(model, config)
+    optimizer = Optimizer(model, config, mesh)
     sync = SYNCS[config.sync](model, config, mesh)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -45,9 +45,10 @@ from torch import Tensor, nn
 import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
+from common.flags import flag
 from common.layout import global_norm, layout_of, materialize
-from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose_device, main
+from common.model import IGNORE, Decoder, model_shape, wide
+from common.trainer import Run, choose_device, main
 from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
 from step02_ddp import SYNCS, join_ranks
 
@@ -107,6 +108,7 @@ class Zero1:
     The reduce-scatters start after the last backward, so nothing hides them, unlike the sums of chapter 2's buckets.
     """
 
+    sharded = True
     unit_type: type[Unit] = Unit
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype):
@@ -115,12 +117,18 @@ class Zero1:
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
-            self.units.append(self.unit_type(named, group))
+            self.units.append(self.make_unit(named, group))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
             own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
             self.masters |= {name: master for name, master in own.items() if len(master)}
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](
+            self.masters, config, optimizer=self, model=model, mesh=mesh
+        )
+
+    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> Unit:
+        """Put parameters into a unit."""
+        return self.unit_type(named, group)
 
     def begin(self, n_micro_batches: int):
         """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which autograd accumulates."""
@@ -162,6 +170,15 @@ class Zero1:
             pendings.append(all_gather(unit.flat, unit.shard, unit.group))
         for pending in pendings:
             pending.wait()
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The elements of each flattened parameter that this rank updates."""
+        found = {}
+        for unit in self.units:
+            for name in unit.trained:
+                start = max(unit.first - unit.span[name][0], 0)
+                found[name] = (start, start + len(unit.view_shard(unit.master, name)))
+        return found
 
     def zero_grad(self):
         """Free the gradients."""
@@ -306,23 +323,25 @@ class Zero3(Zero2):
             unit.free()
 
 
-STAGES: dict[int, Callable[..., Zero1 | Zero2] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}
+ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 
 @dataclass
 class Config(step02.Config):
     """ZeRO."""
 
-    zero: int = among(STAGES, 1)  # sharded: 0 nothing (uses --sync), 1 optimizer state, 2 also gradients, 3 all
+    zero: str = flag(
+        "1", "sharded: 0 nothing (uses --sync), 1 optimizer state, 2 also gradients, 3 all", ZERO
+    )
 
 
 def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
     """Initialise the weights; return optimizer and sync: those of chapters 1 and 2 for --zero 0, else one object."""
-    if config.zero == 0:
+    if config.zero == "0":
         materialize(model, config.seed, device, dtype)
-        optimizer = Optimizer(model, config)
+        optimizer = Optimizer(model, config, mesh)
         return optimizer, SYNCS[config.sync](model, config, mesh)
-    zero = STAGES[config.zero](model, config, mesh, device, dtype)
+    zero = ZERO[config.zero](model, config, mesh, device, dtype)
     return zero, zero
 
 
@@ -331,7 +350,7 @@ def train(config: Config, run: Run):
     device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device))
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
@@ -351,7 +370,7 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)  # over all shards
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)  # over all shards
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

@@ -1,8 +1,19 @@
-"""Step 4: tensor and sequence parallelism. Each matrix is sharded; between the blocks, the tokens are sharded too.
+"""Step 4: tensor and sequence parallelism. Ranks share each matrix, and between the blocks the tokens.
 
-A *block*, attention or the MLP, computes act(x A) B. In Megatron (Shoeybi et al. 2019) A is sharded by columns
+A *block*, attention or the MLP, computes act(x A) B. In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns
 (outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, because attention heads and MLP channels are
 independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. Such a term is called *partial*.
+
+AN EXAMPLE, without act: x = [1 2], two ranks.
+
+    A = [1 3]   column 0 on rank 0,     B = [1 0]   row 0 on rank 0,      x A B = [16 33]
+        [2 4]   column 1 on rank 1          [1 3]   row 1 on rank 1
+
+    rank 0:  x A_0 = 1*1 + 2*2 = 5      5 * [1 0]  = [5 0]    a term
+    rank 1:  x A_1 = 1*3 + 2*4 = 11     11 * [1 3] = [11 33]  a term      their sum is [16 33]
+
+So one all-reduce after B is all that forward needs, and by symmetry backward needs one before A: the loss depends on x
+through A_0 and through A_1, so dx is the sum of what these two give. Megatron calls the two operators f and g:
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
@@ -12,10 +23,10 @@ independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. S
     f   enter_block          identity: all ranks have x           all-reduce: dx is a sum, each rank has a term
     g   leave_block          all-reduce: each rank has a term     identity: dL/d(term) = dL/d(sum)
 
-f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
+embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
-gather: g does the first, the next f the second. In between, norms and residual sums see s/n of the s tokens:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an
+all-gather: g does the first, the next f the second. In between, norms and residual sums see s/n of the s tokens:
 
     f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather
@@ -29,14 +40,24 @@ gather: g does the first, the next f the second. In between, norms and residual 
     o_proj down_proj                             [out, in/n]       shard     shard     RowParallelLinear
     their output, before g                       [b, s, dim]       partial   whole     so g's forward sums it
 
+THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch, (n-1)/n times
+
+                                       a layer    embedding and head
+    with SP or without                 8 S        4 S                   two f and two g, forward and backward
+    SP and --recompute full            11 S       4 S                   forward again, except its last g
+    --no-sp and --recompute full       10 S       4 S                   forward's last all-reduce is not repeated
+
+and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2: S = 4 x 256 x 128 x 4
+bytes = 524,288 bytes, so (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184 bytes a micro-batch.
+
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. S: the bytes of [b, s, dim]. Per micro-batch a rank sends over tp (n-1)/n x 8 S a layer
-(--recompute full repeats the forward, except its last g: 11 S; 10 S without SP), (n-1)/n x 4 S for embedding and head,
-and, for the loss, 2 numbers a token to each other rank (0.09 % here). Per step: norms' gradients, global norm (0.01 %).
+You should see step 1's losses.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,17 +67,13 @@ import step03_zero as step03
 from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
+from common.flags import SEVERAL, flag
 from common.layout import Shard, global_norm, layout_of, note_layout
-from common.model import IGNORE, PRESETS, Decoder, ModelConfig, wide
-from common.trainer import Run, among, choose_device, main
+from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
+from common.trainer import Run, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
-from step03_zero import STAGES, make_optimizer
-
-
-def unchanged(x: Tensor, group: Group) -> Tensor:
-    """The identity."""
-    return x.view_as(x)  # a view: autograd treats a returned input as a special case
+from step03_zero import ZERO, make_optimizer
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -76,38 +93,91 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter: x [batch, seq, dim], contiguous or not -> [batch, seq/n, dim]: our tokens, summed over ranks."""
     shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
-    ours = torch.empty_like(shards[0])
-    reduce_scatter(ours.view(-1), shards.view(-1), group).wait()
-    return ours
+    own_shard = torch.empty_like(shards[0])
+    reduce_scatter(own_shard.view(-1), shards.view(-1), group).wait()
+    return own_shard
 
 
-class Conjugate(torch.autograd.Function):
-    """An f or a g, conjugates in Megatron: forward runs `forwards`, and backward its counterpart `backwards`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
-        """x [batch, seq or seq/n, dim] -> forwards(x)."""
-        ctx.group, ctx.backwards = group, backwards
-        return forwards(x, group)
+class CopyToTensorParallel(torch.autograd.Function):
+    """f without SP. All ranks already have x, so forward is the identity; backward sums the ranks' terms of dx."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The gradient of the output -> that of x."""
-        return ctx.backwards(grad, ctx.group), None, None, None
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """x [batch, seq, dim] -> x."""
+        ctx.group = group
+        return x.view_as(x)  # a view: autograd treats a returned input as a special case
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        """This rank's term of dx [batch, seq, dim] -> dx."""
+        return sum_over_ranks(dy, ctx.group), None
+
+
+class ReduceFromTensorParallel(torch.autograd.Function):
+    """g without SP. Forward sums the ranks' terms. A term has the gradient of the sum: backward is the identity."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """This rank's term [batch, seq, dim] -> the sum of all terms."""
+        return sum_over_ranks(x, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        """dy [batch, seq, dim] -> dy."""
+        return dy, None
+
+
+class GatherFromSequenceParallel(torch.autograd.Function):
+    """f with SP. Forward gathers the tokens; backward sums the ranks' terms of dx, and keeps this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """x [batch, seq/n, dim] -> [batch, seq, dim]."""
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        """This rank's term of the gradient [batch, seq, dim] -> dx [batch, seq/n, dim]."""
+        return sum_and_shard_tokens(dy, ctx.group), None
+
+
+class ReduceScatterToSequenceParallel(torch.autograd.Function):
+    """g with SP. Forward sums the ranks' terms, and keeps this rank's tokens; backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """This rank's term [batch, seq, dim] -> this rank's tokens of the sum, [batch, seq/n, dim]."""
+        ctx.group = group
+        return sum_and_shard_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        """dy [batch, seq/n, dim] -> [batch, seq, dim]."""
+        return gather_tokens(dy, ctx.group), None
 
 
 def enter_block(x: Tensor, group: Group, sp: bool) -> Tensor:
-    """f. Forward: identity (SP: all-gather the tokens). Backward: all-reduce (SP: reduce-scatter)."""
+    """f. x [batch, seq, dim], with SP [batch, seq/n, dim] -> [batch, seq, dim]."""
     if sp:
-        return Conjugate.apply(x, group, gather_tokens, sum_and_shard_tokens)
-    return Conjugate.apply(x, group, unchanged, sum_over_ranks)
+        return GatherFromSequenceParallel.apply(x, group)
+    return CopyToTensorParallel.apply(x, group)
 
 
 def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
-    """g. Forward: all-reduce (SP: reduce-scatter). Backward: identity (SP: all-gather)."""
+    """g. This rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with SP [batch, seq/n, dim]."""
     if sp:
-        return Conjugate.apply(x, group, sum_and_shard_tokens, gather_tokens)
-    return Conjugate.apply(x, group, sum_over_ranks, unchanged)
+        return ReduceScatterToSequenceParallel.apply(x, group)
+    return ReduceFromTensorParallel.apply(x, group)
+
+
+def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> list[Tensor]:
+    """A block's first matrices, sharded by columns, with one f for all of them: q, k and v; or gate and up.
+
+    x [batch, seq, dim], with SP [batch, seq/n, dim] -> for each linear layer [batch, seq, out/n].
+    """
+    x = enter_block(x, group, sp)
+    return [linear(x) for linear in linears]
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -115,12 +185,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, ids: range):
         super().__init__()
-        self.weight, self.ids = weight, ids
+        self.weight = weight
+        self.ids = ids
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(self.weight)  # an arbitrary row for a token of another rank; masked below
+        row = (tokens - self.ids.start) % len(self.weight)  # an arbitrary row for other ranks' tokens, masked below
         return F.embedding(row, self.weight) * held[..., None]
 
 
@@ -136,19 +207,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
         """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] -> summed loss, in nats."""
         logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
+        counted = targets != IGNORE
         held = (targets >= ids.start) & (targets < ids.stop)
-        column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it
-        picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
-        ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # later columns are padding
-        everyone = ours.new_empty(group.size, *ours.shape)  # [n, 2, batch, seq]
-        all_gather(everyone.view(-1), ours.view(-1), group).wait()
-        log_sum, picked = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
+        column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has the target
+        own_target_logit = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
+        own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
+
+        sent = torch.stack((own_log_sum, own_target_logit))  # [2, batch, seq]
+        received = sent.new_empty(group.size, *sent.shape)  # [n, 2, batch, seq]
+        all_gather(received.view(-1), sent.view(-1), group).wait()
+        log_sum = received[:, 0].logsumexp(0)
+        target_logit = received[:, 1].sum(0)
 
         gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
         gradient[..., len(ids) :] = 0.0
-        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # the one-hot, if we hold the target
-        ctx.save_for_backward(gradient.mul_((targets != IGNORE)[..., None]))
-        return (log_sum - picked).where(targets != IGNORE, 0.0).sum()
+        one_hot = held[..., None].to(gradient.dtype)
+        gradient.scatter_add_(-1, column, -one_hot)
+        gradient.mul_(counted[..., None])
+        ctx.save_for_backward(gradient)
+        return (log_sum - target_logit).where(counted, 0.0).sum()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -164,61 +241,100 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """
     if group.size == 1:
         return weight
-    full, shape = weight.shape[dim], list(weight.shape)
-    shape[dim] = length = -(-full // group.size)
+    full = weight.shape[dim]
+    length = math.ceil(full / group.size)
+    shape = list(weight.shape)
+    shape[dim] = length
     local = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
     shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
-    local.parallel_layout = replace(layout_of(weight), shards=(*layout_of(weight).shards, shard))
+    record = layout_of(weight)
+    local.parallel_layout = replace(record, shards=(*record.shards, shard))
     return local
 
 
-def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Shard k_proj or v_proj by whole key/value heads. Raises UserError if tp does not divide them."""
+def whole_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter | None:
+    """Shard k_proj or v_proj by whole key/value heads, if tp divides their number; else return None."""
     if config.n_kv_heads % mesh["tp"].size:
-        raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
+        return None
     return shard_param(weight, 0, mesh["tp"])
 
 
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-SHARD_DIMS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # a weight is [out, in]: dim 0 has the columns of A
-HEADS = dict(k_proj=shard_heads, v_proj=shard_heads)  # q_proj needs no check: n_kv_heads divides n_heads
+HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]  # rules for k_proj and v_proj; the first that fits
 
 
-def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
+def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """Shard k_proj or v_proj by the first rule of HEADS that fits. Raises UserError if none does."""
+    for rule in HEADS:
+        local = rule(weight, mesh, config)
+        if local is not None:
+            return local
+    raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
+
+
+def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
+    """Shard the matrices of attention or MLP in place. A weight is [out, in], so dim 0 has the columns of A.
+
+    Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one with fewer inputs.
+    Attention infers its number of heads from the weights. q_proj needs no rule: n_kv_heads divides n_heads.
+    """
+    for name, linear in block.named_children():
+        if name in ("k_proj", "v_proj"):
+            linear.weight = shard_heads(linear.weight, mesh, config)
+        elif name in ("q_proj", "gate_proj", "up_proj"):
+            linear.weight = shard_param(linear.weight, 0, mesh["tp"])
+        else:  # o_proj, down_proj
+            linear.weight = shard_param(linear.weight, 1, mesh["tp"])
+
+
+def shard_vocabulary(model: Decoder, group: Group):
+    """Shard embedding and head by token ids, in place; the loss then works on sharded logits."""
+    trunk = model.model
+    weight = shard_param(trunk.embed_tokens.weight, 0, group)
+    if model.config.tied:
+        model.lm_head.weight = weight
+    else:
+        model.lm_head.weight = shard_param(model.lm_head.weight, 0, group)
+    shard = layout_of(weight).shards[-1]
+    ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
+    trunk.embed_tokens = VocabParallelEmbedding(weight, ids)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return VocabParallelCrossEntropy.apply(logits, targets, ids, group)
+
+    model.loss = loss
+
+
+def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
-    Here Megatron's ColumnParallelLinear is an nn.Linear with fewer outputs, and RowParallelLinear has fewer inputs.
-    q, k and v share one f; gate and up share another. So one collective serves several matrices. Raises UserError.
+    `overlap`: use `column_parallel_overlap` in place of `column_parallel`. Raises UserError.
     """
-    config, trunk, group = model.config, model.model, mesh["tp"]
+    config = model.config
+    group = mesh["tp"]
     if group.size == 1:
         return
     if sp and config.seq_len % group.size:
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
-    blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
-    for block in blocks:
-        for name, linear in block.named_children():
-            if name in HEADS:
-                linear.weight = HEADS[name](linear.weight, mesh, config)  # attention infers its number of heads from it
-            else:
-                linear.weight = shard_param(linear.weight, SHARD_DIMS[name], group)
 
-    trunk.embed_tokens.weight = shard_param(trunk.embed_tokens.weight, 0, group)
-    model.lm_head.weight = trunk.embed_tokens.weight if config.tied else shard_param(model.lm_head.weight, 0, group)
-    shard = layout_of(model.lm_head.weight).shards[-1]
-    ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
-    trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
-    model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
+    def f_before(module: nn.Module, inputs: tuple) -> Tensor:
+        return enter_block(inputs[0], group, sp)
 
-    for module in (*blocks, model.lm_head):  # f and g are attributes, so that other code can replace them
-        module.enter = lambda x: enter_block(x, group, sp)
-        module.register_forward_pre_hook(lambda module, inputs: (module.enter(inputs[0]), *inputs[1:]))
-    for module in (trunk.embed_tokens, *blocks):
-        module.leave = lambda x: leave_block(x, group, sp)
-        module.register_forward_hook(lambda module, _inputs, output: module.leave(output))
-    for param in model.parameters():
-        if sp and param.dim() == 1:  # a norm
-            note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+    def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        return leave_block(output, group, sp)
+
+    shard_vocabulary(model, group)
+    model.model.embed_tokens.register_forward_hook(g_after)
+    model.lm_head.register_forward_pre_hook(f_before)
+    first_matrices = column_parallel_overlap if overlap else column_parallel
+    for layer in model.model.layers.values():
+        for block in (layer.self_attn, layer.mlp):
+            shard_block(block, mesh, config)
+            block.project = partial(first_matrices, group=group, sp=sp)
+            block.register_forward_hook(g_after)
+    if sp:
+        for param in model.parameters():
+            if param.dim() == 1:  # a norm saw only this rank's tokens: its gradient is partial
+                note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
@@ -228,21 +344,77 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
-        grads = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
-        if grads and group.size > 1:
-            flat = torch.cat([grad.flatten() for grad in grads])
-            all_reduce(flat, group).wait()
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+        if group.size == 1:
+            continue
+        partial_grads = []
+        for name, gradient in gradients.items():
+            if group.name in layout_of(params[name]).partial_over:
+                partial_grads.append(gradient)
+        if not partial_grads:
+            continue
+        flat = torch.cat([gradient.flatten() for gradient in partial_grads])
+        all_reduce(flat, group).wait()
+        sums = flat.split([gradient.numel() for gradient in partial_grads])
+        for gradient, total in zip(partial_grads, sums, strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+# --- For speed on GPUs, until `Config`: --tp-overlap hides two of backward's messages behind matrix products.
+
+
+class ColumnParallelOverlap(torch.autograd.Function):
+    """f with SP, and the matrices after it. In backward, messages and matrix products overlap:
+
+        all-gather x     ----.     reduce-scatter dx ---.
+        dx = dy W            '->   dW = dy^T x          '-> the previous block's backward
+
+    dW needs all tokens of x, and dx does not. So forward saves only this rank's s/n tokens of x, and backward gathers x
+    once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
+        """x [batch, seq/n, dim], weights [out/n, dim] -> outputs [batch, seq, out/n]."""
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        whole_x = gather_tokens(x, group)
+        return tuple(F.linear(whole_x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *dys: Tensor):
+        """The gradients of the outputs -> those of x and of the weights."""
+        x, *weights = ctx.saved_tensors
+        group = ctx.group
+        x_shards = x.new_empty(group.size, *x.shape)
+        gathering = all_gather(x_shards.view(-1), x.contiguous().view(-1), group)
+        dx = sum(dy @ weight for dy, weight in zip(dys, weights, strict=True))
+        dx_shards = dx.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
+        own_dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        gathering.wait()
+        reducing = reduce_scatter(own_dx.view(-1), dx_shards.view(-1), group)
+        whole_x = x_shards.movedim(0, 1).flatten(0, 2)  # [batch * seq, dim]
+        dweights = [dy.flatten(0, 1).T @ whole_x for dy in dys]
+        reducing.wait()
+        return own_dx, None, *dweights
+
+
+def column_parallel_overlap(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> tuple[Tensor, ...]:
+    """`column_parallel` by `ColumnParallelOverlap`. `sp` is always true: --tp-overlap needs it."""
+    return ColumnParallelOverlap.apply(x, group, *(linear.weight for linear in linears))
 
 
 @dataclass
 class Config(step03.Config):
     """Tensor and sequence parallelism."""
 
-    tp: int = 1  # ranks that share each matrix
-    sp: bool = True  # between the blocks, shard the tokens over tp
-    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (to see tp alone), 1 optimizer state, 2 also gradients, 3 all
+    tp: int = flag(1, "ranks that share each matrix")
+    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": SEVERAL})
+    tp_overlap: bool = flag(
+        False,
+        "hide two of backward's messages behind matrix products",
+        needs={"tp": SEVERAL, "sp": [True]},
+    )
+    zero: str = flag("0", "ZeRO over dp: 0 none (to see tp alone), 1 optimizer state, 2 also gradients, 3 all", ZERO)
 
 
 def train(config: Config, run: Run):
@@ -250,11 +422,11 @@ def train(config: Config, run: Run):
     device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours on the fastest links
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp)  # these rows and columns are mine
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # these rows and columns are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 
@@ -272,7 +444,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

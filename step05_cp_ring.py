@@ -45,9 +45,10 @@ import step04_tp_sp as step04
 from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
+from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose_device, main
+from common.model import IGNORE, Decoder, model_shape, wide
+from common.trainer import Run, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -59,14 +60,38 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
     While the caller computes with a pair, it is sent to the right, and the next received (but for the last).
     """
-    n, r = group.size, group.rank
+    n = group.size
+    r = group.rank
+    right = (r + 1) % n
+    left = (r - 1) % n
     for hop in range(n - 1):
         next_kv = torch.empty_like(kv)
-        passing = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
+        passing = exchange([(kv, right)], [(next_kv, left)], group)
         yield (r - hop) % n, kv
         passing.wait()
         kv = next_kv
-    yield (r + 1) % n, kv
+    yield (r - (n - 1)) % n, kv
+
+
+Part = tuple[slice, slice, bool]  # which queries attend to which keys, as slices; and whether causally
+
+
+def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
+    """The plain ring: rank r has shard r of n. Positions, int64 [s/n]. Raises UserError unless n divides s."""
+    if seq_len % n:
+        raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {n}")
+    return torch.arange(seq_len).chunk(n)[rank]
+
+
+def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
+    """Which queries of `rank` attend to which keys of `source`, each of whose shards has `length` = s/n tokens.
+
+    To all keys of earlier ranks, and to the causal half of our own; later ranks' keys pass by unused.
+    """
+    whole = slice(0, length)
+    if source > rank:
+        return []
+    return [(whole, whole, source == rank)]
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
@@ -74,12 +99,14 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
     if seq_len % (2 * n):
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {2 * n}")
     chunks = torch.arange(seq_len).chunk(2 * n)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
+    return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
 
 
-def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """Which queries of `rank` attend to which keys of `source`: slices (queries, keys) of s/n = `length`; if causal."""
-    whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+def zigzag_visible(rank: int, source: int, length: int) -> list[Part]:
+    """As `ordered_visible`, for two chunks on each rank: in each hop all ranks do the same work."""
+    whole = slice(0, length)
+    first = slice(0, length // 2)
+    second = slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both
@@ -87,15 +114,17 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, sli
     return [(second, whole, False)]  # both of source's chunks follow our first one, and precede our second one
 
 
-def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Cast all to fp32 or wider; repeat each kv head for its query heads, so that all have as many heads as q."""
-    return [x.to(wide(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, *tensors)]
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Cast x [batch, kv_heads, seq, d] to fp32 or wider, and repeat each kv head for its query heads."""
+    return x.to(wide(x.dtype)).repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, query i's scores with keys after i are -inf."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
+    if causal:
+        scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
+    return scores
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -103,31 +132,38 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
     q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads, queries], both wide.
     """
-    q, k, v = same_heads(q, k, v)
-    scores = scaled_scores(q, k, causal)
+    heads = q.shape[1]
+    scores = scaled_scores(q.to(wide(q.dtype)), repeat_heads(k, heads), causal)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    return (scores - lse[..., None]).exp() @ repeat_heads(v, heads), lse
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # part_o of a fused kernel may have 16 bits
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads, queries], in place.
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
     together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
     part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
     """
-    o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])  # o + share (part_o - o)
+    share = torch.sigmoid(part_lse - lse)[..., None]
+    o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)
     lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
 
 
-def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
+def part_gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse: of *all* keys.
 
     Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
     As lse is that of all keys, `p` holds this part's columns of the whole P. So all parts' terms of dq simply add up.
     """
-    kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
-    q, k, v, o, do = same_heads(q, k, v, o, do)
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
+    scale = q.shape[-1] ** -0.5
+    do, q, o = (x.to(wide(x.dtype)) for x in (do, q, o))
+    k = repeat_heads(k, heads)
+    v = repeat_heads(v, heads)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
     delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
@@ -135,74 +171,113 @@ def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
     dv = p.mT @ do
-    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))  # over the query heads that a kv head serves
+    # A kv head serves several query heads: its gradient is the sum over them.
+    dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
+    dv = dv.unflatten(1, (kv_heads, -1)).sum(2)
     return dq, dk, dv
+
+
+class Kernel(NamedTuple):
+    """How attention to a part of the keys is computed, forward and backward."""
+
+    attention: Callable[..., tuple[Tensor, Tensor]] = part_attention
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients
+
+
+FORMULA = Kernel()
 
 
 class RingAttention(torch.autograd.Function):
     """Causal ring attention: queries stay on their rank, keys and values travel. With n = 1 nothing is sent."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: Kernel) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in wide(q.dtype)."""
-        own = torch.stack((k, v))
+        own_kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
-        for source, kv in travel(own, group):
+        for source, kv in travel(own_kv, group):
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
-                k, v = kv[:, :, :, keys]
-                part_o, part_lse = part_attention(q[:, :, queries], k, v, causal)
+                part_k, part_v = kv[:, :, :, keys].unbind(0)
+                part_o, part_lse = kernel.attention(q[:, :, queries], part_k, part_v, causal)
                 merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)  # views: this changes o and lse
         o = o.to(q.dtype)
-        ctx.save_for_backward(q, own, o, lse)
-        ctx.group, ctx.visible = group, visible
+        ctx.save_for_backward(q, own_kv, o, lse)
+        ctx.group = group
+        ctx.visible = visible
+        ctx.kernel = kernel
         return o
 
     @staticmethod
     def backward(ctx, do: Tensor):
         """k and v travel as in forward; dkv, in wide(q.dtype), is sent on after this rank has added its term."""
-        q, own, o, lse = ctx.saved_tensors
-        n, r = ctx.group.size, ctx.group.rank
-        dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
+        q, own_kv, o, lse = ctx.saved_tensors
+        n = ctx.group.size
+        r = ctx.group.rank
+        dq = torch.zeros_like(q, dtype=wide(q.dtype))
+        dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))
         arriving = Pending()  # the message that brings dkv: none yet
-        for source, kv in travel(own, ctx.group):
-            found = torch.zeros_like(dkv)  # this rank's term of the gradient of kv
+        for source, kv in travel(own_kv, ctx.group):
+            own_term = torch.zeros_like(dkv)  # of the gradient of kv
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
-                k, v = kv[:, :, :, keys]
-                do_i, q_i, o_i, lse_i = (x[:, :, queries] for x in (do, q, o, lse))  # these queries, over all keys
-                part_dq, part_dk, part_dv = part_gradients(do_i, q_i, k, v, o_i, lse_i, causal)
+                part_k, part_v = kv[:, :, :, keys].unbind(0)
+                rows = (x[:, :, queries] for x in (do, q, o, lse))  # these queries, over all keys
+                part_do, part_q, part_o, part_lse = rows
+                part_dq, part_dk, part_dv = ctx.kernel.gradients(
+                    part_do, part_q, part_k, part_v, part_o, part_lse, causal
+                )
                 dq[:, :, queries] += part_dq
-                found[0, :, :, keys] += part_dk
-                found[1, :, :, keys] += part_dv
+                own_term[0, :, :, keys] += part_dk
+                own_term[1, :, :, keys] += part_dv
             arriving.wait()  # dkv: what the ranks that had kv before us have added
-            dkv += found
-            outgoing, dkv = dkv, torch.empty_like(dkv)  # `arriving` will fill the new dkv
-            arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
+            dkv += own_term
+            next_dkv = torch.empty_like(dkv)
+            arriving = exchange([(dkv, (r + 1) % n)], [(next_dkv, (r - 1) % n)], ctx.group)
+            sent_dkv = dkv  # keep it until it is sent: the message reads its memory
+            dkv = next_dkv
         arriving.wait()  # the gradient of our own k and v is back, complete
-        return dq.to(q.dtype), *dkv.to(q.dtype), None, None
+        del sent_dkv
+        dk, dv = dkv.to(q.dtype).unbind(0)
+        return dq.to(q.dtype), dk, dv, None, None, None
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible) -> Tensor:
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    visible: Callable[[int, int, int], list[Part]] = zigzag_visible,
+    kernel: Kernel = FORMULA,
+) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
-    return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return RingAttention.apply(q, k, v, group, visible, kernel).transpose(1, 2)
 
 
 class ContextMode(NamedTuple):
     """How a sequence is sharded, and how its shards attend to one another."""
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
-    attention: Callable[[Tensor, Tensor, Tensor, Group], Tensor]  # as ring_attention
+    attention: Callable[..., Tensor]  # (q, k, v, group), as ring_attention
 
 
-CONTEXT = {"zigzag": ContextMode(zigzag_positions, ring_attention)}
+CONTEXT: dict[str, ContextMode] = {
+    "zigzag": ContextMode(zigzag_positions, partial(ring_attention, visible=zigzag_visible)),
+    "ring": ContextMode(ordered_positions, partial(ring_attention, visible=ordered_visible)),
+}
 
 
 @dataclass
 class Config(step04.Config):
     """Context parallelism."""
 
-    cp: int = 1  # ranks that share each sequence
-    cp_mode: str = among(CONTEXT, "zigzag")  # how sequences are sharded, and how shards attend to one another
+    cp: int = flag(1, "ranks that share each sequence")
+    cp_mode: str = flag(
+        "zigzag",
+        "how sequences are sharded, and how shards attend to one another",
+        CONTEXT,
+        needs={"cp": SEVERAL},
+    )
 
 
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
@@ -213,7 +288,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     over dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # all dp x cp ranks; with dp = 1 those of mesh["cp"], in another process group
+    mesh.join("data", "dp", "cp", urgent=False)  # all dp x cp ranks; with dp = 1: mesh["cp"]'s
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:
@@ -231,11 +306,11 @@ def train(config: Config, run: Run):
     device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device) // (config.cp * config.tp), cp=config.cp, tp=config.tp)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # of my sequences, these tokens
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
@@ -254,7 +329,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a shard of the tokens
         all_reduce(loss, mesh["data"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

@@ -35,10 +35,10 @@ Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --e
 You should see the losses of one process: python step07_moe_ep.py
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,17 +46,18 @@ from torch import Tensor, nn
 
 import step06_pipeline as step06
 from common import UserError
-from common.comm import Group, Mesh, all_reduce, all_to_all
+from common.comm import Group, Mesh, Pending, all_reduce, all_to_all, exchange
 from common.data import Data
+from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose_device, main
+from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
+from common.trainer import Run, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
-from step04_tp_sp import Conjugate, gather_tokens, shard_param, shard_tensors, sum_partial_gradients
+from step04_tp_sp import gather_tokens, shard_param, shard_tensors, sum_partial_gradients
 from step05_cp_ring import CONTEXT, shard_context
-from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
+from step06_pipeline import SCHEDULES, sum_tied
 
 # Shapes in names: x_TD is [T, D].
 # T  tokens of this rank     N = T K: choices, a row for each        E  experts           G  ranks of ep
@@ -71,9 +72,13 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """rows [n, in], the first counts[0] of them for expert 0, and so on -> [n, out]."""
-        return torch.cat([x @ w.T for x, w in zip(rows.split(counts), self.weight, strict=True)])
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, in], the first counts[0] of them for expert 0, and so on; counts int64 [experts] -> [n, out]."""
+        if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.weight.shape[1] % 8 == 0:
+            ends = counts.to(rows.device).cumsum(0).to(torch.int32)
+            return F.grouped_mm(rows, self.weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
+        parts = rows.split(counts.tolist())
+        return torch.cat([part @ weight.T for part, weight in zip(parts, self.weight, strict=True)])
 
 
 class Experts(nn.Module):
@@ -85,10 +90,63 @@ class Experts(nn.Module):
         self.up_proj = ExpertLinear(experts, dim, ffn_dim)
         self.down_proj = ExpertLinear(experts, ffn_dim, dim)
 
-    def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts] -> [n, dim]."""
-        counts = num_tokens_per_expert.tolist()
-        return self.down_proj(F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts), counts)
+        gate = self.gate_proj(rows, counts)
+        up = self.up_proj(rows, counts)
+        return self.down_proj(F.silu(gate) * up, counts)
+
+
+class MoE(nn.Module):
+    """Router and experts, which replace an MLP. Nothing keeps the experts equally busy (--balance none)."""
+
+    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
+        super().__init__()
+        self.router = nn.Linear(dim, config.experts, bias=False)
+        self.experts = Experts(config.experts, dim, ffn_dim)
+        self.top_k = config.experts_per_token
+
+    def probabilities(self, x_TD: Tensor) -> Tensor:
+        """x [T, D] -> p [T, E], in wide(x.dtype): the router's choice must not depend on 8 bits."""
+        precise = wide(x_TD.dtype)
+        return F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
+
+    def choose(self, p_TE: Tensor) -> Tensor:
+        """The ids of each token's experts, int64 [T, K]."""
+        return p_TE.topk(self.top_k).indices
+
+    def score(self, p_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """The weights of the chosen experts' outputs, [T, K]."""
+        scores_TK = p_TE.gather(1, ids_TK)
+        if self.top_k > 1:  # with K = 1, p / p would be 1, and the router would learn nothing
+            scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
+        return scores_TK
+
+    def visit(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """Each token's rows through its experts: x [T, D] -> outputs [T, K, D]."""
+        order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
+        token_N = order_N // self.top_k  # the token of each choice
+        out_ND = self.experts(x_TD[token_N], counts_E)  # the figure, from "sorted" to "returned"
+        return out_ND[order_N.argsort()].unflatten(0, ids_TK.shape)  # by the inverse permutation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of the same shape."""
+        x_TD = x.flatten(0, 1)
+        p_TE = self.probabilities(x_TD)
+        ids_TK = self.choose(p_TE.detach())
+        scores_TK = self.score(p_TE, ids_TK)
+        # Not bincount: it reads the largest id to size its result, so the CPU would wait for the GPU one more time.
+        counts_E = F.one_hot(ids_TK.flatten(), p_TE.shape[-1]).sum(0)
+        out_TKD = self.visit(x_TD, ids_TK, counts_E)
+        out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
+        return self.balance(out_TD.view_as(x), p_TE, counts_E)
+
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Called with the layer's output [batch, seq, dim] and how many of this rank's choices each expert got."""
+        return out
+
+    def end_step(self):
+        """Called after each update of the weights."""
 
 
 class AddLoss(torch.autograd.Function):
@@ -106,136 +164,275 @@ class AddLoss(torch.autograd.Function):
         return grad, grad.new_full((), ctx.coeff, dtype=wide(grad.dtype)), None
 
 
-class MoE(nn.Module):
-    """Router and experts, which replace an MLP. `mesh["sequence"]`: the ranks that share a micro-batch (cp x tp)."""
+class LossBalancedMoE(MoE):
+    """--balance loss: a load-balancing auxiliary loss (Shazeer et al. 2017; Fedus et al. 2021)."""
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
-        super().__init__()
-        self.router = nn.Linear(dim, config.experts, bias=False)
-        self.experts = Experts(config.experts, dim, ffn_dim)
-        self.top_k, self.group = config.experts_per_token, mesh["sequence"]
+        super().__init__(dim, ffn_dim, config, mesh)
+        self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
         # Gradients of micro-batches are summed. Divide by their number, so that a step has the mean of their losses.
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
-    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose each token's experts: x [T, D] -> p [T, E] and scores [T, K], both wide(x.dtype); ids int64 [T, K]."""
-        precise = wide(x_TD.dtype)
-        p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
-        scores_TK, ids_TK = p_TE.topk(self.top_k)
-        if self.top_k > 1:  # with K = 1, p / p would be 1, and the router would learn nothing
-            scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
-        return p_TE, scores_TK, ids_TK
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of the same shape."""
-        x_TD = x.flatten(0, 1)
-        p_TE, scores_TK, ids_TK = self.route(x_TD)
-        # Not bincount: it reads the largest id to size its result, so the CPU would wait for the GPU one more time.
-        num_tokens_per_expert_E = F.one_hot(ids_TK.flatten(), p_TE.shape[-1]).sum(0)
-        order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
-        token_N = order_N // self.top_k  # the token of each choice
-        out_ND = self.experts(x_TD[token_N], num_tokens_per_expert_E)  # the figure, from "sorted" to "home"
-        out_TKD = out_ND[order_N.argsort()].unflatten(0, scores_TK.shape)  # by the inverse permutation
-        out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
-        return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
-
-    def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+    def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """This rank's term of E sum_e f_e P_e (see the top of this file): P_e has only the terms of our tokens."""
-        counts_E = num_tokens_per_expert_E.clone()  # counts have no gradient
+        counts_E = counts_E.clone()  # of the micro-batch; counts have no gradient
         all_reduce(counts_E, self.group).wait()
-        n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
-        f_E, P_E = counts_E.to(p_TE.dtype) / counts_E.sum(), p_TE.sum(0) / n_tokens
+        n_tokens = counts_E.sum() / self.top_k
+        f_E = counts_E.to(p_TE.dtype) / counts_E.sum()
+        P_E = p_TE.sum(0) / n_tokens
         return len(f_E) * (f_E * P_E).sum()
+
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Return `out`; its backward adds the gradient of the auxiliary loss."""
+        return AddLoss.apply(out, self.aux_loss(p_TE, counts_E), self.coeff)
+
+
+class BiasBalancedMoE(MoE):
+    """--balance bias: no loss. An expert that was too busy in a step is chosen less in the next one.
+
+    A bias for each expert is added to p where experts are chosen, but not in their scores. After each step it grows by
+    --bias-rate for experts with less than the mean load, and shrinks for the others (Wang et al. 2024, "Auxiliary-loss-
+    free load balancing"; DeepSeek-V3). The bias is no parameter: it has no gradient. It is a buffer, saved with them.
+    """
+
+    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
+        super().__init__(dim, ffn_dim, config, mesh)
+        self.group = mesh["stage"]  # the ranks that route different tokens of a step (dp x cp x tp)
+        self.rate = config.bias_rate
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("load_E", torch.zeros(config.experts), persistent=False)  # this rank's choices in a step
+
+    def choose(self, p_TE: Tensor) -> Tensor:
+        """The K experts with the largest p + bias."""
+        return (p_TE + self.bias).topk(self.top_k).indices
+
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Count the choices. (A recomputed forward counts twice, for all experts alike: the sign stays right.)"""
+        self.load_E += counts_E
+        return out
+
+    def end_step(self):
+        """Move each bias by the rate."""
+        all_reduce(self.load_E, self.group).wait()
+        self.bias += self.rate * torch.sign(self.load_E.mean() - self.load_E)
+        self.load_E.zero_()
+
+
+BALANCE: dict[str, Callable[..., MoE]] = {"loss": LossBalancedMoE, "bias": BiasBalancedMoE, "none": MoE}
 
 
 def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and then by i."""
-    blocks, n = rows.split(sizes.flatten().tolist()), sizes.shape[1]
-    return torch.cat([block for j in range(n) for block in blocks[j::n]])
+    blocks = rows.split(sizes.flatten().tolist())
+    n = sizes.shape[1]
+    transposed = []
+    for j in range(n):
+        transposed += blocks[j::n]
+    return torch.cat(transposed)
 
 
-def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+def send_messages(output: Tensor, rows: Tensor, group: Group, sent_rows: list, received_rows: list) -> Pending:
+    """The all-to-all of common/comm.py written out (--ep-mode messages): a message to each other rank of the group.
+
+    The first sent_rows[0] of `rows` [n, D] go to rank 0, and so on; `output` gets received_rows[r] rows from rank r.
+    """
+    outgoing = rows.split(sent_rows)
+    incoming = output.split(received_rows)
+    incoming[group.rank].copy_(outgoing[group.rank])
+    peers = [peer for peer in range(group.size) if peer != group.rank]
+    sends = [(outgoing[peer], peer) for peer in peers if sent_rows[peer]]
+    receives = [(incoming[peer], peer) for peer in peers if received_rows[peer]]
+    return exchange(sends, receives, group)
+
+
+def dispatch(
+    sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor, send_rows: Callable = all_to_all
+) -> Tensor:
     """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D], sorted by expert."""
-    in_rows, out_rows = leaving_Ge.sum(1).tolist(), arriving_Ge.sum(1).tolist()
-    received_RD = sorted_ND.new_empty(sum(out_rows), sorted_ND.shape[1])
-    all_to_all(received_RD, sorted_ND.contiguous(), group, in_rows, out_rows).wait()
+    sent_rows = leaving_Ge.sum(1).tolist()
+    received_rows = arriving_Ge.sum(1).tolist()
+    received_RD = sorted_ND.new_empty(sum(received_rows), sorted_ND.shape[1])
+    send_rows(received_RD, sorted_ND.contiguous(), group, sent_rows, received_rows).wait()
     return transpose_blocks(received_RD, arriving_Ge)  # the received rows are sorted by rank, then by expert
 
 
-def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+def combine(
+    out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor, send_rows: Callable = all_to_all
+) -> Tensor:
     """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of our rows, [N, D]."""
-    in_rows, out_rows = arriving_Ge.sum(1).tolist(), leaving_Ge.sum(1).tolist()
-    home_ND = out_RD.new_empty(sum(out_rows), out_RD.shape[1])
-    all_to_all(home_ND, transpose_blocks(out_RD, arriving_Ge.T), group, in_rows, out_rows).wait()
-    return home_ND
+    sent_rows = arriving_Ge.sum(1).tolist()
+    received_rows = leaving_Ge.sum(1).tolist()
+    returned_ND = out_RD.new_empty(sum(received_rows), out_RD.shape[1])
+    send_rows(returned_ND, transpose_blocks(out_RD, arriving_Ge.T), group, sent_rows, received_rows).wait()
+    return returned_ND
 
 
-def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-    """`Experts.forward` with experts on several ranks. `dispatch` and `combine` are each other's backward."""
-    leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)
+class Dispatch(torch.autograd.Function):
+    """`dispatch`, whose backward is `combine`: a row's gradient goes back the way the row came."""
+
+    @staticmethod
+    def forward(ctx, sorted_ND: Tensor, *arguments: Any) -> Tensor:
+        """Rows [N, D], sorted by expert -> the rows of this rank's experts, [R, D]."""
+        ctx.arguments = arguments
+        return dispatch(sorted_ND, *ctx.arguments)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor):
+        """[R, D] -> [N, D]."""
+        return combine(grad_RD, *ctx.arguments), *(None for _ in ctx.arguments)
+
+
+class Combine(torch.autograd.Function):
+    """`combine`, whose backward is `dispatch`."""
+
+    @staticmethod
+    def forward(ctx, out_RD: Tensor, *arguments: Any) -> Tensor:
+        """Outputs of this rank's experts, [R, D] -> the outputs of this rank's rows, [N, D]."""
+        ctx.arguments = arguments
+        return combine(out_RD, *ctx.arguments)
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor):
+        """[N, D] -> [R, D]."""
+        return dispatch(grad_ND, *ctx.arguments), *(None for _ in ctx.arguments)
+
+
+def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """How many rows leave for and arrive from each rank, for each of its (our) experts: both int64 [G, e], on the CPU.
+
+    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for them.
+    """
+    leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    leaving_Ge, arriving_Ge = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # split sizes: the CPU waits for them
-    sizes = dict(leaving_Ge=leaving_Ge, arriving_Ge=arriving_Ge)
-    there, home = partial(dispatch, **sizes), partial(combine, **sizes)
-    rows_RD = Conjugate.apply(sorted_ND, group, there, home)
+    both = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # split sizes: here the CPU waits for the GPU, once
+    return both[0], both[1]
+
+
+def visit_experts(
+    experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor, send_rows: Callable = all_to_all
+) -> Tensor:
+    """`Experts.forward` with experts on several ranks."""
+    leaving_Ge, arriving_Ge = exchange_counts(counts_E, group)
+    rows_RD = Dispatch.apply(sorted_ND, group, leaving_Ge, arriving_Ge, send_rows)
     out_RD = experts(rows_RD, arriving_Ge.sum(0))
-    return Conjugate.apply(out_RD, group, home, there)
+    return Combine.apply(out_RD, group, leaving_Ge, arriving_Ge, send_rows)
 
 
-DISPATCH: dict[str, Callable] = {"alltoall": visit_experts}
-BALANCE: dict[str, Callable[..., MoE]] = {"loss": MoE}
+DISPATCH: dict[str, Callable[..., Tensor]] = {
+    "alltoall": visit_experts,
+    "messages": partial(visit_experts, send_rows=send_messages),
+}
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Keep this rank's shard of tokens that all ranks of the group have; backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq/n, dim]."""
+        ctx.group = group
+        return x.chunk(group.size, 1)[group.rank]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """[batch, seq/n, dim] -> [batch, seq, dim]."""
+        return gather_tokens(grad, ctx.group), None
+
+
+class GatherTokens(torch.autograd.Function):
+    """Gather the tokens of all ranks; backward keeps this rank's shard of a gradient that all ranks have."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """[batch, seq/n, dim] -> [batch, seq, dim]."""
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """[batch, seq, dim] -> [batch, seq/n, dim]."""
+        return grad.chunk(ctx.group.size, 1)[ctx.group.rank], None
 
 
 @dataclass
 class Config(step06.Config):
     """Mixture of experts and expert parallelism."""
 
-    experts: int = 8  # MLPs in each layer that has experts
-    experts_per_token: int = 2  # how many of them a token visits
-    expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
-    moe_every: int = 1  # every moe_every-th layer has experts; the others have an MLP
-    dense_layers: int = 0  # layers at the start that have an MLP; --moe-every counts from there
-    balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
-    aux_loss_coeff: float = 0.01  # coefficient of the load-balancing auxiliary loss
-    ep: int = 1  # ranks, of dp x cp x tp, that share the experts
-    ep_mode: str = among(DISPATCH, "alltoall")  # how tokens reach their experts
+    experts: int = flag(8, "MLPs in each layer that has experts")
+    experts_per_token: int = flag(2, "how many of them a token visits")
+    expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
+    moe_every: int = flag(1, "every moe_every-th layer has experts; the others have an MLP")
+    dense_layers: int = flag(0, "layers at the start that have an MLP; --moe-every counts from there")
+    balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
+    aux_loss_coeff: float = flag(0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]})
+    bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
+    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
+    ep_mode: str = flag("alltoall", "how rows reach their experts", DISPATCH, needs={"ep": SEVERAL})
 
 
-def own_tokens(x: Tensor, group: Group) -> Tensor:
-    """This rank's shard of tokens that all ranks of the group have: [batch, seq, dim] -> [batch, seq/n, dim]."""
-    return x.chunk(group.size, 1)[group.rank]
+def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
+    """Raise UserError unless the flags of experts fit one another, the model and the ranks."""
+    ranks = mesh.world // config.pp
+    n_tokens = shape.seq_len // mesh["cp"].size
+    tp = mesh["tp"].size
+    if config.experts % config.ep or ranks % config.ep:
+        raise UserError(
+            f"--ep {config.ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp"
+        )
+    if config.experts_per_token > config.experts:
+        raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
+    if config.dense_layers + config.moe_every > shape.n_layers:
+        raise UserError(
+            f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave none of the "
+            f"{shape.n_layers} layers with experts: lower them, or use step06_pipeline.py"
+        )
+    if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
+        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
+    if n_tokens % tp:
+        raise UserError(f"--no-sp: --tp {tp} must divide the {n_tokens} tokens of a sequence, to route them")
+
+
+def make_groups(mesh: Mesh, config: Config):
+    """Create the groups of the table above: ep, expert_data, sequence and stage."""
+    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
+        mesh.add_groups("ep", grid, urgent=True)  # a row holds all experts, on neighbours: along tp first, then cp, dp
+        mesh.add_groups("expert_data", grid.T, urgent=False)  # a column has the same experts
+    mesh.join("sequence", "cp", "tp", urgent=True)
+    mesh.join("stage", "dp", "cp", "tp", urgent=False)
+
+
+def shard_moe(moe: MoE, mesh: Mesh, config: Config):
+    """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
+    note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
+    for linear in moe.experts.children():
+        linear.weight = shard_param(linear.weight, 0, mesh["ep"])
+        note_layout(linear.weight, data_dim="expert_data")  # global_norm sees in `shards` that ep ranks differ
+    if config.ep > 1:
+        moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
+    if mesh["tp"].size > 1 and not config.sp:  # tp ranks have the same tokens: each routes a shard of them
+
+        def scatter_before(module: nn.Module, inputs: tuple) -> Tensor:
+            return ScatterTokens.apply(inputs[0], mesh["tp"])
+
+        def gather_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            return GatherTokens.apply(output, mesh["tp"])
+
+        moe.register_forward_pre_hook(scatter_before)
+        moe.register_forward_hook(gather_after)
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put this rank's experts, without f and g, in the place of MLPs; create three groups. Raises UserError."""
-    ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
-    if config.experts % ep or ranks % ep:
-        raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")
-    if config.experts_per_token > config.experts:
-        raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
-    if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
-        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
-    if n_tokens % tp.size:
-        raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
-    for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
-        mesh.enter("ep", grid)  # a row holds all experts, on neighbours: along tp first, then cp, then dp
-        mesh.enter("expert_data", grid.T)  # a column has the same experts
-    mesh.join("sequence", "cp", "tp")
+    """Put this rank's experts, without f and g, in the place of MLPs. Raises UserError."""
+    check_experts(config, mesh, model.config)
+    make_groups(mesh, config)
     width = config.expert_dim or model.config.ffn_dim
     first = config.dense_layers + config.moe_every - 1  # with --moe-every 2: layers 1, 3, ...
-    for layer in [*model.model.layers.values()][first :: config.moe_every]:
+    for number in range(first, model.config.n_layers, config.moe_every):
         with torch.device("meta"):
-            layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
-        note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
-        for linear in moe.experts.children():
-            linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_dim="expert_data")  # global_norm sees in `shards` that ep ranks differ
-        if ep > 1:
-            moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
-        if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each routes a shard; outputs are gathered
-            moe.register_forward_pre_hook(lambda _, x: Conjugate.apply(x[0], tp, own_tokens, gather_tokens))
-            moe.register_forward_hook(lambda _module, _x, out: Conjugate.apply(out, tp, gather_tokens, own_tokens))
+            moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
+        shard_moe(moe, mesh, config)
+        model.model.layers[str(number)].mlp = moe
 
 
 def train(config: Config, run: Run):
@@ -244,18 +441,18 @@ def train(config: Config, run: Run):
     taken = config.pp * config.cp * config.tp  # dp is what is left
     mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
     shard_experts(model, mesh, config)  # these experts are mine
-    keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
-    RECOMPUTE[config.recompute](model)
+    pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # step 6: these layers are mine
+    moes = [module for module in model.modules() if isinstance(module, MoE)]
+    # Recomputation keeps the chosen experts: a second forward must not route differently.
+    RECOMPUTE[config.recompute](model, keep=[torch.ops.aten.topk.default])
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
-    pipeline = make_pipeline(config, model, mesh, here, places, lists)
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
     for step in run.steps(**parts):
@@ -266,17 +463,19 @@ def train(config: Config, run: Run):
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms (SP) and routers
-        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
+        sum_tied(model, optimizer.gradients(), mesh["pp"])  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
+        for moe in moes:
+            moe.end_step()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

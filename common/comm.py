@@ -68,29 +68,34 @@ class Mesh:
         require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
-        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `enter`
+        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            self.join(name, name)
+            self.join(name, name, urgent=name != "dp")  # dp has gradient sums, the others have activations
 
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension."""
         return self.groups[name]
 
-    def join(self, name: str, *dims: str) -> np.ndarray:
+    def join(self, name: str, *dims: str, urgent: bool) -> np.ndarray:
         """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a row for each group.
 
         In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp") returns
-        [0 4] [1 5] [2 6] [3 7]. From chapter 5 on, groups can span several dimensions: join("data", "dp", "cp").
+        [0 4] [1 5] [2 6] [3 7]. From step 5 on, groups can span several dimensions: join("data", "dp", "cp").
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
-        rows = np.moveaxis(self.ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(map(self.sizes.get, dims)))
-        self.enter(name, rows)
+        others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
+        size = math.prod(self.sizes[dim] for dim in dims)
+        rows = self.ranks.transpose(others + axes).reshape(-1, size)
+        self.add_groups(name, rows, urgent)
         return rows
 
-    def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
-        """Create a group for each row of ranks [groups, size]; keep ours. `urgent`: not queued behind gradient sums."""
-        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue; gradient sums use another
+    def add_groups(self, name: str, rows: np.ndarray, urgent: bool):
+        """Create a group for each row of ranks [groups, size]; keep ours.
+
+        A handle is a queue of operations. Activations are `urgent`: they must not queue behind gradient sums, which
+        have time until the update. So the same ranks have one handle for each of the two kinds.
+        """
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks must call this for every group

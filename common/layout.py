@@ -58,6 +58,15 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
             for key, held in list(module.named_parameters(recurse=False)):
                 if held is param:
                     setattr(module, key, filled)
+    if not only:
+        materialize_buffers(model, device)
+
+
+def materialize_buffers(model: Decoder, device: torch.device):
+    """From step 7 on: allocate the buffers of a meta-device model, as zeros."""
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(key, torch.zeros_like(buffer, device=device), key in module.state_dict())
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausa
 Numbers of heads and channels follow from the weights, so a rank with shards of the weights runs the same code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from common import UserError
 
 IGNORE = -100  # a target with this value counts neither in the loss nor among the target tokens
 
@@ -55,6 +58,37 @@ PRESETS = {
 }
 
 
+def model_shape(text: str) -> ModelConfig:
+    """A preset, perhaps with changes: "tiny" or "tiny,n_layers=8,dim=256". Raises UserError."""
+    preset, *changes = text.split(",")
+    if preset not in PRESETS:
+        raise UserError(f"--model {preset}: choose from {', '.join(PRESETS)}")
+    kinds = {field.name: field.type for field in fields(ModelConfig)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        if name not in kinds:
+            raise UserError(f"--model {text}: {name or 'an empty change'} is none of {', '.join(kinds)}")
+        try:
+            values[name] = {"True": True, "False": False}[value] if kinds[name] is bool else kinds[name](value)
+        except (ValueError, KeyError):
+            raise UserError(f"--model {text}: {value!r} is no {kinds[name].__name__} for {name}") from None
+    shape = replace(PRESETS[preset], **values)
+    check_shape(shape, text)
+    return shape
+
+
+def check_shape(shape: ModelConfig, text: str):
+    """Raise UserError unless a decoder can have this shape. `text`: the value of --model."""
+    for name, value in vars(shape).items():
+        if not isinstance(value, bool) and not 0 < value < float("inf"):
+            raise UserError(f"--model {text}: {name} is {value}, and must be above 0")
+    if shape.dim % (2 * shape.n_heads):
+        raise UserError(f"--model {text}: dim {shape.dim} must be an even multiple of n_heads {shape.n_heads}")
+    if shape.n_heads % shape.n_kv_heads:
+        raise UserError(f"--model {text}: n_kv_heads {shape.n_kv_heads} must divide n_heads {shape.n_heads}")
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 if `dtype` is fp64."""
     return torch.promote_types(dtype, torch.float32)
@@ -83,8 +117,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+    """Several linear layers with the same input."""
+    return [linear(x) for linear in linears]
+
+
 class Attention(nn.Module):
-    """Grouped-query self-attention around `self.attend`, which step 5 replaces."""
+    """Grouped-query self-attention. Step 4 replaces `self.project`, step 5 `self.attend`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -93,11 +132,12 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.attend = attend
+        self.project, self.attend = project, attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        qkv = self.project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
         return self.o_proj(self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
 
 
@@ -109,10 +149,12 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.project = project
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):

@@ -1,16 +1,16 @@
-"""From chapter 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn, checked or run.
+"""From step 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn, checked or run.
 
-A schedule is a function of p ranks, m micro-batches and v stages on each rank; it returns one rank's list. The
-schedules here differ only in `warm_up`, the number of forwards before forwards and backwards alternate.
+Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule that is a list, such as
+`interleaved` below, is a function of p ranks, m micro-batches, v stages on each rank, and the rank whose list it
+returns. The three schedules here differ only in `warm_up`, the number of forwards before forwards and backwards
+alternate.
 
     python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
 """
 
-import sys
+import argparse
 from collections import deque
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common import UserError
 
@@ -25,36 +25,36 @@ class Action(NamedTuple):
     stage: int
 
 
-class Place(NamedTuple):
-    """One stage: its rank, its layers, and the numbers of the stages `before` and `after` it (None at the ends)."""
-
-    rank: int
-    layers: range
-    before: int | None
-    after: int | None
-
-
-def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
-    """The places of p v stages with almost equally many layers: stage s is on rank s mod p."""
-    n = p * v
-    bounds = [n_layers * stage // n for stage in range(n + 1)]
-    link = [None, *range(n), None]  # link[s] and link[s + 2] are the neighbours of stage s
-    return [Place(s % p, range(bounds[s], bounds[s + 1]), link[s], link[s + 2]) for s in range(n)]
+def round_robin(p: int, v: int) -> list[int]:
+    """The ranks of p v stages: stage s is on rank s mod p."""
+    return [stage % p for stage in range(p * v)]
 
 
 def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
     """One rank's list: `warm_up` forwards; then forwards and backwards alternate; then the remaining backwards.
 
-    Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second one, and so on (in
-    backward: last stage first). On rank 0 of 2, with stages 0 and 2, the forwards of 4 micro-batches are F0.0 F1.0 F0.2
-    F1.2, F2.0 F3.0 F2.2 F3.2: while this rank computes F1.0, rank 1 has micro-batch 0 in stage 1.
+    Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second one, and so on
+    (in backward: last stage first). On rank 0 of 2, with stages 0 and 2, the forwards of 4 micro-batches are
+
+        F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
+        F2.0 F3.0 F2.2 F3.2      the second round
+
+    While this rank computes F1.0, rank 1 has micro-batch 0 in stage 1.
     """
-    rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
     stages = range(rank, p * v, p)
-    forwards = [Action("F", i, stage) for one in rounds for stage in stages for i in one]
-    backwards = [Action("B", i, stage) for one in rounds for stage in reversed(stages) for i in one]
-    in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-    return forwards[:warm_up] + in_turn + backwards[len(in_turn) // 2 :]
+    forwards = []
+    backwards = []
+    for start in range(0, m, p):
+        micro_batches = range(start, min(start + p, m))
+        for stage in stages:
+            forwards += [Action("F", i, stage) for i in micro_batches]
+        for stage in reversed(stages):
+            backwards += [Action("B", i, stage) for i in micro_batches]
+    actions = forwards[:warm_up]
+    remaining = deque(backwards)
+    for forward in forwards[warm_up:]:
+        actions += [forward, remaining.popleft()]
+    return actions + list(remaining)
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -63,72 +63,136 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021) for v = 1: at most p - rank micro-batches in flight on `rank`."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021), v = 1: at most p - rank micro-batches in flight on `rank`."""
     return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B, v stages on each rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
-    if v > 1 and m % p:
+    """1F1B with v stages on each rank (Megatron, Narayanan et al. 2021).
+
+    Raises UserError if v > 1 and m is no multiple of p.
+    """
+    if v == 1:
+        return one_f_one_b(p, m, v, rank)
+    if m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    # Twice the distance to the last rank leaves time to hide messages; once would do if they took none. v = 1: 1F1B.
-    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))
+    # Twice the distance to the last rank leaves time to hide messages; once would do if they took no time.
+    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
-class Schedule(NamedTuple):
-    """How to make a rank's list, where the stages are, how many a rank has, and how long each kind of action takes."""
+def consumer(action: Action, n_stages: int) -> Action | None:
+    """The action that needs this one's output, or None if no other stage does.
 
-    actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
-    places: Callable[[int, int, int], list[Place]] = round_robin  # (n_layers, p, v)
-    v: int = 1
-    costs: dict[str, int] = COSTS
-
-
-SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # name -> schedule, given the other flags
-    "1f1b": lambda config: Schedule(one_f_one_b),
-    "afab": lambda config: Schedule(afab),
-    "interleaved": lambda config: Schedule(interleaved, v=config.chunks),
-}
+    A forward's output goes to the next stage's forward, a backward's to the previous stage's backward.
+    """
+    if action.kind == "F" and action.stage + 1 < n_stages:
+        return action._replace(stage=action.stage + 1)
+    if action.kind == "B" and action.stage > 0:
+        return action._replace(stage=action.stage - 1)
+    return None
 
 
-def consumer(action: Action, places: list[Place]) -> Action | None:
-    """The action that needs this one's output: on the next stage (backward: the previous one), or None at the end."""
-    there = {"F": places[action.stage].after, "B": places[action.stage].before}.get(action.kind)
-    return None if there is None else action._replace(stage=there)
+def simulate(
+    lists: list[list[Action]], ranks: list[int], costs: dict[str, float], message: float = 0
+) -> list[tuple[float, int, float, Action]]:
+    """When each action of a schedule runs: sorted (end, rank, start, action), in the units of `costs`.
 
-
-def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Simulate ranks -> sorted (end, rank, start, action). `message`: the cost of a message. ValueError on deadlock."""
-    # The last stage's forward is followed by its own backward, which starts from the loss.
-    needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
-    awaited = {*needs_it.values()}
-    spans, arrival, free, left = [], {}, [0 for _ in lists], [deque(row) for row in lists]
-    while any(left):
-        ready = [rank for rank, row in enumerate(left) if row and (row[0] in arrival or row[0] not in awaited)]
+    `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message between two
+    ranks. Raises ValueError if the lists deadlock.
+    """
+    n_stages = len(ranks)
+    following = {}  # action -> the action that waits for it
+    for actions in lists:
+        for action in actions:
+            following[action] = consumer(action, n_stages)
+            if action.kind == "F" and action.stage == n_stages - 1:  # the loss: this stage's own backward follows
+                following[action] = action._replace(kind="B")
+    awaited = set(following.values())
+    arrival: dict[Action, float] = {}  # action -> when its input is there
+    free = [0.0] * len(lists)  # when each rank has finished its last action
+    queues = [deque(actions) for actions in lists]
+    spans = []
+    while any(queues):
+        ready = []
+        for rank, queue in enumerate(queues):
+            if queue and (queue[0] in arrival or queue[0] not in awaited):
+                ready.append(rank)
         if not ready:
-            raise ValueError(f"each rank waits for ever: {[row[0] for row in left if row]}")
+            raise ValueError(f"each rank waits for ever: {[queue[0] for queue in queues if queue]}")
         for rank in ready:
-            action = left[rank].popleft()
-            there = needs_it[action]
+            action = queues[rank].popleft()
             start = max(free[rank], arrival.get(action, 0))
             free[rank] = start + costs[action.kind]
-            arrival[there] = free[rank] + (message if places[there.stage].rank != rank else 0)
+            next_action = following[action]
+            if next_action is not None:
+                crosses = ranks[next_action.stage] != rank
+                arrival[next_action] = free[rank] + (message if crosses else 0)
             spans.append((free[rank], rank, start, action))
     return sorted(spans)
 
 
-def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> str:
-    """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a letter; idle is `.`."""
-    spans = simulate(lists, places, costs)
-    rows = [["."] * spans[-1][0] for _ in lists]
+class Instruction(NamedTuple):
+    """One line of a rank's program: compute `action`; or receive its input from `peer`; or send the input to `peer`."""
+
+    verb: str  # "compute", "send" or "receive"
+    action: Action
+    peer: int | None = None
+
+
+def add_messages(
+    lists: list[list[Action]], ranks: list[int], costs: dict[str, float]
+) -> list[list[Instruction]]:
+    """Each rank's program: its list of actions, with the sends and receives that these actions need.
+
+    Go through all actions in the order in which they end in a simulation. Append each to its rank's program. If
+    another rank needs the output, append a send to this program, and a receive to that rank's program. Example:
+    rank 1 of 2, interleaved, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
+
+        receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
+
+    ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is received, there is
+    no deadlock: all programs follow one common order, in which a send and its receive are one line. Take the first
+    line that has not run. All lines before it have, on every rank. So its rank and its peer have reached it.
+    """
+    programs: list[list[Instruction]] = [[] for _ in lists]
+    for _, rank, _, action in simulate(lists, ranks, costs):
+        programs[rank].append(Instruction("compute", action))
+        next_action = consumer(action, len(ranks))
+        if next_action is None:
+            continue
+        peer = ranks[next_action.stage]
+        if peer != rank:
+            programs[rank].append(Instruction("send", next_action, peer))
+            programs[peer].append(Instruction("receive", next_action, rank))
+    return programs
+
+
+def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = COSTS) -> str:
+    """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a letter, idle `.`."""
+    spans = simulate(lists, ranks, costs)
+    length = int(spans[-1][0])
+    rows = [["."] * length for _ in lists]
     for end, rank, start, (kind, i, _) in spans:
-        rows[rank][start:end] = {"F": str(i % 10), "B": chr(ord("a") + i % 26)}.get(kind, "-") * (end - start)
+        letter = {"F": str(i % 10), "B": chr(ord("a") + i % 26)}.get(kind, "-")
+        rows[rank][int(start) : int(end)] = letter * int(end - start)
     return "\n".join("".join(row) for row in rows)
 
 
+def main():
+    """Draw the three schedules for the sizes on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m common.schedules")
+    for name in ("ranks", "micro_batches", "chunks"):
+        parser.add_argument(name, type=int)
+    sizes = parser.parse_args()
+    p = sizes.ranks
+    m = sizes.micro_batches
+    for name, order, v in (("afab", afab, 1), ("1f1b", one_f_one_b, 1), ("interleaved", interleaved, sizes.chunks)):
+        try:
+            lists = [order(p, m, v, rank) for rank in range(p)]
+        except UserError as error:
+            parser.error(str(error))
+        print(name, draw(lists, round_robin(p, v)), sep="\n")
+
+
 if __name__ == "__main__":
-    p, m, chunks = map(int, sys.argv[1:4] or sys.exit("python -m common.schedules RANKS MICRO_BATCHES CHUNKS"))
-    chunks == 1 or m % p == 0 or sys.exit(f"error: RANKS {p} must divide MICRO_BATCHES {m}, or CHUNKS be 1")
-    for name, make in SCHEDULES.items():
-        actions, places, v, _ = make(SimpleNamespace(chunks=chunks))
-        print(name, draw([actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)), sep="\n")
+    main()

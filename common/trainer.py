@@ -10,27 +10,31 @@ their moments. Batches depend on no earlier step, so a resumed run computes the 
 code can subclass `Run` to monitor the parts, the numbers and the end of a run.
 """
 
-import argparse
 import dataclasses
 import inspect
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common import UserError, comm
+from common import UserError, checkpoint, comm
+from common.flags import parse
 
+COMPUTE = [
+    *("model", "dataset", "steps", "global_batch_size", "optimizer", "lr", "warmup_steps", "weight_decay"),
+    *("grad_clip", "seed", "experts", "experts_per_token", "expert_dim", "moe_every", "dense_layers", "balance"),
+    "aux_loss_coeff",
+]
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -45,50 +49,6 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
         torch.cuda.set_device(device)
     fast = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate bf16
     return device, DTYPES[config.dtype if config.dtype != "auto" else "bf16" if fast else "fp32"]
-
-
-def among(menu: dict, default: Any) -> Any:
-    """A Config field whose flag takes a key of `menu`. Other code may add entries before the flags are parsed."""
-    return dataclasses.field(default=default, metadata=dict(menu=menu))
-
-
-def parse(cls: type, argv: list[str] | None = None) -> Any:
-    """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
-
-    --help lists flags of the class itself before those of its bases. An int without a menu must be at least 1, or at
-    least 0 if its default is 0 or its help says what 0 means ("0: ..."). No number may be negative. Raises UserError.
-    """
-
-    def wrong(message: str):
-        raise UserError(f"{message} (--help lists all flags)")
-
-    about = inspect.getmodule(cls).__doc__ or ""  # python -OO drops it
-    parser = argparse.ArgumentParser(description=about.split("\n\n")[0], allow_abbrev=False)
-    parser.error = wrong  # argparse's own would print the usage
-    fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
-    written = [base for base in cls.__mro__ if getattr(inspect.getmodule(base), base.__name__, None) is base]
-    for base in written[:-1]:  # a class made at run time has no source, and `object` has no fields
-        group = parser.add_argument_group((base.__doc__ or "").rstrip("."))
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
-        for name, kind in get_type_hints(base).items():
-            if name in helps or name not in comments:
-                continue
-            helps[name], field = comments[name], fields[name]
-            options: dict[str, Any] = dict(default=field.default, help=helps[name].replace("%", "%%"))
-            choices = list(field.metadata.get("menu", get_args(kind)))
-            if kind is bool:
-                options["action"] = argparse.BooleanOptionalAction
-            elif choices:
-                options |= dict(type=type(field.default), choices=choices)
-            else:
-                options |= dict(type=kind, metavar=name.upper())
-            group.add_argument("--" + name.replace("_", "-"), **options)
-    config = cls(**vars(parser.parse_args(argv)))
-    for name, value in vars(config).items():
-        least = int(type(fields[name].default) is int and fields[name].default > 0 and "0:" not in helps[name])
-        if type(value) in (int, float) and "menu" not in fields[name].metadata and not value >= least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
-    return config
 
 
 class Run(AbstractContextManager):
@@ -107,24 +67,21 @@ class Run(AbstractContextManager):
         if self.first and error is None and self.history:
             draw_loss(self.history, self.out / "loss.png")
 
-    def save(self, step: int, optimizer: Any, **_: Any):
+    def save(self, step: int, model: Any, optimizer: Any, **_: Any):
         """Save a checkpoint if one is due. All ranks call this; the folder gets its final name when all have saved."""
         if not self.config.save_every or (step % self.config.save_every and step < self.config.steps):
             return
         folder = self.out / f"checkpoints/step-{step:08d}"
-        hidden, state = folder.with_name(f".{folder.name}"), {}
-        for name, master in optimizer.masters.items():
-            held = dict(master=master, **optimizer.torch_optimizer.state.get(master, {}))
-            state[name] = {kind: tensor.to("cpu", copy=True) for kind, tensor in held.items()}  # not its whole buffer
+        hidden = folder.with_name(f".{folder.name}")
         hidden.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(step=step, flags=self.flags, state=state), hidden / f"rank-{self.rank:05d}.pt")
+        checkpoint.save(hidden / f"rank-{self.rank:05d}.pt", step, self.flags, model, optimizer)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         if self.rank == 0:
             hidden.rename(folder)
 
-    def restore(self, optimizer: Any, **_: Any) -> int:
-        """Restore masters, moments and weights from --resume; returns the number of steps done. Raises UserError."""
+    def restore(self, model: Any, optimizer: Any, **_: Any) -> int:
+        """Restore a checkpoint of --resume, saved in any layout; returns the number of steps done. Raises UserError."""
         where = Path(self.config.resume).resolve()
         path = max(where.glob("checkpoints/step-*"), default=where) if self.config.resume else None
         if path and not (path / "rank-00000.pt").exists():
@@ -134,19 +91,14 @@ class Run(AbstractContextManager):
         if path is None:
             return 0
         theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
-        for name, ours in self.flags.items():
-            if name not in ("out", "resume", "save_every") and theirs.get(name, ours) != ours:
-                raise UserError(f"--resume {path}: --{name.replace('_', '-')} was {theirs[name]}, not {ours}: keep it")
-        saved = torch.load(path / f"rank-{self.rank:05d}.pt")
-        for name, master in optimizer.masters.items():
-            held = {kind: tensor.to(master.device) for kind, tensor in saved["state"][name].items()}
-            master.copy_(held.pop("master"))
-            optimizer.torch_optimizer.state[master] = held
-        optimizer.publish()
+        for name in COMPUTE:
+            if theirs.get(name) != self.flags.get(name):
+                raise UserError(f"--resume {path}: --{name.replace('_', '-')} was {theirs[name]}: keep it")
+        done = checkpoint.load(path, model, optimizer)
         if self.first:
             lines = (path.parents[1] / "metrics.jsonl").read_text().splitlines()
-            self.history = [json.loads(line) for line in lines[: saved["step"]]]
-        return saved["step"]
+            self.history = [json.loads(line) for line in lines[:done]]
+        return done
 
     def begin(self):
         """Create the run directory. After --resume, metrics.jsonl begins with the rows of the steps already done."""

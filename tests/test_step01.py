@@ -220,7 +220,7 @@ def test_optimizer(dtype, bound):
     start, moved = {name: param.double().detach().clone() for name, param in model.items()}, dict(norm=0.0, proj=0.0)
     places, high = [param.data_ptr() for param in model.values()], wide(dtype)
     model.frozen.requires_grad = False
-    with mock.patch.dict(step.OPTIMIZERS, sgd=lambda masters, config: torch.optim.SGD(masters.values())):
+    with mock.patch.dict(step.OPTIMIZERS, sgd=lambda masters, config, **_: torch.optim.SGD(masters.values())):
         optimizer = step.Optimizer(model, step.Config(optimizer="sgd"))
     close([sorted(optimizer.masters), sorted(optimizer.gradients())], [["norm", "proj"]] * 2, "the trained parameters")
     for turn in range(1, 41):

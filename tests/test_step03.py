@@ -39,8 +39,8 @@ def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.d
     model = decoder(change, None, **shape)
     mesh = Mesh(dp=torch.distributed.get_world_size())
     for row in [0], [*range(1, mesh.world)]:
-        mesh.enter("apart", np.array([row]))
-    return model, *step.make_optimizer(model, step.Config(zero=stage, **options), mesh, CPU, dtype), mesh
+        mesh.add_groups("apart", np.array([row]), urgent=False)
+    return model, *step.make_optimizer(model, step.Config(zero=str(stage), **options), mesh, CPU, dtype), mesh
 
 
 def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
@@ -232,7 +232,7 @@ RECORDS = [
 def test_global_norm_and_group(sizes, sharded, first, second):
     """Each element counts once in the norm, however many ranks hold it; a rank may hold no elements."""
     mesh, model, gradients, square = Mesh(**sizes), nn.Module(), {}, 0.0
-    mesh.join("data", *sizes)
+    mesh.join("data", *sizes, urgent=False)
     for name, (record, dims) in dict(a=first, b=second).items():
         model.register_parameter(name, param := nn.Parameter(torch.zeros(1)))
         note_layout(param, **record)
@@ -352,4 +352,4 @@ def test_when(stage, layers, tied, recompute):
 def test_zero_trains_to_step_1s_numbers(pools, zero, tied):
     """Each stage has step 1's numbers with padded units, and micro-batches of 2, 2 and 1 sequences on a rank."""
     base = dict(tied=tied, recompute="full" if tied else "none", steps=5, global_batch_size=15, micro_batch_size=2)
-    equals_step1(pools, 3, "step03_zero", base, zero=zero)
+    equals_step1(pools, 3, "step03_zero", base, zero=str(zero))

@@ -181,7 +181,7 @@ def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tup
     """This rank's group; q, k, v, do of the whole sequence; this rank's positions; its shards of q, k, v and do."""
     mesh = Mesh(dp=n)
     for row in rows:
-        mesh.enter("cp", np.array([row]))
+        mesh.add_groups("cp", np.array([row]), urgent=False)
     seed, group = next(row[0] for row in rows if mesh.rank in row), mesh["cp"]
     sizes = dict(q=heads, k=kv_heads, v=kv_heads, do=heads)
     whole = [heads_of(name, heads, length * group.size, kind, seed, **size) for name, heads in sizes.items()]
@@ -333,11 +333,11 @@ def test_what_is_given_to_the_model_and_sent(recompute, again):
 ALL = dict(steps=5, global_batch_size=10, micro_batch_size=2)  # with dp 2: micro-batches of 2, 2 and 1 sequences
 ROWS = [
     (4, ALL, dict(cp=2)),  # dp is 2
-    (4, ALL, dict(cp=2, zero=3)),
+    (4, ALL, dict(cp=2, zero="3")),
     (4, ALL, dict(cp=2, tp=2, sp=False)),
-    (4, dict(tied=True, recompute="full"), dict(cp=2, tp=2, zero=2)),
+    (4, dict(tied=True, recompute="full"), dict(cp=2, tp=2, zero="2")),
     (4, dict(n_kv_heads=1), dict(cp=4)),
-    (3, dict(seq_len=12), dict(cp=3, zero=2)),
+    (3, dict(seq_len=12), dict(cp=3, zero="2")),
 ]
 
 

@@ -331,11 +331,11 @@ def test_law_of_bytes():
 UNEVEN = dict(steps=5, tied=True, micro_batch_size=2)
 LAYOUTS = [
     (4, UNEVEN | dict(global_batch_size=10), dict(pp=2)),  # micro-batches of 2, 2 and 1 sequences
-    (4, UNEVEN | dict(n_layers=5, global_batch_size=14), dict(pp=2, zero=3, schedule="interleaved")),
-    (4, dict(n_layers=4), dict(pp=4, zero=2)),  # a stage in the middle is one unit
-    (4, dict(tied=True, micro_batch_size=5), dict(pp=2, tp=2, zero=0, sync="naive")),
-    (4, {}, dict(pp=2, cp=2, zero=2)),
-    (3, dict(recompute="full", micro_batch_size=5), dict(pp=3, zero=3, schedule="afab")),
+    (4, UNEVEN | dict(n_layers=5, global_batch_size=14), dict(pp=2, zero="3", schedule="interleaved")),
+    (4, dict(n_layers=4), dict(pp=4, zero="2")),  # a stage in the middle is one unit
+    (4, dict(tied=True, micro_batch_size=5), dict(pp=2, tp=2, zero="0", sync="naive")),
+    (4, {}, dict(pp=2, cp=2, zero="2")),
+    (3, dict(recompute="full", micro_batch_size=5), dict(pp=3, zero="3", schedule="afab")),
 ]
 
 

@@ -212,7 +212,7 @@ def test_equal_scores():
 def test_aux_loss():
     """After one all-reduce of counts, the terms of four ranks sum to the auxiliary loss of all their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
-    mesh.join("sequence", "cp", "tp")
+    mesh.join("sequence", "cp", "tp", urgent=False)
     p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()
     chosen, here = F.one_hot(p.topk(2)[1], 5).sum(1), slice(8 * mesh.rank, 8 * mesh.rank + 8)
     expected = 5 * (chosen.double().mean(0) / 2 * p.mean(0)).sum()
@@ -253,7 +253,7 @@ def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
     """Return this rank's group ({0} or {1, 2, 3}), row counts [sender, receiver, its expert], and each rank's rows."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
-        mesh.enter("ep", np.array([row]))
+        mesh.add_groups("ep", np.array([row]), urgent=False)
     n = mesh["ep"].size
     routes = torch.tensor(ROUTES[way])[:n, : 2 * n].view(n, n, 2)
     return mesh["ep"], routes, [draw("x", r, int(routes[r].sum()), 5).requires_grad_() for r in range(n)]
@@ -418,14 +418,14 @@ TWO, UNEVEN = EXPERTS | dict(micro_batch_size=2), EXPERTS | dict(tied=True, n_la
 ALL = TWO | dict(steps=5)
 LAYOUTS = [
     (1, EXPERTS | dict(experts_per_token=1, micro_batch_size=4), {}),
-    (4, ALL, dict(tp=2, ep=2, zero=1)),  # dp is 2, and the ranks of tp share the experts
+    (4, ALL, dict(tp=2, ep=2, zero="1")),  # dp is 2, and the ranks of tp share the experts
     (4, TWO, dict(tp=2, ep=4, sp=False, sync="naive")),
-    (4, EXPERTS, dict(ep=2, zero=3, recompute="full")),
-    (4, EXPERTS, dict(cp=2, ep=4, zero=2)),
+    (4, EXPERTS, dict(ep=2, zero="3", recompute="full")),
+    (4, EXPERTS, dict(cp=2, ep=4, zero="2")),
     (4, UNEVEN, dict(pp=2, cp=2, ep=2, schedule="interleaved")),
     (4, EXPERTS | dict(experts_per_token=1), dict(tp=2, sp=False)),
     (8, TWO, dict(pp=2, cp=2, tp=2, ep=4)),
-    pytest.param(16, ALL, dict(pp=2, cp=2, tp=2, ep=4, zero=1), marks=pytest.mark.exhaustive),  # and dp is 2
+    pytest.param(16, ALL, dict(pp=2, cp=2, tp=2, ep=4, zero="1"), marks=pytest.mark.exhaustive),  # and dp is 2
 ]
 
 
@@ -436,8 +436,8 @@ def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
     equals_step1(pools, n, S7, base, beside=__name__, **layout)
 
 
-RESUMED = [(1, STEP1, {}), (2, "step02_ddp", {}), (3, "step03_zero", dict(zero=3)), (4, "step04_tp_sp", dict(tp=2))]
-RESUMED += [(2, "step05_cp_ring", dict(cp=2)), (2, "step06_pipeline", dict(pp=2)), (4, S7, dict(pp=2, ep=2, zero=2))]
+RESUMED = [(1, STEP1, {}), (2, "step02_ddp", {}), (3, "step03_zero", dict(zero="3")), (4, "step04_tp_sp", dict(tp=2))]
+RESUMED += [(2, "step05_cp_ring", dict(cp=2)), (2, "step06_pipeline", dict(pp=2)), (4, S7, dict(pp=2, ep=2, zero="2"))]
 
 
 @cases("n, of, layout", RESUMED)
@@ -463,7 +463,7 @@ def every_legal_layout() -> list[tuple[str, dict, bool]]:
         known = list(sizes)[: max(0, number - 1)]
         if 8 % (pp * cp * tp) or tp > 4 or 8 // pp % ep or any(sizes[name] > 1 for name in sizes.keys() - known):
             continue
-        layout = {name: sizes[name] for name in known} | (dict(zero=(i + 2) % 4) if number else {})
+        layout = {name: sizes[name] for name in known} | (dict(zero=str((i + 2) % 4)) if number else {})
         rows.append((steps[number], layout | (dict(sp=i % 3 > 0) if tp > 1 else {}), i % 2 == 0))
     return rows
 

@@ -1,0 +1,121 @@
+"""Flags: a dataclass with a field for each flag, made from the command line.
+
+    @dataclass
+    class Config(step01.Config):
+        "Data parallelism."
+
+        sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
+
+makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. A flag that is given although it would
+have no effect is refused: `needs` says which values other flags must have (here --zero 0, where there is a --zero).
+"""
+
+import argparse
+import dataclasses
+import inspect
+import math
+from collections.abc import Collection
+from typing import Any, NoReturn, get_type_hints
+
+from common import UserError
+
+SEVERAL = range(2, 2**31)  # for `needs`: at least 2
+
+
+def flag(
+    default: Any,
+    text: str,
+    choices: Collection[str] = (),
+    least: float | None = None,
+    needs: dict[str, Collection] | None = None,
+    several: bool = False,
+) -> Any:
+    """A field of a Config.
+
+    text     what --help says of the flag
+    choices  a menu, whose keys are the flag's values. `several`: or some of them, joined by commas
+    least    the smallest value of a number; by default 1 for an int whose default is not 0, and 0 otherwise
+    needs    another flag -> the values that it must have for this flag to have an effect
+    """
+    if least is None:
+        least = 1 if type(default) is int and default > 0 else 0
+    metadata = dict(text=text, choices=choices, least=least, needs=needs or {}, several=several)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def spelled(name: str) -> str:
+    """The flag of a field: bucket_mb -> --bucket-mb."""
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are UserErrors. (argparse's own would print the usage and exit.)"""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        raise UserError(f"{message} (--help lists all flags)")
+
+
+def add_flags(parser: Parser, cls: type):
+    """Add the flags of `cls`, grouped by the class that has them: those of `cls` itself before those of its bases."""
+    remaining = {field.name: field for field in dataclasses.fields(cls)}
+    kinds = get_type_hints(cls)
+    for base in cls.__mro__:
+        group = parser.add_argument_group((base.__doc__ or "").partition("\n")[0].rstrip("."))
+        for name in inspect.get_annotations(base):
+            field = remaining.pop(name, None)
+            if field is None:  # a subclass has changed its default
+                continue
+            help_text = f"{field.metadata['text']} (default: {field.default})".replace("%", "%%")
+            options: dict[str, Any] = dict(help=help_text, default=argparse.SUPPRESS)
+            if kinds[name] is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            elif field.metadata["choices"]:
+                options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
+            else:
+                options["type"] = kinds[name]
+                options["metavar"] = name.upper()
+            group.add_argument(spelled(name), **options)
+
+
+def check_value(name: str, value: Any, metadata: Any):
+    """Raise UserError unless the flag may have this value."""
+    choices = metadata["choices"]
+    if choices:
+        parts = str(value).split(",") if metadata["several"] else [str(value)]
+        for part in parts:
+            if part not in choices:
+                raise UserError(f"{spelled(name)} {value}: choose from {', '.join(choices)}")
+    elif type(value) in (int, float) and not (math.isfinite(value) and value >= metadata["least"]):
+        raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
+
+
+def check_needs(name: str, config: Any, metadata: Any):
+    """Raise UserError if the flag has no effect beside the values of the other flags."""
+    for other, values in metadata["needs"].items():
+        value = getattr(config, other, None)
+        if value is None or value in values:
+            continue
+        if isinstance(value, bool):
+            need = spelled(other) if True in values else spelled(f"no_{other}")
+        elif isinstance(values, range):
+            need = f"{spelled(other)} {values.start} or more"
+        else:
+            need = f"{spelled(other)} {' or '.join(str(each) for each in values)}"
+        own = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
+        raise UserError(f"{own} has no effect without {need}: leave it out")
+
+
+def parse(cls: type, argv: list[str] | None = None) -> Any:
+    """Command line -> an instance of dataclass `cls`. Raises UserError, which names the flag."""
+    about = (inspect.getmodule(cls).__doc__ or "").partition("\n\n")[0]  # python -OO drops it
+    parser = Parser(description=about, allow_abbrev=False)
+    add_flags(parser, cls)
+    given = vars(parser.parse_args(argv))
+    config = cls(**given)
+    metadata = {field.name: field.metadata for field in dataclasses.fields(cls)}
+    for name, value in vars(config).items():
+        check_value(name, value, metadata[name])
+    for name in given:
+        check_needs(name, config, metadata[name])
+    return config
