@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common import UserError
 from common.trainer import choose_device
 from extras.services.ranks import gather_objects
-from extras.theory.gpus import GPUS
+from extras.plan.gpus import GPUS
 from extras.variants.record import spelled
 from step02_ddp import join_ranks
 

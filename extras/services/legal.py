@@ -8,8 +8,8 @@ from common import UserError
 from common.comm import require_product
 from common.model import PRESETS
 from common.schedules import SCHEDULES
-from extras.theory.layouts import Layout, broken
-from extras.theory.shapes import shape_of
+from extras.plan.layouts import Layout, broken
+from extras.plan.shapes import shape_of
 
 # Flags of the steps that need other flags (extras/variants/record.py).
 NEEDS = [

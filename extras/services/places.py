@@ -16,7 +16,7 @@ import torch
 
 from common.trainer import DTYPES
 from extras.services.checkpoint import FORMAT, checksum, file_name, write_index
-from extras.services.dry_run import without_numbers
+from extras.tools.dry_run import without_numbers
 from extras.services.pieces import masters
 from extras.services.seam import OpenRun, compose
 

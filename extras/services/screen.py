@@ -23,7 +23,7 @@ from extras.services.legal import layout_of_flags
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table, peak_memory
 from extras.services.ranks import gather_objects
 from extras.services.tables import Ledger, human, reduction_table, traffic_table
-from extras.theory.shapes import flops_per_token, shape_of, total_weights
+from extras.plan.shapes import flops_per_token, shape_of, total_weights
 from extras.variants import Parts
 from step06_pipeline import plan
 

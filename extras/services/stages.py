@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from common.model import PRESETS
 from common.schedules import SCHEDULES, Schedule
-from extras.theory.layouts import balance
-from extras.theory.shapes import shape_of
+from extras.plan.layouts import balance
+from extras.plan.shapes import shape_of
 from extras.variants import Parts
 from step06_pipeline import Config as SINCE  # noqa: F401
 

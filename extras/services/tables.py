@@ -11,7 +11,7 @@ from common.comm import Group, Mesh
 from common.layout import Shard, layout_of
 from common.model import Decoder
 from extras.services.ranks import gather_objects
-from extras.theory.tables import table
+from extras.plan.tables import table
 
 
 def human(n_bytes: float) -> str:

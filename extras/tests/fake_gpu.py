@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from common import comm
-from extras.services.dry_run import NO_KERNEL, levels_of, route, without_numbers
+from extras.tools.dry_run import NO_KERNEL, levels_of, route, without_numbers
 from extras.services.seam import OpenRun, check
 from extras.tests.equal import config_of
 from extras.tests.pool import ROOT

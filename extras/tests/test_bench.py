@@ -6,8 +6,8 @@ import pytest
 
 from common.trainer import parse
 from extras.services.seam import check, compose
-from extras.tests.bench.cluster import ROWS
-from extras.tests.bench.contests import CONTESTS, Result, report
+from extras.bench.cluster import ROWS
+from extras.bench.contests import CONTESTS, Result, report
 from extras.variants.record import spelled
 
 LINES = [(c.step, c.ranks, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]

@@ -24,7 +24,7 @@ class Job:
         self.out, self.log, text = folder / "run", folder / "log", folder / "text.txt"
         text.write_text((ROOT / "RESULTS.md").read_text())
         self.flags = dict(equal.BASE, n_layers=4, experts=4, global_batch_size=4, steps=steps, dataset=str(text))
-        words = ["-m", "extras.services.cluster", "--gbit", "0.1", "--", "-m", "extras", "step07_moe_ep.py"]
+        words = ["-m", "extras.tools.cluster", "--gbit", "0.1", "--", "-m", "extras", "step07_moe_ep.py"]
         for flag in (equal.SMALL | self.flags | dict(pp=2, out=self.out)).items():
             words += spelled(*flag).split()
         with open(self.log, "w") as log:
@@ -44,7 +44,7 @@ class Job:
 @pytest.fixture
 def job(tmp_path):
     """`job(steps)` starts a `Job`, which is killed after the test. Skips the test if no cluster is allowed here."""
-    words = ["-m", "extras.services.cluster", "--nodes", "1", "--", "--help"]
+    words = ["-m", "extras.tools.cluster", "--nodes", "1", "--", "--help"]
     if cluster.NO_RIGHTS in (said := launch(0, words, tmp_path / "help.log")[1]):
         pytest.skip(said)
     made = []
@@ -97,7 +97,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, words, says):
 
 def test_the_kernel_counts_what_the_law_says_at_the_speed_of_the_cable(job, tmp_path):
     """The Linux kernel counts the laws' bytes on the cable and, because gloo adds a few, less than 4 % more."""
-    _, said = launch(0, ["-m", "extras.tests.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
+    _, said = launch(0, ["-m", "extras.bench", "cluster-bytes", "--gbit=0.1"], tmp_path / "log")
     took = float(re.search(r" Gbit/s: ([\d.]+) s$", said, re.M)[1])
     assert 0.15 < took < 2  # 2 MB at 0.1 Gbit/s take 0.16 s, and longer on a busy machine
     found = re.findall(r"^step.* ([+-][\d.]+)% ", said, re.M)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import step07_moe_ep as step07
-from extras.services.dry_run import Counted, Meter, instead_of, run_rank
+from extras.tools.dry_run import Counted, Meter, instead_of, run_rank
 from extras.services.run import ServedRun
 from extras.services.seam import check, compose
 from extras.tests.equal import SMALL, config_of, watch
-from extras.theory.gpus import GPUS
+from extras.plan.gpus import GPUS
 from extras.variants.step07 import grouped_matmul
 from extras.variants.step07.routing import RoutedMoE
 

@@ -10,7 +10,7 @@ import step07_moe_ep as step07
 from common import UserError
 from common.model import PRESETS
 from extras.services.seam import check, compose
-from extras.theory.shapes import shape_of, total_weights
+from extras.plan.shapes import shape_of, total_weights
 from extras.variants.step07.grouped_matmul import can_group, multiply
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.comm import Pending
-from extras.services.dry_run import run_rank
+from extras.tools.dry_run import run_rank
 from extras.services.tables import Ledger
 from extras.tests import equal
 from extras.variants.step03 import zero_overlap

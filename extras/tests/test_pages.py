@@ -14,7 +14,7 @@ pytest.importorskip("markdown_it")
 pytest.importorskip("pygments")
 pytest.importorskip("jedi")
 
-from extras.services.pages import __main__ as site
+from extras.pages import __main__ as site
 
 ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}

@@ -18,17 +18,17 @@ from common import UserError, schedules
 from common.model import PRESETS, ModelConfig
 from common.schedules import SCHEDULES
 from common.trainer import parse
-from extras.services.dry_run import Counted, run_rank
+from extras.tools.dry_run import Counted, run_rank
 from extras.services.legal import layout_of_flags
 from extras.services.seam import check, compose
-from extras.tests.bench import plan as bench
-from extras.theory import plan, report, seconds
-from extras.theory.gpus import GPUS
-from extras.theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, lists_of, meshes, pipeline_of, variants
-from extras.theory.memory import held, kept_along, layer_bytes, micro_batch, rank_bytes, rank_numbers
-from extras.theory.search import evaluate, fits, floor_seconds, search
-from extras.theory.seconds import COURSE, collective_seconds, ring, step_seconds
-from extras.theory.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
+from extras.bench import plan as bench
+from extras.plan import plan, report, seconds
+from extras.plan.gpus import GPUS
+from extras.plan.layouts import RECOMPUTE, Layout, Network, balanced, illegal, lists_of, meshes, pipeline_of, variants
+from extras.plan.memory import held, kept_along, layer_bytes, micro_batch, rank_bytes, rank_numbers
+from extras.plan.search import evaluate, fits, floor_seconds, search
+from extras.plan.seconds import COURSE, collective_seconds, ring, step_seconds
+from extras.plan.shapes import divisors, flops_per_token, gpt, shape_of, total_weights, visited_weights
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]

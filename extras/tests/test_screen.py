@@ -20,7 +20,7 @@ from extras.services.screen import ExpertLoad
 from extras.services.tables import human
 from extras.tests.equal import config_of, read_named
 from extras.tests.pool import ROOT, start
-from extras.theory.gpus import GPUS
+from extras.plan.gpus import GPUS
 from extras.variants import Parts
 
 

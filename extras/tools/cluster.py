@@ -1,6 +1,6 @@
 """Simulates a cluster in one machine: nodes are Linux network namespaces, and the kernel limits their cables' speed.
 
-    python -m extras.services.cluster --nodes 2 --ranks-per-node 2 --gbit 0.2 -- step04_tp_sp.py --tp 2
+    python -m extras.tools.cluster --nodes 2 --ranks-per-node 2 --gbit 0.2 -- step04_tp_sp.py --tp 2
 
                       switch (a bridge)                  a node: a host name, an address, processes of its own
                port0 |                 | port1           a cable: each of its ends sends --gbit at most (tc's tbf)

@@ -1,4 +1,4 @@
-"""Draws README's animation of pipeline schedules: `python -m extras.services.pages.moving FILE.gif`."""
+"""Draws README's animation of pipeline schedules: `python -m extras.pages.moving FILE.gif`."""
 
 import sys
 
@@ -30,7 +30,7 @@ def spans_of(name: str, p: int, m: int) -> list[tuple]:
 def main():
     """Draw all frames, and write the animation."""
     if len(sys.argv) != 2 or not sys.argv[1].endswith((".gif", ".png")):
-        sys.exit("error: name the file: python -m extras.services.pages.moving FILE.gif (or .png)")
+        sys.exit("error: name the file: python -m extras.pages.moving FILE.gif (or .png)")
     plugins()
     spans = {name: spans_of(name, RANKS, MICRO_BATCHES) for name in SHOWN}
     end = max(of[-1][0] for of in spans.values())

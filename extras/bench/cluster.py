@@ -1,10 +1,10 @@
 """Compares the bytes that two nodes exchange, as the kernel counts them, with the bytes that the steps report.
 
-    python -m extras.tests.bench cluster-bytes
+    python -m extras.bench cluster-bytes
 
 The nodes are network namespaces of this machine (services/cluster.py) with one rank each, so all traffic crosses the
 cable. `counted` is the payload that node 0 sends and receives in a step, without the packets' headers; `law` is the sum
-of the bytes that both ranks report to `comm.observer`. extras/tests/bench/README.md has a table, and explains it.
+of the bytes that both ranks report to `comm.observer`. extras/bench/README.md has a table, and explains it.
 """
 
 import os
@@ -24,7 +24,7 @@ from common import UserError, comm
 from common.trainer import parse
 from extras.services.ranks import gather_objects
 from extras.services.tables import table
-from extras.tests.bench.contests import Bare
+from extras.bench.contests import Bare
 from extras.variants.record import spelled
 
 HEADERS = 14 + 20 + 32  # bytes of a packet before its payload: Ethernet, IP, TCP with timestamps
@@ -99,6 +99,6 @@ def main(name: str, argv: list[str]):
     config = parse(Config, argv)
     if "RANK" in os.environ:
         measure(config)
-    line = ["extras.services.cluster", "--gbit", str(config.gbit), "--", "-m", "extras.tests.bench", name, *argv]
+    line = ["extras.tools.cluster", "--gbit", str(config.gbit), "--", "-m", "extras.bench", name, *argv]
     if subprocess.run([sys.executable, "-m", *line]).returncode:
         raise UserError("the cluster has failed: see above")

@@ -95,7 +95,7 @@ class Bare(OpenRun):
         super().__init__(config)
         self.first, self.peer, self.train = False, peer, module.train
         if peer:
-            self.train = getattr(importlib.import_module("extras.tests.bench.peers"), peer)
+            self.train = getattr(importlib.import_module("extras.bench.peers"), peer)
 
     def built(self, **parts: Any):
         """Attach the techniques to the parts of the run, unless a peer trains."""

@@ -12,13 +12,13 @@ from itertools import takewhile
 from math import ceil
 
 from common.model import PRESETS
-from extras.theory.gpus import GIB, NODE, ROOM, Gpu
-from extras.theory.layouts import Layout, illegal, network
-from extras.theory.memory import CHUNK, held, state_bytes
-from extras.theory.search import Found, evaluate, fits, leanest
-from extras.theory.seconds import Seconds, ring
-from extras.theory.shapes import Shape, flops_per_token, total_weights
-from extras.theory.tables import table
+from extras.plan.gpus import GIB, NODE, ROOM, Gpu
+from extras.plan.layouts import Layout, illegal, network
+from extras.plan.memory import CHUNK, held, state_bytes
+from extras.plan.search import Found, evaluate, fits, leanest
+from extras.plan.seconds import Seconds, ring
+from extras.plan.shapes import Shape, flops_per_token, total_weights
+from extras.plan.tables import table
 
 
 def command(m: Shape, pipeline: bool) -> tuple[str, str]:

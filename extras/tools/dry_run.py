@@ -37,8 +37,8 @@ from extras.services.clocks import Clock
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table
 from extras.services.seam import OpenRun
 from extras.services.tables import Ledger, human, table, traffic_table
-from extras.theory.gpus import GPUS, Gpu
-from extras.theory.shapes import flops_per_token, shape_of
+from extras.plan.gpus import GPUS, Gpu
+from extras.plan.shapes import flops_per_token, shape_of
 from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import MoE
 

@@ -1,6 +1,6 @@
 """Run one measurement and print its table.
 
-    python -m extras.tests.bench NAME [options]     without NAME, it lists the names; --help shows the options
+    python -m extras.bench NAME [options]     without NAME, it lists the names; --help shows the options
 
 The table goes to stdout, everything else to stderr.
 """
@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 
 from common import UserError
-from extras.tests.bench import cluster, contests, plan
+from extras.bench import cluster, contests, plan
 
 MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
     **dict.fromkeys(contests.CONTESTS, contests),

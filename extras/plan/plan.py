@@ -1,12 +1,12 @@
 """Plans a training run: will it fit, how fast will it be, and which layout is the best?
 
-    python -m extras.theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
-    python -m extras.theory.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
+    python -m extras.plan.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
+    python -m extras.plan.plan --model llama3-70b --gpus 128 --layout "--tp 8 --pp 4 --micro-batch-size 1"
 
 It prints the memory and the time of the best layouts of ten meshes, or of the layout in --layout. Then it compares
 alternatives, answers usual questions and, for a preset, prints the command that launches the best layout. All nodes are
 assumed to have 8 GPUs. Memory is estimated by formulas (memory.py); a dry run (--dry-run) counts it. Time is estimated
-by formulas, too (seconds.py); `python -m extras.tests.bench plan` compares it with that of published runs.
+by formulas, too (seconds.py); `python -m extras.bench plan` compares it with that of published runs.
 """
 
 import json
@@ -24,11 +24,11 @@ from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
 from extras.services import seam
-from extras.theory.gpus import GIB, GPUS, ROOM
-from extras.theory.layouts import Layout, illegal
-from extras.theory.report import report
-from extras.theory.search import Found, evaluate, search, smallest
-from extras.theory.shapes import GPTS, Shape, shape_of, total_weights
+from extras.plan.gpus import GIB, GPUS, ROOM
+from extras.plan.layouts import Layout, illegal
+from extras.plan.report import report
+from extras.plan.search import Found, evaluate, search, smallest
+from extras.plan.shapes import GPTS, Shape, shape_of, total_weights
 from extras.variants.step07.expert_presets import EXPERTS
 
 MOST_GPUS = 2**17

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, Schedule
 from common.trainer import among
-from extras.theory.gpus import NODE
-from extras.theory.shapes import Shape, divisors, visited_weights
+from extras.plan.gpus import NODE
+from extras.plan.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "elementwise", "full")  # no "selective": it recomputes scores, and fused attention stores none
 BOTH_ENDS = ("zigzag", "allgather", "usp")  # modes in which a rank has a chunk of each half of the sequence

@@ -1,4 +1,4 @@
-"""Builds web pages for all course steps and files of common/, and an index: `python -m extras.services.pages DIR`."""
+"""Builds web pages for all course steps and files of common/, and an index: `python -m extras.pages DIR`."""
 
 import argparse
 import ast
@@ -17,11 +17,11 @@ try:
     from pygments.lexers import PythonLexer
     from pygments.token import STANDARD_TYPES
 
-    from extras.services.pages.names import Names
+    from extras.pages.names import Names
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
-from extras.services.pages.pictures import all_pictures
+from extras.pages.pictures import all_pictures
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 
@@ -104,7 +104,7 @@ class Pages:
 
 def main():
     """Read the flags and write the pages."""
-    parser = argparse.ArgumentParser("python -m extras.services.pages", description=__doc__)
+    parser = argparse.ArgumentParser("python -m extras.pages", description=__doc__)
     parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
     out = parser.parse_args().out
     paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]

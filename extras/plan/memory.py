@@ -33,9 +33,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from common.schedules import Action, Place
-from extras.theory.gpus import COMMUNICATOR, CONTEXT
-from extras.theory.layouts import Layout, lists_of, network, pipeline_of, rank_places
-from extras.theory.shapes import Shape, end_weights, layer_weights
+from extras.plan.gpus import COMMUNICATOR, CONTEXT
+from extras.plan.layouts import Layout, lists_of, network, pipeline_of, rank_places
+from extras.plan.shapes import Shape, end_weights, layer_weights
 
 NARROW, WIDE = 2, 4  # bytes of a number, and of one that is accumulated
 MOST = 2**30  # most bytes of a chunk's logits in 32 bits (extras/variants/step01/chunked_loss.py)

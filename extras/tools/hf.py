@@ -1,4 +1,4 @@
-"""Converts checkpoints to Hugging Face's formats and back: `python -m extras.services.hub export | import`.
+"""Converts checkpoints to Hugging Face's formats and back: `python -m extras.tools.hf export | import`.
 
     export DIR OUT     write the weights of a run (or checkpoint) DIR, in the dtype that it computed in, as config.json
                        and model.safetensors into OUT, which AutoModelForCausalLM.from_pretrained(OUT) opens
@@ -31,7 +31,7 @@ from common.model import PRESETS, Decoder, ModelConfig
 from extras.services.checkpoint import Saver, find
 from extras.services.pieces import Piece
 from extras.services.shapes import check_shape, differing
-from extras.theory.shapes import Shape, shape_of
+from extras.plan.shapes import Shape, shape_of
 
 SHARD_BYTES = 4 * 2**30  # the most bytes in one file
 SIZES = {  # ours -> theirs
@@ -209,7 +209,7 @@ def convert(verb: str, source: str, out: str) -> str:
 if __name__ == "__main__":
     try:
         if len(sys.argv) != 4 or sys.argv[1] not in ("export", "import"):
-            raise UserError("usage: python -m extras.services.hub export DIR OUT, or import FOLDER OUT")
+            raise UserError("usage: python -m extras.tools.hf export DIR OUT, or import FOLDER OUT")
         print(convert(*sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,8 +15,8 @@ from typing import Any
 
 import step05_cp_ring as step05
 from common.schedules import SCHEDULES
-from extras.services.pages.moving import spans_of
-from extras.services.pages.record import RANKS, recorded
+from extras.pages.moving import spans_of
+from extras.pages.record import RANKS, recorded
 from extras.services.screen import idle_fraction
 from extras.services.seam import plugins
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from common.schedules import SCHEDULES
-from extras.theory.gpus import ROOM, Gpu
-from extras.theory.layouts import RECOMPUTE, Layout, illegal, meshes, variants, zero_ways
-from extras.theory.memory import Held, held, state_bytes
-from extras.theory.seconds import Seconds, model_work, step_seconds
-from extras.theory.shapes import Shape
+from extras.plan.gpus import ROOM, Gpu
+from extras.plan.layouts import RECOMPUTE, Layout, illegal, meshes, variants, zero_ways
+from extras.plan.memory import Held, held, state_bytes
+from extras.plan.seconds import Seconds, model_work, step_seconds
+from extras.plan.shapes import Shape
 
 
 class Found(NamedTuple):

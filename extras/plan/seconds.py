@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from common.schedules import simulate
-from extras.theory.gpus import Gpu
-from extras.theory.layouts import Layout, Network, lists_of, network, pipeline_of, rank_places
-from extras.theory.memory import MicroBatch, ends_of, micro_batch, products_of, rank_numbers
-from extras.theory.shapes import Shape, layer_counts
+from extras.plan.gpus import Gpu
+from extras.plan.layouts import Layout, Network, lists_of, network, pipeline_of, rank_places
+from extras.plan.memory import MicroBatch, ends_of, micro_batch, products_of, rank_numbers
+from extras.plan.shapes import Shape, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
 

@@ -1,7 +1,7 @@
 """Compares the planner with published runs: their step times and memory, and the choice among their layouts.
 
-    python -m extras.tests.bench plan
-    python -m extras.tests.bench plan --rows FILE --vtrain FILE --json predictions.json
+    python -m extras.bench plan
+    python -m extras.bench plan --rows FILE --vtrain FILE --json predictions.json
 
 published/README.md describes the files. The first letter of a row's id is the row's source. The planner has recipes
 for the trainers of sources S and K (both Megatron) and for vTrain's. All other rows are predicted for the course's
@@ -19,12 +19,12 @@ import numpy as np
 
 from common import UserError
 from common.trainer import parse
-from extras.theory.gpus import GIB, GPUS, Gpu
-from extras.theory.layouts import Layout
-from extras.theory.memory import held
-from extras.theory.seconds import COURSE, Recipe, step_seconds
-from extras.theory.shapes import Shape, flops_per_token, gpt, total_weights
-from extras.theory.tables import table
+from extras.plan.gpus import GIB, GPUS, Gpu
+from extras.plan.layouts import Layout
+from extras.plan.memory import held
+from extras.plan.seconds import COURSE, Recipe, step_seconds
+from extras.plan.shapes import Shape, flops_per_token, gpt, total_weights
+from extras.plan.tables import table
 
 # By the first letter of a row's id. The switches come from papers, and are the same for all runs of one source.
 RECIPES = {

@@ -1,0 +1,1 @@
+"""Measurements: `python -m extras.bench` lists them."""

@@ -1,0 +1,1 @@
+"""The course as static pages: `python -m extras.pages DIR`."""

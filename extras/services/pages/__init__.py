@@ -1,1 +1,0 @@
-"""The course as static pages: `python -m extras.services.pages DIR`."""

@@ -1,0 +1,1 @@
+"""Techniques: one file each, an entry in a menu of a step."""

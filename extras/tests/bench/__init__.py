@@ -1,1 +1,0 @@
-"""Measurements: `python -m extras.tests.bench` lists them."""
