@@ -15,19 +15,18 @@ the group is a ring (NCCL may choose a tree, which sends a little more). A group
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from common import UserError
 
-observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set, `note` calls it for each operation
-waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # `Pending.wait` blocks inside this context
 Rows = list[int] | None  # the number of rows sent to, or received from, each rank; None: the same number for each
 
 # torch 2.13 renamed two collectives. Use the new name where it exists, else the old one.
@@ -37,12 +36,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class Group:
-    """The ranks along one mesh dimension. `rank` is this rank's number in the group; a group of one has no `handle`."""
+    """Ranks that communicate, such as those along one mesh dimension. A group of one has no `handle`."""
 
     name: str
-    rank: int
+    rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None
+    sent: Counter = field(default_factory=Counter)  # (group's name, operation) -> bytes that this rank has sent
 
     def share(self, total: int, what: str) -> slice:
         """The slice of `total` things for this rank. Raises UserError, naming `what`, unless `size` divides `total`."""
@@ -68,6 +68,7 @@ class Mesh:
         require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
+        self.sent: Counter = Counter()  # shared by all groups of this mesh
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
@@ -100,7 +101,8 @@ class Mesh:
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks must call this for every group
             if self.rank in row:
-                self.groups[name] = Group(name, row.index(self.rank), len(row), self.handles.get((row, urgent)))
+                handle = self.handles.get((row, urgent))
+                self.groups[name] = Group(name, row.index(self.rank), len(row), handle, self.sent)
 
 
 class Pending:
@@ -111,10 +113,12 @@ class Pending:
 
     def wait(self):
         """Wait until the results may be used (on a GPU, only the compute stream waits). A second call does nothing."""
-        with waiting(self):
+        if not self.works:
+            return
+        with record_function(f"wait {self.group.name}"):  # the name of the wait in a profile
             for work in self.works:
                 work.wait()
-            if self.works and self.then is not None:
+            if self.then is not None:
                 self.then()
         self.works = ()
 
@@ -174,6 +178,5 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
 
 
 def note(operation: str, group: Group, tensor: Tensor, share: float):
-    """Report an operation to the observer: its whole tensor, and which share of the tensor's bytes this rank sends."""
-    if observer is not None:
-        observer(operation, group, tensor, share)
+    """Count an operation: its whole tensor, and which share of the tensor's bytes this rank sends."""
+    group.sent[group.name, operation] += round(share * tensor.nbytes)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, checkpoint, comm
@@ -55,7 +54,7 @@ class Run(AbstractContextManager):
     """The files and progress bar of a training run. Each rank saves its shards; rank 0 writes everything else."""
 
     def __init__(self, config: Any):
-        self.config, self.history, self.sent, self.began = config, [], Counter(), 0.0
+        self.config, self.history, self.began = config, [], 0.0
         self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.rank == 0
@@ -63,7 +62,6 @@ class Run(AbstractContextManager):
 
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
-        comm.observer = None
         if self.first and error is None and self.history:
             draw_loss(self.history, self.out / "loss.png")
 
@@ -113,7 +111,8 @@ class Run(AbstractContextManager):
         self.begin()  # only now: a launch that fails earlier does not touch an earlier run's files
         if self.first:
             self.introduce(**parts)
-        comm.observer = self.count
+        self.mesh = parts.get("mesh")
+        self.take_sent()  # what was sent before the first step
         with tqdm(initial=done, total=self.config.steps, unit="step", disable=not self.first) as self.bar:
             for step in range(done, self.config.steps):
                 self.began = time.perf_counter()
@@ -128,9 +127,14 @@ class Run(AbstractContextManager):
         print("mesh: " + (" x ".join(f"{dim} {size}" for dim, size in mesh.sizes.items()) if mesh else "none"))
         print(f"parameters: {sum(param.numel() for param in model.parameters()):,} on rank 0", flush=True)
 
-    def count(self, _operation: str, group: comm.Group, tensor: Tensor, share: float):
-        """Add up the bytes that this rank sends in a step, by mesh dimension."""
-        self.sent[group.name] += round(share * tensor.nbytes)
+    def take_sent(self) -> dict[str, int]:
+        """The bytes that this rank has sent since the last call, by group."""
+        sent: Counter = Counter()
+        if self.mesh is not None:
+            for (group, _), nbytes in self.mesh.sent.items():
+                sent[group] += nbytes
+            self.mesh.sent.clear()
+        return dict(sent)
 
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if one of `numbers` is inf or nan, before the update makes weights nan."""
@@ -142,8 +146,7 @@ class Run(AbstractContextManager):
         """Record a step: its number of `tokens`, over all ranks, and other numbers by name. Rank 0 writes them."""
         seconds = time.perf_counter() - self.began
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
-        self.history.append(row | dict(sent=dict(self.sent)))
-        self.sent.clear()
+        self.history.append(row | dict(sent=self.take_sent()))
         if self.first:
             self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s", refresh=False)
             self.bar.update()

@@ -1,30 +1,38 @@
-"""Starts a step with all techniques and services; their flags are added to the step's own.
+"""Run a step of the course with the techniques of this folder in its menus, and with their flags.
 
-python -m extras step01_single_gpu.py --dropout 0.1
-torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 2 --sync ring
+    torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 2 --optimizer muon
 """
 
+import dataclasses
 import importlib
 import sys
+from inspect import get_annotations
 from pathlib import Path
+from types import ModuleType
 
 from common.trainer import main
-from extras.services import devices, dry_run
-from extras.services.run import ServedRun
-from extras.services.seam import compose
 
 
-def start(words: list[str]):
-    """Run the step that `words[0]` names, with all techniques and services. The other words are flags."""
-    steps = sorted(path.stem for path in Path(__file__).parents[1].glob("step0*.py"))
-    name = Path(words[0]).stem if words else ""
-    if name not in steps:
-        sys.exit("python -m extras STEP FLAGS, where STEP is one of " + ", ".join(f"{step}.py" for step in steps))
-    sys.argv[:] = words
-    devices.set_environment()
-    step = importlib.import_module(name)
-    main(dry_run.instead_of(step.train), compose(step), ServedRun)
+def techniques() -> list[ModuleType]:
+    """Import all files of techniques/. Importing one adds its entries to the menus of a step, and does nothing else."""
+    paths = sorted(Path(__file__).with_name("techniques").glob("[a-z]*.py"))
+    return [importlib.import_module(f"extras.techniques.{path.stem}") for path in paths]
+
+
+def with_flags(config: type, modules: list[ModuleType]) -> type:
+    """A step's Config, extended by the flags of those techniques whose `Flags` extend it or an earlier step's."""
+    added = []
+    for module in modules:
+        flags = getattr(module, "Flags", None)
+        if flags is not None and issubclass(config, flags.__base__):
+            own = get_annotations(flags)
+            added += [(field.name, field.type, field) for field in dataclasses.fields(flags) if field.name in own]
+    extended = dataclasses.make_dataclass("Config", added, bases=(config,))
+    extended.__module__ = config.__module__
+    extended.__doc__ = "Techniques"
+    return extended
 
 
 if __name__ == "__main__":
-    start(sys.argv[1:])
+    step = importlib.import_module(sys.argv.pop(1).removesuffix(".py"))
+    main(step.train, with_flags(step.Config, techniques()))
