@@ -105,7 +105,9 @@ class Config:
     recompute: str = flag("none", "what the backward pass computes again", RECOMPUTE, several=True)
     out: str = flag("", "run directory; default: runs/ and the name of the script")
     save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
-    resume: str = flag("", "run directory, or a checkpoint in it, to resume")
+    resume: str = flag("", "run directory or checkpoint to resume; auto: --out, if it has any")
+    timeout: float = flag(600.0, "seconds that a step may take before the job ends; 0: any number")
+    profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
 def learning_rate(step: int, config: Config) -> float:

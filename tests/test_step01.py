@@ -300,7 +300,8 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
         alive.append((bool(memory) and not memory[0].expired(), sum(graph() is not None for graph in graphs)))
         memory.append(StorageWeakRef(param.grad.untyped_storage()))
 
-    said, run = f"^step 2: the grad norm is {bad}: lower --lr$", Watch(step.Config(**BASE, model="debug"))
+    said = f"step 2: the grad norm is {bad}: lower --lr.* bug .* model.norm.weight"
+    run = Watch(step.Config(**BASE, model="debug"))
     with mock.patch.dict(step.RECOMPUTE, none=spoil), run, pytest.raises(UserError, match=said):
         step.train(run.config, run)
     assert all(param.isfinite().all() for param in run.model.parameters()), "weights are not finite"
@@ -347,7 +348,7 @@ def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
     with pytest.raises(SystemExit, match="2"):
         main(step.train, step.Config)
     *said, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("error: ") and flags.split()[0].replace("--out", "'/dev/null") in last, last
+    assert last.startswith("error: ") and flags.split()[0] in last, last
     if "1e38" not in flags:
         close(said, [], "further lines of stderr")
         close({path.read_text() for path in tmp_path.iterdir()}, {"of an earlier run"}, "files of an earlier run")
@@ -357,7 +358,7 @@ def test_what_is_saved_stays(tmp_path):
     """A new run in a folder with checkpoints is refused, and so is resuming with other flags. Old metrics are kept."""
     config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
     saved = f"{config.out}/checkpoints/step-00000002"
-    runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0")]
+    runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05: keep it")]
     runs += [(dict(resume=f"{tmp_path}/c"), "no checkpoint is there"), (dict(out=f"{tmp_path}/b", resume=saved), "")]
     for flags, said in runs:
         with pytest.raises(UserError, match=said) if said else nullcontext(), Run(replace(config, **flags)) as run:

@@ -1,0 +1,66 @@
+"""How a run ends early: after a signal, when its step is done; or because a step hangs."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch systems send the others
+
+
+class Signals(AbstractContextManager):
+    """In this context a signal does not end the process: it is noted, and the run can save first."""
+
+    def __init__(self):
+        self.first = 0.0  # when the first one came, by the monotonic clock; 0: none has come
+
+    def __enter__(self) -> "Signals":
+        self.handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: Any):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: Any):
+        """Handle a signal. A second Ctrl-C ends the process (torchrun may repeat the first one)."""
+        now = time.monotonic()
+        if self.first and number == signal.SIGINT and now - self.first > 1:
+            os._exit(130)
+        self.first = self.first or now
+
+
+class HangWatch:
+    """Ends this rank if a step takes longer than `seconds` (0: never), and prints where it waits.
+
+    If one rank waits for ever, the others soon wait for it in a collective. So all ranks print their
+    stacks at about the same time, and the rank that is elsewhere is the one they wait for.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.timer = threading.Timer(seconds, self.explain)
+
+    def start(self):
+        """Begin a step, and end the one before it."""
+        self.stop()
+        if self.seconds:
+            self.timer = threading.Timer(self.seconds, self.explain)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def stop(self):
+        """End the last step."""
+        self.timer.cancel()
+
+    def explain(self):
+        """Print the stacks of all threads, and end the process. The timer's thread calls this."""
+        rank = os.environ.get("RANK", "0")
+        text = f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout), and is in:"
+        print(text, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback()
+        os._exit(1)
