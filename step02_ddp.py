@@ -38,6 +38,7 @@ from common.data import Data
 from common.flags import flag
 from common.layout import layout_of, materialize
 from common.model import IGNORE, Decoder, model_shape
+from common.ranks import compare_launches
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
@@ -49,6 +50,7 @@ def join_ranks(device: torch.device, **options) -> int:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"the ranks cannot meet: see MASTER_ADDR, *_SOCKET_IFNAME ({error})") from error
+        compare_launches()  # ranks with other flags would create other groups, and hang
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

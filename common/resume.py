@@ -32,18 +32,15 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     "auto": the newest sound one in --out, if there is any. Else a run directory, or a checkpoint.
     Raises UserError if none is there, or if --out has checkpoints that would be mixed with others.
     """
+    where = out if resume == "auto" else Path(resume)
+    if resume not in ("", "auto") and not candidates(where):
+        raise UserError(f"--resume {resume}: no checkpoint is there")
     own = candidates(out)
     if own and resume != "auto":
-        allowed = [out.resolve(), own[0].resolve()]
-        if not resume or Path(resume).resolve() not in allowed:
-            advice = f"set --resume {out} to continue, or another --out"
+        advice = f"set --resume {out} to continue, or another --out"
+        if not resume or where.resolve() not in (out.resolve(), own[0].resolve()):
             raise UserError(f"--out {out} has checkpoints: {advice}")
-    if not resume:
-        return None
-    folder = find(out if resume == "auto" else Path(resume), ranks)
-    if folder is None and resume != "auto":
-        raise UserError(f"--resume {resume}: no checkpoint is there")
-    return folder
+    return find(where, ranks) if resume else None
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
@@ -52,8 +49,8 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     if flags.get("balance", "none") not in BALANCED_LATER:
         free = free - {"micro_batch_size"}
     for name, value in flags.items():
-        before = saved.flags.get(name, value)
+        before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
-    if saved.fingerprint not in ("", fingerprint):
+    if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")
