@@ -8,22 +8,11 @@ from common.checkpoint import Checkpoint, candidates, find
 from common.flags import spelled
 from common.ranks import Ranks
 
-# These flags may change: they say where files are, and how the same numbers are computed;
-FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# and these: they say which rank computes what. (But state besides parameters fits one layout.)
-LAYOUT = {
-    "nproc_per_node",
-    "micro_batch_size",
-    "recompute",
-    "sync",
-    "bucket_mb",
-    "zero",
-    "tp",
-    "sp",
-}
-LAYOUT |= {"tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep", "ep_mode"}
-# A micro-batch's size changes results if experts are balanced within each one, as by a loss.
-BALANCED_LATER = {"none", "bias"}
+# A resumed run keeps its flags, except those of where files are and how numbers are computed,
+FREE = set("dataset out resume save_every timeout profile device dtype".split())
+# and except those of which rank computes what. (Only state besides parameters depends on these.)
+LAYOUT = "nproc_per_node micro_batch_size recompute sync bucket_mb zero tp sp tp_overlap cp cp_mode"
+LAYOUT = set((LAYOUT + " pp schedule chunks ep ep_mode").split())
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
@@ -46,8 +35,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """Raise UserError unless a run with these flags and data computes what the saved one did."""
     free = FREE if saved.has_state else FREE | LAYOUT
-    if flags.get("balance", "none") not in BALANCED_LATER:
-        free = free - {"micro_batch_size"}
+    if flags.get("balance", "none") not in ("none", "bias"):
+        free = free - {"micro_batch_size"}  # experts are balanced within each micro-batch
     for name, value in flags.items():
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
