@@ -35,9 +35,9 @@ loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. This compares the two runs:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
-In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step over each
-mesh dimension. --sync ring counts each of its messages; the others use the law, because PyTorch does
-not report its messages.
+In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step over
+each mesh dimension. --sync ring counts each of its messages; the others use the law, because PyTorch
+does not report its messages.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.

@@ -35,17 +35,17 @@ residual sums see s/n of the s tokens:
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
 
-WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part. Partial:
-each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
+WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
+Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
 
-                                           shape             value     gradient
-    x between blocks (norms, residual)     [b, s/n, dim]     shard     shard      --no-sp: both whole
-    weights of the norms                   [dim]             whole     partial    --no-sp: whole
-    f(x)                                   [b, s, dim]       whole     partial    f's backward sums it
-    q_proj k_proj v_proj gate_proj up_proj [out/n, in]       shard     shard      ColumnParallelLinear
-    q k v, heads' outputs; gate, up        [b, s, width/n]   shard     shard
-    o_proj down_proj                       [out, in/n]       shard     shard      RowParallelLinear
-    their output, before g                 [b, s, dim]       partial   whole      g's forward sums it
+                                           shape            value    gradient
+    x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
+    weights of the norms                   [dim]            whole    partial   --no-sp: whole
+    f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
+    q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     ColumnParallelLinear
+    q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
+    o_proj down_proj                       [out, in/n]      shard    shard     RowParallelLinear
+    their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
 
 THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch, (n-1)/n times
 

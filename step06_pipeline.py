@@ -1,8 +1,8 @@
 """Step 6: pipeline parallelism. Each rank holds a stage, a run of layers, and micro-batches pass
 through the stages.
 
-    tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ] -> loss
-                  stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2
+    tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
+                  stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
 Neighbours exchange only x and its gradient dx, [batch, seq, dim] each; with sequence parallelism,
 1/tp of them, because between blocks each rank of tp has its own tokens. The price is idle time:

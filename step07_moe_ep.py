@@ -484,8 +484,8 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
         )
     if config.dense_layers + config.moe_every > shape.n_layers:
         raise UserError(
-            f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave no layer "
-            f"with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
+            f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave no "
+            f"layer with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
         )
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
         raise UserError(

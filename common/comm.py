@@ -6,9 +6,9 @@ memory (a GPU, if there are any) and runs the same script. Ranks communicate by 
 that all ranks of a group make.
 
               tp ->
-        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank
-         |  [4  5  6  7]      5, mesh["tp"] is the group {4, 5, 6, 7}, in which it is number 1, and
-                              mesh["dp"] is the group {1, 5}.
+        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On
+         |  [4  5  6  7]      rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which it is number 1,
+                              and mesh["dp"] is the group {1, 5}.
 
 A collective starts at once and returns a `Pending`. Until you call its `wait`, do not change a
 tensor that it sends, or use one that it fills; all must be contiguous. S: the bytes of the larger

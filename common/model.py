@@ -3,8 +3,8 @@
     tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits -> summed loss
 
     layer:   x = x + self_attn(input_layernorm(x))      RoPE rotates q and k by position; a group of
-             x = x + mlp(post_attention_layernorm(x))   query heads shares one k and v (GQA); the MLP
-                                                        is a SwiGLU
+             x = x + mlp(post_attention_layernorm(x))   query heads shares one k and v (GQA);
+                                                        the MLP is a SwiGLU
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
 our state dict. Numbers of heads and channels follow from the weights, so a rank with shards of the
