@@ -1,5 +1,4 @@
-"""Step 1: one device. A complete trainer: `train`, at the end, shows what a training step does, and
-in which order.
+"""Step 1: one device. A complete trainer: `train` shows what a training step does, in which order.
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
@@ -16,7 +15,7 @@ back to 0.02, and the update is lost. So for bf16 weights, gradients add up in f
 updates *masters*, the weights' fp32 copies (Micikevicius et al. 2017, for fp16). Bytes for each
 parameter:
 
-    weight 2, gradient 4, master 4, moments 8     18    here, in bf16; tiny (804,224 of them) 14.5 MB
+    weight 2, gradient 4, master 4, moments 8     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
     weight 4 (its own master), gradient 4, 8      16    here, in fp32
     weight 2, gradient 2, master 4, moments 8     16    gradients in bf16, as in the ZeRO paper
     weight 2, gradient 2 and its sum 4, 4, 8      20    a bf16 gradient beside its fp32 sum

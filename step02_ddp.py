@@ -1,5 +1,4 @@
-"""Step 2: data parallelism. Every rank holds the whole model and works on its share of the batch;
-gradients are summed.
+"""Step 2: data parallelism. Every rank has the whole model and a share of the batch.
 
     rank 0: sequences 0..7    -> forward, backward -> gradient g0 -+
     rank 1: sequences 8..15   -> forward, backward -> gradient g1 -+-> all-reduce: g0 + g1 + g2 + g3
@@ -36,8 +35,8 @@ Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. This compares the two runs:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step over
-each mesh dimension. --sync ring counts each of its messages; the others use the law, because PyTorch
-does not report its messages.
+each mesh dimension. --sync ring counts each of its messages; the others use the law, because
+PyTorch does not report its messages.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.

@@ -1,5 +1,4 @@
-"""Step 4: tensor and sequence parallelism. Ranks share each matrix, and between the blocks the
-tokens.
+"""Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
 
 A *block*, attention or the MLP, computes act(x A) B. In Megatron-LM (Shoeybi et al. 2019) A is
 sharded by columns (outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, because
@@ -59,8 +58,15 @@ x 256 x 128 x 4 bytes = 524,288 bytes, so (1/2) x (4 x 8 + 4) x 524,288 = 9,437,
 micro-batch.
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses.
-"""
+You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
+
+PyTorch's own way: parallelize_module(block, mesh["tp"], {"q_proj": ColwiseParallel(), "o_proj":
+RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with loss_parallel():`.
+Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for a norm.
+
+Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
+tests/test_step04.py::test_f fails, and with --no-sp the losses leave step 1's after the first
+update."""
 
 import math
 from collections.abc import Callable

@@ -1,12 +1,12 @@
-"""Step 6: pipeline parallelism. Each rank holds a stage, a run of layers, and micro-batches pass
-through the stages.
+"""Step 6: pipeline parallelism. Each rank holds a stage, a run of layers of the model.
 
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
-Neighbours exchange only x and its gradient dx, [batch, seq, dim] each; with sequence parallelism,
-1/tp of them, because between blocks each rank of tp has its own tokens. The price is idle time:
-later ranks wait for the first x and end first, earlier ranks wait for dx.
+Micro-batches pass through the stages. Neighbours exchange only x and its gradient dx, [batch, seq,
+dim] each; with sequence parallelism, 1/tp of them, because between blocks each rank of tp has its
+own tokens. The price is idle time: later ranks wait for the first x and end first, earlier ranks
+wait for dx.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. y0 is stage 0's output, and stage 1's input x0:

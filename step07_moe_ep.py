@@ -1,5 +1,4 @@
-"""Step 7: mixture of experts and expert parallelism. Each token visits a few of many MLPs; each
-rank holds some MLPs.
+"""Step 7: mixture of experts and expert parallelism. Each rank holds some of many MLPs.
 
 THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
 each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
