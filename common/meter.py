@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, schedule
 from common import UserError
 from common.checkpoint import place_of
 from common.comm import Mesh
-from common.layout import layout_of
+from common.layout import data_group, layout_of
 from common.model import ModelConfig
 
 # Dense TFLOP/s in bf16, and in fp32 without TF32, from data sheets, by the GPU's exact name. (A MIG
@@ -67,7 +67,7 @@ def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
         cuts = [
             f"dim {shard.dim} over {shard.over} {mesh[shard.over].size}" for shard in record.shards
         ]
-        groups = [mesh[dim] for dim in (record.data_dim, *record.partial_over)]
+        groups = [data_group(param, mesh), *(mesh[name] for name in record.partial_over)]
         sums = [f"{group.name} {group.size}" for group in groups if group.size > 1]
         if record.stage_copies > 1:
             sums.append("first and last stage")
