@@ -47,7 +47,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, Decoder, model_shape, wide
+from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
@@ -259,6 +259,8 @@ class ContextMode(NamedTuple):
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
     attention: Callable[..., Tensor]  # (q, k, v, group), as ring_attention
+    # (shape, mesh, device, dtype): raises UserError if this attention cannot work with them. None: it always works
+    check: Callable[[ModelConfig, Mesh, torch.device, torch.dtype], None] | None = None
 
 
 CONTEXT: dict[str, ContextMode] = {
@@ -280,9 +282,17 @@ class Config(step04.Config):
     )
 
 
-def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
+def shard_context(
+    model: Decoder,
+    mesh: Mesh,
+    mode: ContextMode,
+    sp: bool,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
+    `device`, `dtype`: those of the weights, which the model on the meta device does not have yet.
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position before k travels. Like
     the ranks of dp, those of cp hold the same weights and see different tokens. So both the gradient sums and ZeRO are
     over dp x cp: `mesh["data"]`. Raises UserError.
@@ -292,13 +302,15 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:
-        return torch.arange(seq_len)
+        return torch.arange(seq_len, device=device)
+    if mode.check is not None:
+        mode.check(model.config, mesh, torch.device(device), dtype)
     positions = mode.positions(seq_len, group.rank, group.size)
     if sp and len(positions) % tp.size:
         raise UserError(f"--tp {tp.size} must divide the {len(positions)} tokens that --cp leaves a rank: use --no-sp")
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)
-    return positions
+    return positions.to(device)
 
 
 def train(config: Config, run: Run):
@@ -311,7 +323,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # of my sequences, these tokens
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp, device, dtype)  # of them, these tokens
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 

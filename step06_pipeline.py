@@ -346,7 +346,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp, device, dtype)  # step 5: these tokens
     pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # these layers are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)

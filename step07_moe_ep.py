@@ -446,7 +446,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp, device, dtype)  # step 5: these tokens
     shard_experts(model, mesh, config)  # these experts are mine
     pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # step 6: these layers are mine
     moes = [module for module in model.modules() if isinstance(module, MoE)]
