@@ -65,6 +65,18 @@ from step06_pipeline import SCHEDULES, sum_tied
 # leaving_Ge[r, i]: how many of our rows go to rank r's i-th expert. arriving_Ge[r, i]: rows from r for our i-th expert.
 
 
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix: rows [n, in], weight [experts, out, in] -> [n, out].
+
+    The first counts[0] rows are for expert 0, and so on; counts int64 [experts].
+    """
+    if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
+        ends = counts.to(rows.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
+
+
 class ExpertLinear(nn.Module):
     """One linear layer for each expert: `weight` [experts, out, in]."""
 
@@ -73,12 +85,8 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, in], the first counts[0] of them for expert 0, and so on; counts int64 [experts] -> [n, out]."""
-        if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.weight.shape[1] % 8 == 0:
-            ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-            return F.grouped_mm(rows, self.weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
-        parts = rows.split(counts.tolist())
-        return torch.cat([part @ weight.T for part, weight in zip(parts, self.weight, strict=True)])
+        """rows [n, in], sorted by expert, and their numbers, int64 [experts] -> [n, out]."""
+        return expert_product(rows, self.weight, counts)
 
 
 class Experts(nn.Module):
