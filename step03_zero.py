@@ -46,7 +46,7 @@ import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import flag
-from common.layout import global_norm, layout_of, materialize
+from common.layout import global_norm, layout_of, materialize, materialize_buffers
 from common.model import IGNORE, Decoder, model_shape, wide
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
@@ -118,6 +118,7 @@ class Zero1:
             named = {name: model.get_parameter(name) for name in names}
             group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
             self.units.append(self.make_unit(named, group))
+        materialize_buffers(model, device)
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
             own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
