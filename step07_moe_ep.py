@@ -212,7 +212,7 @@ class BiasBalancedMoE(MoE):
 
     def choose(self, p_TE: Tensor) -> Tensor:
         """The K experts with the largest p + bias."""
-        return (p_TE + self.bias).topk(self.top_k).indices
+        return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices. (A recomputed forward counts twice, for all experts alike: the sign stays right.)"""
