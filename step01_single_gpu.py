@@ -79,6 +79,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
 
 
+def apply_recompute(model: Decoder, names: str, keep: Sequence[Callable] = ()):
+    """Apply the entries of RECOMPUTE that --recompute names, joined by commas, in their order."""
+    for name in names.split(","):
+        RECOMPUTE[name](model, keep=keep)
+
+
 @dataclass
 class Config:
     """Flags of the trainer."""
@@ -174,7 +180,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
     materialize(model, config.seed, device, dtype)  # allocate and initialise, from seed and names only
-    RECOMPUTE[config.recompute](model)
+    apply_recompute(model, config.recompute)
     optimizer = Optimizer(model, config)
 
     for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; reads, writes checkpoints

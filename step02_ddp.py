@@ -39,7 +39,7 @@ from common.flags import flag
 from common.layout import layout_of, materialize
 from common.model import IGNORE, Decoder, model_shape
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
+from step01_single_gpu import Optimizer, apply_recompute, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
@@ -195,7 +195,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
-    RECOMPUTE[config.recompute](model)
+    apply_recompute(model, config.recompute)
     optimizer = Optimizer(model, config, mesh)
     sync = SYNCS[config.sync](model, config, mesh)
 

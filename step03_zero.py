@@ -49,7 +49,7 @@ from common.flags import flag
 from common.layout import global_norm, layout_of, materialize
 from common.model import IGNORE, Decoder, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
+from step01_single_gpu import OPTIMIZERS, Optimizer, apply_recompute, learning_rate, scale
 from step02_ddp import SYNCS, join_ranks
 
 
@@ -354,7 +354,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)  # stage 3 has gathered a layer before backward repeats it
+    apply_recompute(model, config.recompute)  # stage 3 has gathered a layer before backward repeats it
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -71,7 +71,7 @@ from common.flags import SEVERAL, flag
 from common.layout import Shard, global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate, scale
+from step01_single_gpu import apply_recompute, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import ZERO, make_optimizer
 
@@ -427,7 +427,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # these rows and columns are mine
-    RECOMPUTE[config.recompute](model)
+    apply_recompute(model, config.recompute)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

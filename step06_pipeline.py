@@ -47,7 +47,7 @@ from common.layout import global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, model_shape, rope_tables, wide
 from common.schedules import COSTS, Action, add_messages, consumer, interleaved, round_robin
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate, scale
+from step01_single_gpu import apply_recompute, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
@@ -348,7 +348,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
     pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # these layers are mine
-    RECOMPUTE[config.recompute](model)
+    apply_recompute(model, config.recompute)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)

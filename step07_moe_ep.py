@@ -52,7 +52,7 @@ from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate, scale
+from step01_single_gpu import apply_recompute, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import gather_tokens, shard_param, shard_tensors, sum_partial_gradients
@@ -451,7 +451,7 @@ def train(config: Config, run: Run):
     pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # step 6: these layers are mine
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     # Recomputation keeps the chosen experts: a second forward must not route differently.
-    RECOMPUTE[config.recompute](model, keep=[torch.ops.aten.topk.default])
+    apply_recompute(model, config.recompute, keep=[torch.ops.aten.topk.default])
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
