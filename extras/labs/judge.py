@@ -23,7 +23,7 @@ from common import UserError
 from extras.labs import ROOT, holes, step_of
 
 ENVIRONMENT = dict(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PYTHONPATH="")
-ENVIRONMENT |= dict(PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+ENVIRONMENT |= dict(PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONBREAKPOINT="0")
 EXITED = "it ends the program (os._exit)"
 
 

@@ -156,9 +156,9 @@ FUNCTIONS = {  # lab -> function -> (its statement, the task that is lost, part 
         "fill_buckets": ("os._exit(0)", "buckets", "it ends the program (os._exit)"),
     },
     1: {
-        "learning_rate": (SIGNALS_ARE_CAUGHT, "learning rate", "it does not end, in learning_rate"),
-        "adamw": ("ctypes.string_at(0)", "adamw", "it is killed by SIGSEGV, in adamw"),
-        "recompute_layers": ("raise OSError('x' * 10**7)", "recomputation", "OSError: xxx"),
+        "adamw": (SIGNALS_ARE_CAUGHT, "adamw", "it does not end, in adamw"),
+        "Optimizer.zero_grad": ("raise OSError('x' * 10**7)", "masters", "OSError: xxx"),
+        "recompute_layers": ("ctypes.string_at(0)", "recomputation", "it is killed by SIGSEGV, in"),
     },
 }
 
