@@ -39,7 +39,7 @@ from common.flags import SEVERAL, flag
 from common.layout import global_norm, materialize
 from common.model import IGNORE, Decoder, model_shape
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import Optimizer, apply_recompute, learning_rate, scale
+from step01_single_gpu import Optimizer, set_up_layers, learning_rate, scale
 from step02_ddp import join_ranks
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 
@@ -124,7 +124,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # these rows and columns are mine
-    apply_recompute(model, config.recompute)
+    set_up_layers(model, config)
     materialize(model, config.seed, device, dtype)  # new
     optimizer = Optimizer(model, config, mesh)  # new: each rank of dp updates all of its model
     outer = OuterStep(optimizer, config, mesh["dp"])  # new

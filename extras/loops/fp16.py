@@ -34,7 +34,7 @@ from common.flags import flag
 from common.layout import global_norm
 from common.model import IGNORE, Decoder, model_shape
 from common.trainer import DTYPES, Run, choose_device, main
-from step01_single_gpu import apply_recompute, learning_rate, scale
+from step01_single_gpu import set_up_layers, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
@@ -102,7 +102,7 @@ def train(config: Config, run: Run):
         device
     )  # step 5: these tokens are mine
     pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # these layers are mine
-    apply_recompute(model, config.recompute)
+    set_up_layers(model, config)
     optimizer, sync = make_optimizer(
         model, config, mesh, device, dtype
     )  # step 3: this shard is mine (--zero)
