@@ -23,7 +23,8 @@ except ModuleNotFoundError as missing:
 
 from extras.pages.pictures import all_pictures
 
-ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 
 
 def blocks(*lines: str) -> str:
