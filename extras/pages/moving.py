@@ -53,7 +53,9 @@ def draw_spans(axes: Axes, spans: list[tuple], now: float):
         if start < now:
             width = min(end, now) - start
             axes.barh(rank, width, left=start, color=COLOURS[kind], edgecolor="white", height=0.9)
-            axes.text(start + width / 2, rank, i, ha="center", va="center", color="white", fontsize=6)
+            axes.text(
+                start + width / 2, rank, i, ha="center", va="center", color="white", fontsize=6
+            )
 
 
 def main():
@@ -78,7 +80,9 @@ def main():
             axes.axvline(now, color="#b45309", linewidth=1)
 
     moments = [*range(2, int(end), 2), *[end] * 20]  # the last frame stays for a while
-    FuncAnimation(figure, draw, moments, init_func=lambda: None).save(sys.argv[1], PillowWriter(fps=5))
+    FuncAnimation(figure, draw, moments, init_func=lambda: None).save(
+        sys.argv[1], PillowWriter(fps=5)
+    )
 
 
 if __name__ == "__main__":

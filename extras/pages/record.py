@@ -170,7 +170,9 @@ def accumulation(dtype: str, recompute: str) -> dict:
 
         table = {}
         for colour, way in enumerate(WAYS):
-            table[way] = [[[unit, colour, style(i, unit, way)] for unit in UNITS] for i in (1, 2, 3)]
+            table[way] = [
+                [[unit, colour, style(i, unit, way)] for unit in UNITS] for i in (1, 2, 3)
+            ]
         return table
 
     film = Film(step01, rows, global_batch_size=3, dtype=dtype, recompute=recompute)
@@ -244,7 +246,9 @@ def zero(stage: int) -> dict:
 
     film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=str(stage), dtype="bf16")
     text = "A box is a shard, with the number of the rank that updates it. Empty: absent. Dashed: under "
-    text += "way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the "
+    text += (
+        "way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the "
+    )
     text += "optimizer has masters and two moments. Bars: bytes on rank 0, moment by moment."
     return dict(text=text, states=film.states, curve=film.curve)
 
@@ -275,7 +279,9 @@ def block(sp: bool) -> dict:
     x_here = x.chunk(RANKS, 1)[mesh.rank] if sp else x
     mlp = model.model.layers["0"].mlp
     seen: dict[str, Tensor] = {"between blocks": x_here}
-    mlp.gate_proj.register_forward_hook(lambda _, inputs, y: seen.update({"after f": inputs[0], "after the columns": y}))
+    mlp.gate_proj.register_forward_hook(
+        lambda _, inputs, y: seen.update({"after f": inputs[0], "after the columns": y})
+    )
     mlp.down_proj.register_forward_hook(lambda _, inputs, y: seen.update({"before g": y}))
     with torch.no_grad():
         seen["after g"] = mlp(x_here)
@@ -291,7 +297,9 @@ def block(sp: bool) -> dict:
     last = states[-1][1]
     shown = [(text, {place: rows.get(place, [[]]) for place in last}) for text, rows in states]
     text = "An MLP of step 4 on four ranks, forward; x is [1, 16, 16], gate and up have 32 columns. Whole: "
-    text += "as on one device. Shard: a part of that. Partial: a term, and the ranks' terms sum to it."
+    text += (
+        "as on one device. Shard: a part of that. Partial: a term, and the ranks' terms sum to it."
+    )
     return dict(text=text, states=shown)
 
 
