@@ -146,11 +146,12 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
 def choose_owners(matrices: list[Matrix], group: Group, device: torch.device):
     """Tell one another the parts of all matrices; choose the owner and the senders of each."""
     n = group.size
-    own = torch.tensor([matrix.part for matrix in matrices], device=device)  # int64 [matrices, 5]
-    table = own.new_empty(n, *own.shape)
-    all_gather(table.view(-1), own.view(-1), group).wait()
+    own_parts = [matrix.part for matrix in matrices]
+    row = torch.tensor(own_parts, device=device)  # int64 [matrices, 5]
+    table = row.new_empty(n, *row.shape)
+    all_gather(table.view(-1), row.view(-1), group).wait()
     for matrix, rows in zip(matrices, table.transpose(0, 1).tolist(), strict=True):
-        matrix.parts = [Part(*row) for row in rows]
+        matrix.parts = [Part(*numbers) for numbers in rows]
     work = [0] * n
     for matrix in sorted(matrices, key=Matrix.flops, reverse=True):
         holders = [rank for rank in range(n) if matrix.parts[rank].size]

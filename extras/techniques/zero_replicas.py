@@ -55,12 +55,12 @@ class Zero1Replicas(Zero1):
         super().__init__(model, config, mesh, *args)
 
     def finish(self):
-        """Complete every `grad_shard`: sum over the group "shard", then over replicas."""
+        """Complete every `summed_grad`: sum over the group "shard", then over replicas."""
         super().finish()
         pendings = []
         for unit in self.units:
             if unit.group.name == "shard":
-                pendings.append(all_reduce(unit.grad_shard, self.replicas))
+                pendings.append(all_reduce(unit.summed_grad, self.replicas))
         for pending in pendings:
             pending.wait()
 
