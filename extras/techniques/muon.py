@@ -206,6 +206,15 @@ def scatter(matrices: list[Matrix], group: Group):
     exchange(sends, receives, group).wait()
 
 
+def stage_group(mesh: Any) -> Group:
+    """The ranks between which parts travel: all of this pipeline stage."""
+    if mesh is None:
+        return Group("muon", 0, 1, None)
+    dims = [dim for dim in mesh.sizes if dim != "pp"]
+    mesh.join("muon", *dims, urgent=False)
+    return mesh["muon"]
+
+
 class Muon:
     """An optimizer like those of torch.optim: Muon for the hidden matrices, AdamW for the rest."""
 
@@ -218,10 +227,7 @@ class Muon:
             if name.endswith("_proj.weight"):
                 self.hidden[name] = matrices_of(model.get_parameter(name), span, mesh)
         self.matrices = list(chain(*self.hidden.values()))
-        self.group = Group("muon", 0, 1, None)
-        if mesh is not None:
-            mesh.join("muon", *(dim for dim in mesh.sizes if dim != "pp"), urgent=False)
-            self.group = mesh["muon"]
+        self.group = stage_group(mesh)
         param = next(model.parameters())
         choose_owners(self.matrices, self.group, param.device)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16
