@@ -28,20 +28,37 @@ from extras.plan.tables import table
 
 # By the first letter of a row's id. The switches come from papers, and are the same for all runs of one source.
 RECIPES = {
-    "S": Recipe("megatron-2021", library=0.92),  # CUDA 11.0: S9 took 10% longer than the same model a year later, K5
+    "S": Recipe(
+        "megatron-2021", library=0.92
+    ),  # CUDA 11.0: S9 took 10% longer than the same model a year later, K5
     "K": Recipe("megatron-2022", overlap_tp=True),
 }
 VTRAIN = Recipe("vtrain")
 HERE = Path(__file__).parent / "published"
 KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
-CHIPS = {"A100-80": "a100-80", "H100": "h100-80", "H100-80": "h100-80", "H100-96-500W": "h100-96-500w", "B200": "b200"}
+CHIPS = {
+    "A100-80": "a100-80",
+    "H100": "h100-80",
+    "H100-80": "h100-80",
+    "H100-96-500W": "h100-96-500w",
+    "B200": "b200",
+}
 FIGURES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu", "mem_gib")
 NAMED = {  # sizes that the rows of these models lack
-    "deepseek-v3": dict(ffn_dim=18432, vocab_size=129280, experts=256, experts_per_token=8, expert_dim=2048)
+    "deepseek-v3": dict(
+        ffn_dim=18432, vocab_size=129280, experts=256, experts_per_token=8, expert_dim=2048
+    )
     | dict(shared_experts=1, dense_layers=1),
     "mixtral": dict(ffn_dim=14336, vocab_size=32000, experts=8, experts_per_token=2),
 }
-COLUMNS = ("global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length")
+COLUMNS = (
+    "global batch",
+    "micro batch",
+    "hidden size",
+    "attention heads",
+    "# layers",
+    "sequence length",
+)
 COLUMNS += ("tensor parallelism", "data parallelism", "pipeline parallelism")
 LEFT_OUT = """Left out, so the prediction is too fast: stragglers, stalled data, slow hosts, falling clocks;
 too small: the allocator's fragments; too slow: kernels that hide a message behind a matmul's tiles, caches."""
@@ -52,7 +69,9 @@ class Config:
     """The files of published runs, and the file into which predictions are written."""
 
     rows: str = str(HERE / "rows.csv")  # runs, one a line, in the columns of published/rows.csv
-    vtrain: str = str(HERE / "vtrain_multi_node.csv")  # step times, in the columns of published/vtrain_multi_node.csv
+    vtrain: str = str(
+        HERE / "vtrain_multi_node.csv"
+    )  # step times, in the columns of published/vtrain_multi_node.csv
     json: str = ""  # write all predictions to this file
 
 
@@ -78,7 +97,11 @@ def rows_of(path: str) -> list[dict[str, str]]:
     with Path(path).open(newline="") as file:
         reader = csv.DictReader(file, restval="")
         for row in reader:
-            cells = {name: "" if cell.strip().lower() == "nan" else cell.strip() for name, cell in row.items() if name}
+            cells = {
+                name: "" if cell.strip().lower() == "nan" else cell.strip()
+                for name, cell in row.items()
+                if name
+            }
             if any(cells.values()):
                 rows.append(cells | dict(line=str(reader.line_num - 1)))
     return rows
@@ -103,10 +126,18 @@ def shape_of(row: dict[str, str]) -> Shape:
     if not dim or not layers:
         raise UserError(f"row {row['id']}: hidden and layers must be given")
     if row["id"][0] in RECIPES:
-        return gpt(dim, layers, heads, int(real(row, "vocab", 51200)), seq, int(real(row, "ffn", 0)))
+        return gpt(
+            dim, layers, heads, int(real(row, "vocab", 51200)), seq, int(real(row, "ffn", 0))
+        )
     more = dict(ffn_dim=4 * dim, vocab_size=128256)
-    more |= next((sizes for name, sizes in NAMED.items() if name in row.get("model", "").lower()), {})
-    more |= {name: int(real(row, n)) for n, name in (("ffn", "ffn_dim"), ("vocab", "vocab_size")) if row.get(n)}
+    more |= next(
+        (sizes for name, sizes in NAMED.items() if name in row.get("model", "").lower()), {}
+    )
+    more |= {
+        name: int(real(row, n))
+        for n, name in (("ffn", "ffn_dim"), ("vocab", "vocab_size"))
+        if row.get(n)
+    }
     return Shape(dim, layers, heads, int(real(row, "kv", heads)), seq_len=seq, **more)
 
 
@@ -117,8 +148,12 @@ def layout_of(row: dict[str, str]) -> Layout:
     pp, tp, cp, ep, zero, mbs, chunks = (int(real(row, name, 1)) for name in names)
     dp = int(real(row, "dp", real(row, "n", pp * tp * cp) // (pp * tp * cp)))
     gbs = int(real(row, "gbs", dp))
-    whole = gbs // dp // mbs % pp == 0  # whether pp divides the micro-batches, as an interleaved schedule needs
-    some = "selective" if megatron else "elementwise"  # all others fuse attention, which stores no scores
+    whole = (
+        gbs // dp // mbs % pp == 0
+    )  # whether pp divides the micro-batches, as an interleaved schedule needs
+    some = (
+        "selective" if megatron else "elementwise"
+    )  # all others fuse attention, which stores no scores
     kind = {"sel+SP": some, "sel": some, "full": "full"}.get(recompute, "none")
     way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
     sp = not megatron or recompute == "sel+SP"
@@ -135,7 +170,9 @@ def read_rows(path: str) -> list[Case]:
         published = {figure: real(row, figure) for figure in FIGURES if row.get(figure)}
         m, layout, gpu = shape_of(row), layout_of(row), GPUS[CHIPS[chip]]
         if not row.get("recompute") and held(m, layout).total > gpu.memory:
-            layout = replace(layout, recompute="full")  # the source does not say, but without it the run does not fit
+            layout = replace(
+                layout, recompute="full"
+            )  # the source does not say, but without it the run does not fit
         cases.append(Case(name, m, layout, gpu, RECIPES.get(name[0], COURSE), published))
     return cases
 
@@ -156,7 +193,12 @@ def counted_flops(case: Case) -> float:
     """FLOPs of a token, counted as in its source: Narayanan adds recomputation; Llama 3 and NeMo omit masked scores."""
     m, letter = case.shape, case.id[0]
     if letter == "S":  # 96 B s l h^2 (1 + s / 6h + V / 16 l h), Narayanan et al., section 5.1
-        return 96 * m.n_layers * m.dim**2 * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
+        return (
+            96
+            * m.n_layers
+            * m.dim**2
+            * (1 + m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim)
+        )
     return flops_per_token(m)[0] - 6 * m.n_layers * m.seq_len * m.dim * (letter in "LA")
 
 
@@ -165,7 +207,13 @@ def predict(case: Case) -> dict[str, float]:
     seconds = step_seconds(case.shape, case.layout, case.gpu, case.recipe).step
     tokens = case.layout.global_batch_size * case.shape.seq_len / case.layout.world / seconds
     rate = counted_flops(case) * tokens
-    found = seconds, rate / 1e12, 100 * rate / case.gpu.flops, tokens, held(case.shape, case.layout).total / GIB
+    found = (
+        seconds,
+        rate / 1e12,
+        100 * rate / case.gpu.flops,
+        tokens,
+        held(case.shape, case.layout).total / GIB,
+    )
     return dict(zip(FIGURES, found, strict=True))
 
 
@@ -185,7 +233,10 @@ def choice(published: list[float], predicted: list[float]) -> tuple[float, float
 
     Regret: by what fraction the layout with the least predicted time took longer than the fastest layout.
     """
-    ranks = [[sum(x < value for x in row) + row.count(value) / 2 for value in row] for row in (published, predicted)]
+    ranks = [
+        [sum(x < value for x in row) + row.count(value) / 2 for value in row]
+        for row in (published, predicted)
+    ]
     alike = any(len(set(row)) == 1 for row in ranks)
     picked = published[predicted.index(min(predicted))]
     return 1.0 if alike else float(np.corrcoef(ranks)[0, 1]), picked / min(published) - 1
@@ -215,22 +266,41 @@ def bench(config: Config):
         if "mem_gib" in case.published:
             row[7] = f"{error(case, predicted, 'mem_gib'):+.1%}"
         rows.append(row)
-    print(f"{table(rows)}\n\n(time: error of the step's time, also where the source gives a rate)\n")
+    print(
+        f"{table(rows)}\n\n(time: error of the step's time, also where the source gives a rate)\n"
+    )
     if both := errors.get("time, S", []) + errors.get("time, K", []):
         errors["time, S and K"] = both
     rows = [["errors of", "runs", "mean", "worst", "bias"]]
     for name, all_ in errors.items():
         mean = np.mean(np.abs(all_))
-        rows.append([name, str(len(all_)), f"{mean:.1%}", f"{max(all_, key=abs):+.1%}", f"{np.mean(all_):+.1%}"])
+        rows.append(
+            [
+                name,
+                str(len(all_)),
+                f"{mean:.1%}",
+                f"{max(all_, key=abs):+.1%}",
+                f"{np.mean(all_):+.1%}",
+            ]
+        )
     print(table(rows), end="\n\n")
     rows = [["vTrain group", "layouts", "mean error", "Spearman", "regret"]]
     for name, group in groups_of(lines).items():
-        one, two = ([figures(case)["step_s"] for case in group] for figures in (lambda case: case.published, predict))
-        mean, (correlation, regret) = np.mean([abs(b / a - 1) for a, b in zip(one, two, strict=True)]), choice(one, two)
+        one, two = (
+            [figures(case)["step_s"] for case in group]
+            for figures in (lambda case: case.published, predict)
+        )
+        mean, (correlation, regret) = (
+            np.mean([abs(b / a - 1) for a, b in zip(one, two, strict=True)]),
+            choice(one, two),
+        )
         rows.append([name, str(len(one)), f"{mean:.1%}", f"{correlation:.3f}", f"{regret:.1%}"])
     print(f"{table(rows)}\n\n{LEFT_OUT}")
     if config.json:
-        entries = [dict(id=case.id, published=case.published, predicted=predicted) for case, predicted in found]
+        entries = [
+            dict(id=case.id, published=case.published, predicted=predicted)
+            for case, predicted in found
+        ]
         for entry in entries[len(cases) :]:
             entry |= dict(id=int(entry["id"]), predicted=dict(step_s=entry["predicted"]["step_s"]))
         Path(config.json).write_text(json.dumps(entries, indent=1) + "\n")
