@@ -381,6 +381,16 @@ def test_law_of_recomputation(recompute, numbers, statistics, repeated):
     close(matrices, 2 * (7 * 2 + 1) + 2 * repeated, "matrix products of backward")
 
 
+@cases("recompute", ["selective", "all-but-attention"])
+def test_what_others_keep_is_kept(recompute):
+    """Operators that a step keeps, such as a router's topk, are kept besides those of the flag."""
+    topk = torch.ops.aten.topk.default
+    with mock.patch("extras.techniques.selective.recompute_layers") as recompute_layers:
+        step01.RECOMPUTE[recompute](None, [topk])
+    (_, kept) = recompute_layers.call_args.args
+    assert topk in kept and len(kept) > 1
+
+
 def test_law_of_logits():
     """Logits exist for an eighth of the tokens at a time, in forward and again in backward."""
     shapes = []
@@ -521,13 +531,18 @@ def test_a_mistake_is_one_line(pools, step, flags, message):
         assert found.startswith(message), found
 
 
-@cases("technique", TECHNIQUES)
+OURS = [module for module in TECHNIQUES if re.search("-m extras step0[1-4]", module.__doc__)]
+
+
+@cases("technique", OURS)
 def test_launch_lines(technique):
-    """The launch line of each technique has flags that its step accepts."""
+    """The launch line of each technique has flags that its step accepts; the table names it."""
     pattern = r"^Run it: .*? -m extras (\w+)\.py (.*)$"
     ((step, flags),) = re.findall(pattern, technique.__doc__, re.MULTILINE)
     module = importlib.import_module(step)
     parse(with_flags(module.Config, TECHNIQUES), flags.split())
+    table = (ROOT / "extras/techniques/README.md").read_text()
+    assert f"({Path(technique.__file__).name})" in table
 
 
 def test_a_launch(tmp_path):
@@ -536,11 +551,3 @@ def test_a_launch(tmp_path):
     words = [sys.executable, "-m", "extras", "step01_single_gpu.py", *flags.split()]
     subprocess.run([*words, f"--out={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_the_table_names_every_technique():
-    """README.md's table has a row for each file of techniques/ and loops/."""
-    table = (ROOT / "extras/techniques/README.md").read_text()
-    for folder in ("techniques", "loops"):
-        for path in (ROOT / "extras" / folder).glob("[a-z]*.py"):
-            assert f"({'../loops/' * (folder == 'loops')}{path.name})" in table, path.name
