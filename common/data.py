@@ -173,8 +173,9 @@ def read_hub(source: str) -> Contents:
             hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
         rows = datasets.load_dataset(name, config or None, split="train").select_columns("text")
     except known as error:
-        problem = "no such file, and as a data set of the hub (HF_HUB_OFFLINE=1: of its cache)"
-        raise UserError(f"--dataset {source}: {problem}: {error}") from error
+        problem = f"no such file, and as a data set of the hub: {error}"
+        hint = "(HF_HUB_OFFLINE=1 reads one that was downloaded before)"
+        raise UserError(f"--dataset {source}: {problem} {hint}") from error
     return f"{len(rows):,} rows of the hub's {source}", strings(rows["text"], source)
 
 

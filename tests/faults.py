@@ -69,6 +69,15 @@ FAULTS = [
     Fault("common.data", "default_rng((seed, epoch))", "default_rng(epoch)", "test_data::test_each_epoch_has_every_window_once_in_another_order", "the order does not depend on the seed"),  # noqa: E501
     Fault("common.data", "self.n_windows - max(1, self.n_windows // 20)", "self.n_windows", "test_data::test_each_epoch_has_every_window_once_in_another_order", "the held-out windows are trained on"),  # noqa: E501
     Fault("common.data", "default_rng(0)", 'default_rng(int(os.environ.get("RANK", 0)))', "test_step01::test_a_plain_launch", "each rank shuffles the files in its own order: https://github.com/jzhang38/TinyLlama/issues/67"),  # noqa: E501
+    Fault("common.data", "if suffix or not HUB_NAME", "if not HUB_NAME", "test_data::test_a_missing_file_is_not_looked_up_on_the_hub", "a mistyped file is looked up on the hub"),  # noqa: E501
+    Fault("common.data", "if len(examples) != 1 or None in examples:", "if not examples:", "test_data::test_a_folder_of_several_kinds_is_refused", "a folder is read in part"),  # noqa: E501
+    Fault("common.data", "if not isinstance(text, str):", "if text is None:", "test_data::test_a_parquet_file_without_texts_is_named", "a row without a text is an error of the program"),  # noqa: E501
+    Fault("common.data", "if not n_characters:", "if row < 0:", "test_data::test_an_unusable_file_is_named", "an empty file is read"),  # noqa: E501
+    Fault("common.data", 'known["dtype"], "r")', '"uint16", "r")', "test_data::test_token_ids_are_mapped_into_memory", "32-bit ids are read as 16-bit ones"),  # noqa: E501
+    Fault("common.data", "if len(tokens) != known", "if not tokens.size and known", "test_data::test_token_ids_that_do_not_fit_are_refused", "a part of the ids is taken as the whole"),  # noqa: E501
+    Fault("common.data", "largest >= shape.vocab_size", "largest > shape.vocab_size", "test_data::test_text_needs_a_vocabulary_with_its_end", "an id just outside the vocabulary is not noticed"),  # noqa: E501
+    Fault("common.data", "range(self.n_train, min", "range(0, min", "test_data::test_held_out_windows_are_the_last_twentieth", "the held-out windows are those that are trained on"),  # noqa: E501
+    Fault("common.data", "part[:BLOCK]", "part[:1]", "test_data::test_a_changed_token_changes_the_fingerprint", "the fingerprint misses a changed token"),  # noqa: E501
     Fault("common.layout", "value = shard_of(value, shard)", "value = draw(name, list(param.shape), model.config.n_layers, seed)", "test_step01::test_materialize", "all ranks draw the same shard: https://github.com/modelscope/ms-swift/pull/7944"),  # noqa: E501
     Fault("common.layout", "setattr(module, key, filled)", "setattr(module, key, nn.Parameter(filled.detach().clone()))", "test_step01::test_materialize", "the tie between embedding and head is cut: https://github.com/facebookresearch/lingua/pull/75"),  # noqa: E501
     Fault("common.layout", "shard.start : shard.stop]", ": shard.stop - shard.start]", "test_step01::test_materialize", "all ranks hold rank 0's shard"),  # noqa: E501

@@ -13,6 +13,7 @@ from extras.variants.__main__ import table
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"} | sys.stdlib_module_names
+OUTSIDE |= {"pyarrow", "huggingface_hub"}  # parts of `datasets`: its tables, and its client of the hub
 MAY = {  # part of the repository (`room_of`) -> the other parts that it may import
     "step": {"common"},
     "common": set(),
