@@ -8,22 +8,11 @@ from common.checkpoint import Checkpoint, candidates, find
 from common.flags import spelled
 from common.ranks import Ranks
 
-# These flags may change: they say where files are, and how the same numbers are computed;
-FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# and these: they say which rank computes what. (But state besides parameters fits one layout.)
-LAYOUT = {
-    "nproc_per_node",
-    "micro_batch_size",
-    "recompute",
-    "sync",
-    "bucket_mb",
-    "zero",
-    "tp",
-    "sp",
-}
-LAYOUT |= {"tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep", "ep_mode"}
-# A micro-batch's size changes results if experts are balanced within each one, as by a loss.
-BALANCED_LATER = {"none", "bias"}
+# A resumed run keeps its flags, except those of where files are and how numbers are computed,
+FREE = set("dataset out resume save_every timeout profile device dtype compile".split())
+# and except those of which rank computes what. (Only state besides parameters depends on these.)
+LAYOUT = "nproc_per_node micro_batch_size recompute sync bucket_mb zero keep tp sp"
+LAYOUT = set((LAYOUT + " tp_overlap cp cp_mode pp schedule chunks ep ep_mode").split())
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
@@ -32,28 +21,25 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     "auto": the newest sound one in --out, if there is any. Else a run directory, or a checkpoint.
     Raises UserError if none is there, or if --out has checkpoints that would be mixed with others.
     """
+    where = out if resume == "auto" else Path(resume)
+    if resume not in ("", "auto") and not candidates(where):
+        raise UserError(f"--resume {resume}: no checkpoint is there")
     own = candidates(out)
     if own and resume != "auto":
-        allowed = [out.resolve(), own[0].resolve()]
-        if not resume or Path(resume).resolve() not in allowed:
-            advice = f"set --resume {out} to continue, or another --out"
+        advice = f"set --resume {out} to continue, or another --out"
+        if not resume or where.resolve() not in (out.resolve(), own[0].resolve()):
             raise UserError(f"--out {out} has checkpoints: {advice}")
-    if not resume:
-        return None
-    folder = find(out if resume == "auto" else Path(resume), ranks)
-    if folder is None and resume != "auto":
-        raise UserError(f"--resume {resume}: no checkpoint is there")
-    return folder
+    return find(where, ranks) if resume else None
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """Raise UserError unless a run with these flags and data computes what the saved one did."""
     free = FREE if saved.has_state else FREE | LAYOUT
-    if flags.get("balance", "none") not in BALANCED_LATER:
-        free = free - {"micro_batch_size"}
+    if flags.get("balance", "none") not in ("none", "bias"):
+        free = free - {"micro_batch_size"}  # experts are balanced within each micro-batch
     for name, value in flags.items():
-        before = saved.flags.get(name, value)
+        before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
-    if saved.fingerprint not in ("", fingerprint):
+    if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

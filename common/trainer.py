@@ -35,11 +35,12 @@ from torch.distributed import DistError
 from tqdm import tqdm
 
 from common import UserError
-from common.checkpoint import Checkpoint, folder_name, pieces_of, save
+from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
-from common.flags import parse, spelled
-from common.meter import flops_per_token, parameter_table, peak_flops, profiling, rows_of
-from common.ranks import Ranks, check_environment, compare_launches, require_same
+from common.flags import parse
+from common.meter import Row, flops_per_token, parameter_table, peak_flops, profiling, rows_of
+from common.model import Decoder
+from common.ranks import Ranks, check_environment
 from common.resume import check_flags, choose_checkpoint
 from common.watch import HangWatch, Signals
 
@@ -77,11 +78,11 @@ class Run(AbstractContextManager):
         self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.rank == 0
-        world = int(os.environ.get("WORLD_SIZE", 1))
-        self.flags = dataclasses.asdict(config) | {"nproc_per_node": world}
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.flags = dataclasses.asdict(config) | {"nproc_per_node": self.world}
         self.history: list[dict[str, Any]] = []  # the rows of metrics.jsonl
         self.began = 0.0  # when the present step began
-        self.watch = HangWatch(config.timeout)
+        self.watch = HangWatch(config.timeout, self.out)
 
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
@@ -93,18 +94,24 @@ class Run(AbstractContextManager):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps. `parts`: what makes up this run (model, optimizer, ...).
 
-        A part may have state besides its parameters: methods `state`, which returns a dict of
-        tensors, and `load_state`. It is restored in the same layout only. Raises UserError.
+        A part may have state besides parameters: methods `state`, which returns a dict of tensors,
+        and `load_state`, which takes it. It is restored in the same layout only. Raises UserError.
         """
         self.parts = parts
         self.mesh = parts.get("mesh") or Mesh(dp=1)
         self.ranks = Ranks()
+        if self.ranks.world < self.world:
+            raise UserError(
+                "--nproc_per_node: this script trains on one device; step 2 is for more"
+            )
         done = self.restore()
         self.begin()  # only now: a launch that fails earlier does not touch an earlier run's files
-        self.introduce()
+        self.introduce(parts["model"], parts["optimizer"])
         self.take_sent()  # what was sent before the first step
         steps = range(done, self.config.steps)
-        trace = profiling(self.config.profile, len(steps), self.out, self.rank, self.device)
+        trace = profiling(
+            self.config.profile, len(steps), self.out, self.rank, self.gpu is not None
+        )
         bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
         with bar as self.bar, trace as end_step, Signals() as signals:
             for step in steps:
@@ -112,35 +119,38 @@ class Run(AbstractContextManager):
                 self.began = time.perf_counter()
                 yield step
                 end_step()
-                stopping = any(self.ranks.gather(signals.first > 0))
+                stopping = any(self.ranks.gather(signals.received > 0))
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
-                    self.save(step + 1)
+                    self.save(step + 1, **parts)
                 if stopping:
-                    self.say(f"ended by a signal: continue with --resume {self.out}")
+                    self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
 
     def restore(self) -> int:
-        """Restore what --resume names, if anything; returns the number of steps done.
+        """Restore what --resume selects, if anything; returns the number of steps done.
 
-        Raises UserError on all ranks: if they read different data, or the checkpoint does not fit.
+        Raises UserError if ranks have read different data, or if the checkpoint does not fit.
         """
         data = self.parts.get("data")
         self.fingerprint = data.fingerprint() if data else ""
-        require_same(self.ranks.gather({"--dataset's fingerprint": self.fingerprint}))
+        self.ranks.require_same(
+            self.fingerprint, "--dataset: the fingerprints of its tokens differ"
+        )
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
         if folder is None:
             return 0
         saved = Checkpoint(folder)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        if saved.has_state:  # the layout is the same, so rank r needs rank r's
+        if saved.has_state:  # then the layout is the same, and so are the ranks
             for name, state in saved.files[self.rank]["state"].items():
                 self.parts[name].load_state(state)
         if self.first:
-            self.history = saved.history
-        self.say(f"resuming from {folder}: {saved.step} of {self.config.steps} steps are done")
-        return saved.step
+            self.history = saved.about["history"]
+        done = saved.about["step"]
+        self.say(f"resuming from {folder}: {done} of {self.config.steps} steps are done")
+        return done
 
     def begin(self):
         """Create the run directory. metrics.jsonl begins with the steps that are already done."""
@@ -151,44 +161,43 @@ class Run(AbstractContextManager):
                 (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
                 (self.out / "metrics.jsonl").write_text(rows)
 
-    def introduce(self):
-        """Print devices, mesh, data, and how each parameter is sharded; find FLOPs and peak."""
-        model, optimizer = self.parts["model"], self.parts["optimizer"]
-        rows = {}
-        for others in self.ranks.gather(rows_of(model, self.mesh)):
-            rows = others | rows  # if several ranks hold a parameter: the row of the first
-        wholes = {name: row.whole for name, row in rows.items()}
-        top_k = getattr(self.config, "experts_per_token", 1)
-        self.flops = flops_per_token(wholes, model.config, top_k)
+    def introduce(self, model: Decoder, optimizer: Any):
+        """Print the devices, the mesh, the data, and how each parameter is sharded."""
+        rows: dict[str, Row] = {}
+        for others in reversed(self.ranks.gather(rows_of(model, self.mesh))):
+            rows = others | rows
         param = next(model.parameters())
-        self.device = param.device
-        self.peak = self.ranks.world * peak_flops(param.device, param.dtype)
-        sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-        updated = sum(master.numel() for master in optimizer.masters.values())
-        self.say(f"device: {self.ranks.world} x {param.device.type}, {param.dtype}; mesh: {sizes}")
+        self.gpu = torch.cuda.get_device_name(param.device) if param.is_cuda else None
+        self.peak = self.world * peak_flops(self.gpu, param.dtype)
+        self.flops = flops_per_token(
+            rows, model.config, getattr(self.config, "experts_per_token", 1)
+        )
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+        self.say(f"device: {self.world} x {self.gpu or 'cpu'}, {param.dtype}; mesh: {mesh}")
         if "data" in self.parts:
             self.say(self.parts["data"].summary)
-        if self.ranks.world > 1:
+        if self.world > 1:
             self.say(parameter_table(rows))
-        total = sum(math.prod(whole) for whole in wholes.values())
+        total = sum(math.prod(row.whole) for row in rows.values())
         held = sum(param.numel() for param in model.parameters())
-        self.say(f"parameters: {total:,}; rank 0 holds {held:,}, and updates {updated:,} of them")
+        updated = sum(master.numel() for master in optimizer.masters.values())
+        self.say(f"parameters: {total:,}; rank 0 holds {held:,} and updates {updated:,} of them")
 
     def save_is_due(self, step: int) -> bool:
         """Whether --save-every asks for a checkpoint after `step` steps."""
         every = self.config.save_every
         return every > 0 and (step % every == 0 or step == self.config.steps)
 
-    def save(self, step: int):
+    def save(self, step: int, model: Decoder, optimizer: Any, **parts: Any):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
-        state = {}
-        for name, part in self.parts.items():
+        content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint)
+        content["history"] = self.history if self.first else []
+        content["state"] = {}
+        for name, part in parts.items():
             if hasattr(part, "load_state"):
-                state[name] = part.state()
-        content = {"step": step, "flags": self.flags, "fingerprint": self.fingerprint}
-        content |= {"history": self.history if self.first else [], "state": state}
-        pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        save(self.out / "checkpoints" / folder_name(step), content, pieces, self.ranks)
+                content["state"][name] = part.state()
+        folder = self.out / f"checkpoints/step-{step:08d}"
+        save(folder, content, pieces_of(model, optimizer), self.ranks)
 
     def take_sent(self) -> dict[str, int]:
         """The bytes that this rank has sent since the last call, by group."""
@@ -202,13 +211,12 @@ class Run(AbstractContextManager):
         """Raise UserError if one of `numbers` is inf or nan, before the update makes weights nan."""
         for name, value in numbers.items():
             if not math.isfinite(value):
-                gradients = self.parts["optimizer"].gradients()
-                bad = [key for key, each in gradients.items() if not each.isfinite().all()]
+                gradients = self.parts["optimizer"].gradients().items()
+                bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
                 raise UserError(
-                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. If one "
-                    "device trains well with the same flags, it is a bug of the sharding. On rank "
-                    f"{self.rank}, {len(bad)} of {len(gradients)} gradients are not finite"
-                    + (f", the first is that of {bad[0]}" if bad else "")
+                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If one "
+                    "device trains well with these flags, the sharding has a bug. Not finite on "
+                    f"rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'})"
                 )
 
     def record(self, step: int, tokens: int, **numbers: float):
@@ -220,7 +228,7 @@ class Run(AbstractContextManager):
         if self.peak:
             row["mfu"] = self.flops * rate / self.peak
             shown += f"  MFU {row['mfu']:.1%}"
-        if self.device.type == "cuda":
+        if self.gpu:
             row["peak_memory"] = torch.cuda.max_memory_allocated()
             shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
         for name, value in row.items():
@@ -235,13 +243,13 @@ class Run(AbstractContextManager):
                 file.write(json.dumps(row) + "\n")
 
     def say(self, text: str):
-        """Print a line on rank 0."""
+        """Print on rank 0."""
         if self.first:
             print(text, flush=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """In this context, raise UserError, which names --out, in place of OSError."""
+        """In this context, an OSError becomes a UserError that names --out."""
         try:
             yield
         except OSError as error:
@@ -271,8 +279,6 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
     try:
         check_environment()
         config = parse(cls)
-        flags = {spelled(name): value for name, value in vars(config).items()}
-        store = compare_launches(flags) if several else None  # noqa: F841 (kept until the end)
         with run_type(config) as run:
             train(config, run)
         if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
