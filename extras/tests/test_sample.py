@@ -1,30 +1,24 @@
 """Tests extras/tools/sample.py: one process reads what eight ranks saved, and continues a text."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from common import UserError
-from common.checkpoint import folder_name, pieces_of, save
 from common.data import Data
-from common.layout import materialize
 from common.model import Decoder
-from common.ranks import Ranks
 from extras.tools import sample, tokens
-from extras.tools.saved import build_model, load_model
-from step01_single_gpu import Config, Optimizer
-from tests.equal import Watch, close
+from extras.tools.saved import load_model
+from tests.equal import Watch, close, decoder
 
-CPU = torch.device("cpu")
 SHAPE = "debug,dim=32,n_layers=4,ffn_dim=48,seq_len=16"
 
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory) -> str:
-    """A text of about 250 windows of 16 bytes."""
+    """A text of some 200 windows of 16 bytes."""
     path = tmp_path_factory.mktemp("text") / "some.txt"
     path.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(200)))
     return str(path)
@@ -33,99 +27,86 @@ def text_file(tmp_path_factory) -> str:
 def trained(step: str, flags: dict[str, Any]) -> Decoder:
     """Train with a step's own `train`; returns the model."""
     module = importlib.import_module(step)
-    config = module.Config(model=SHAPE, device="cpu", dtype="fp64", steps=2, **flags)
-    with Watch(config) as run:
-        module.train(config, run)
+    options = dict(model=SHAPE, device="cpu", steps=2, global_batch_size=4, micro_batch_size=1)
+    with Watch(module.Config(**options | flags)) as run:
+        module.train(run.config, run)
     return run.model
 
 
-def save_trained(*arguments: Any):
+def train_and_save(*arguments: Any):
     """Runs on every rank: `trained`, without an answer."""
     trained(*arguments)
 
 
-@pytest.mark.parametrize(
-    "step, layout, flags",
-    [
-        ("step06_pipeline", dict(pp=2, cp=2, zero="3"), {}),
-        ("step07_moe_ep", dict(pp=2, tp=2, ep=2, zero="2"), dict(balance="bias", bias_rate=0.1)),
-    ],
-)
-def test_what_eight_ranks_saved(pools, tmp_path, text_file, capsys, step, layout, flags):
-    """The held-out loss is that of the model of one process that trained without any layout."""
-    flags |= dict(dataset=text_file, global_batch_size=4, micro_batch_size=1)
+def test_one_process_reads_what_eight_ranks_saved(pools, tmp_path, text_file, capsys):
+    """The held-out loss is that of a model that one process trained, experts' biases included."""
+    step, run = "step07_moe_ep", tmp_path / "run"
+    flags = dict(balance="bias", bias_rate=0.1, dataset=text_file, dtype="fp64")
+    layout = dict(pp=2, tp=2, ep=2, zero="2", save_every=2, out=str(run))
+    pools(8).run(train_and_save, step, flags | layout)
     alone = trained(step, flags)
-    pools(8).run(save_trained, step, flags | layout | dict(out=f"{tmp_path}/run", save_every=2))
     held_out = Data(text_file, alone.config, 1, 0).held_out(5)
-    expected = alone(*held_out).item() / held_out[1].numel()
-    _, model = load_model(tmp_path / "run", CPU, torch.float64)
+    expected = alone(*held_out).item() / (5 * 16)
+    _, model = load_model(run, torch.device("cpu"), torch.float64)
     close(sample.held_out_loss(model, *held_out), expected, "the held-out loss")
-    sample.main([f"{tmp_path}/run", "3 times", "--tokens", "2", "--sequences", "5"])
-    first, _, text = capsys.readouterr().out.partition("\n\n")
-    assert f"{expected:.4f} nats per token of 5 held-out sequences" in first
+    sample.main([str(run), "3 times", "--tokens", "2", "--sequences", "5"])
+    first, text = capsys.readouterr().out.split("\n\n", 1)
+    assert first == f"{run}: {expected:.4f} nats per token of 5 held-out sequences"
     assert text.startswith("3 times")
 
 
-def save_model(run: Path, **flags: Any) -> Decoder:
-    """Save a model with large random weights as the checkpoint of a run."""
-    model = build_model(dict(model=SHAPE) | flags)
-    materialize(model, 0, CPU, torch.float32)
+def with_large_weights() -> tuple[Decoder, list]:
+    """A model with seq_len 6 and 13 token ids, and a list that gets its logits."""
+    model = decoder()
     for param in model.parameters():
-        torch.nn.init.normal_(param, 0.0, 0.3)
-    content = dict(step=1, flags=dict(model=SHAPE) | flags, fingerprint="", history=[], state={})
-    pieces = pieces_of(model, Optimizer(model, Config()))
-    save(run / "checkpoints" / folder_name(1), content, pieces, Ranks())
-    return model
-
-
-def test_each_token_is_drawn_from_the_models_logits(tmp_path):
-    """With temperature 0 it is the largest logit's; else its frequency is softmax(logits / T)."""
-    model = save_model(tmp_path, model=f"{SHAPE},vocab_size=300")
+        torch.nn.init.normal_(param, 0.0, 0.5, torch.Generator().manual_seed(param.numel()))
     seen = []
     model.lm_head.register_forward_hook(lambda *call: seen.append(call[-1]))
-    prompt = list(b"six times seven is more than 16 bytes")
-    found = sample.continued(model, prompt, 257, 0, sample.Config(tokens=5, temperature=0.0))
-    assert found[: len(prompt)] == prompt
-    for n in range(len(prompt), len(prompt) + 5):
-        window = torch.tensor([found[n - 16 : n]])
+    return model, seen
+
+
+def test_temperature_0_takes_the_largest_logit():
+    """It is the largest of the known ids' logits, given the last 6 tokens."""
+    model, seen = with_large_weights()
+    greedy = sample.Config(tokens=20, temperature=0.0)
+    ids = sample.continued(model, [1, 2], 9, 0, greedy)
+    assert len(ids) == 22
+    for n in range(2, 22):
+        window = torch.tensor([ids[max(0, n - 6) : n]])
         model(window, window)
-        assert found[n] == seen[-1][0, -1, :257].argmax()
-    short = sample.Config(tokens=5, temperature=0.5)
-    texts = [sample.continued(model, [1, 2], 257, length, short) for length in (0, 16)]
-    assert texts[0] == texts[1]  # padding changes nothing
+        assert ids[n] == seen[-1][0, -1, :9].argmax()
+    assert sample.continued(model, [1, 2], 9, 6, greedy) == ids  # padded to 6 tokens
 
-    counts = torch.zeros(6)
+
+def test_frequencies_are_softmax_of_logits_over_temperature():
+    """1,000 draws among 4 ids have the frequencies of the definition."""
+    model, seen = with_large_weights()
+    counts = torch.zeros(4)
     for seed in range(1000):
-        draw = sample.Config(tokens=1, temperature=2.0, seed=seed)
-        counts[sample.continued(model, [1, 2], 6, 0, draw)[-1]] += 1
+        draw = sample.Config(tokens=1, temperature=3.0, seed=seed)
+        counts[sample.continued(model, [1, 2], 4, 0, draw)[2]] += 1
     model(torch.tensor([[1, 2]]), torch.tensor([[1, 2]]))
-    probabilities = (seen[-1][0, -1, :6] / 2.0).softmax(-1)
-    assert (counts / 1000 - probabilities).abs().sum() < 0.1
+    expected = (seen[-1][0, -1, :4] / 3.0).softmax(-1)
+    assert (counts / 1000 - expected).abs().max() < 0.04  # 2.5 standard deviations, if p = 1/2
 
 
-def test_a_tokenizer_beside_the_data(tmp_path, text_file, capsys):
-    """A run on a .bin gets the tokenizer beside it; without one, the text has no ids."""
-    out = f"{tmp_path}/ids"
-    tokens.run(tokens.Config(dataset=text_file, train=280, out=out))
-    save_model(tmp_path / "run", model=f"{SHAPE},vocab_size=280", dataset=f"{out}.bin")
-    sample.main([f"{tmp_path}/run", "3 times é", "--tokens", "9"])
+def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
+    """A run on a .bin takes the tokenizer beside it. What has no ids there is one line."""
+    for n in 280, 300:
+        tokens.run(tokens.Config(dataset=text_file, train=n, out=f"{tmp_path}/{n}"))
+    run, more = f"{tmp_path}/run", ["--dataset", f"{tmp_path}/300.bin"]
+    flags = dict(model=f"{SHAPE},vocab_size=280", dataset=f"{tmp_path}/280.bin", out=run)
+    trained("step01_single_gpu", flags | dict(save_every=1))
+    sample.main([run, "3 é", "--tokens", "9"])
     text = capsys.readouterr().out.partition("held-out sequences\n\n")[2]
-    assert text.startswith("3 times é") and len(text) > len("3 times é\n")
-    Path(f"{out}.tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"ids.tokenizer.json: cannot be read"):
-        sample.main([f"{tmp_path}/run", "3"])
-
-
-def test_what_cannot_be_continued_is_one_line(tmp_path, text_file):
-    """A text without known ids, a run that is not there, or one without data."""
-    save_model(tmp_path / "imported")
-    save_model(tmp_path / "small", model=f"{SHAPE},vocab_size=100")
+    assert text.startswith("3 é") and len(text) > len("3 é\n")
+    (tmp_path / "280.tokenizer.json").unlink()
     for words, problem in [
-        (["imported", "a"], "imported, and has no data yet: give --dataset"),
-        (["small", "cat", "--dataset", text_file], r"its ids \[99, 97, 116\] must be below 100"),
-        (["imported", "", "--dataset", text_file], r"its ids \[\] must"),
-        (["nowhere", "a"], "no checkpoint is there"),
-        (["imported", "a", "--temperature", "-1"], "--temperature is -1.0: it must be at least 0"),
+        ([run, "3"], "280.tokenizer.json: cannot be read"),
+        ([run, "", *more], r"its ids \[\] must be below 280"),
+        ([run, "9 times 9 is 81\n", *more], r"its ids .*2[89]\d.* must be below 280"),
+        ([run, "3", "--temperature", "-1"], "--temperature is -1.0: it must be at least 0"),
+        ([str(tmp_path), "3"], "no checkpoint is there"),
     ]:
         with pytest.raises(UserError, match=problem):
-            sample.main([f"{tmp_path}/{words[0]}", *words[1:]])
+            sample.main(words)

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from common import UserError
-from common.checkpoint import folder_name, pieces_of, save
+from common.checkpoint import pieces_of, save
 from common.flags import Parser, spelled
 from common.layout import materialize
 from common.model import PRESETS, Decoder, ModelConfig, model_shape, wide
@@ -178,7 +178,7 @@ def import_model(folder: Path, out: Path, text: str):
         own.copy_(other)
     content = dict(step=0, flags=flags, fingerprint="", history=[], state={})
     pieces = pieces_of(model, Optimizer(model, Config()))  # no step was taken: no moments
-    save(out / "checkpoints" / folder_name(0), content, pieces, Ranks())
+    save(out / "checkpoints/step-00000000", content, pieces, Ranks())
     words = " ".join(f"{spelled(name)} {value}" for name, value in flags.items())
     print(f"resume it with {words} --resume {out}")
 

@@ -9,12 +9,13 @@ token is drawn from softmax(logits / temperature); 0 takes the most probable one
 
 There is no KV cache: each new token costs a forward of all tokens before it, seq_len at most (and
 always, if there are experts). For n tokens after a text of p, these are n p + n (n-1) / 2 tokens.
-With a cache they would be p + n - 1, and each would keep 2 n_layers n_kv_heads head_dim numbers. For
-100 tokens after 8: 5,750, or 107.
+With a cache they would be p + n - 1, and the cache would hold 2 n_layers n_kv_heads head_dim numbers
+for each. For 100 tokens after 8: 5,750, or 107.
 """
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def main(argv: list[str]):
     config = parse(Config, argv[2:] if len(argv) > 1 else ["--help"])
     run, text = argv[:2]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    flags, model = load_model(run, device)
+    flags, model = load_model(Path(run), device)
     shape = model.config
     if not config.dataset and "dataset" not in flags:
         raise UserError(f"{run} was imported, and has no data yet: give --dataset")

@@ -32,7 +32,7 @@ def build_model(flags: dict[str, Any]) -> Decoder:
 
 
 def load_model(
-    run: str | Path, device: torch.device, dtype: torch.dtype = torch.float32
+    run: Path, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Any], Decoder]:
     """The flags and the model of a run, or of one of its checkpoints. Raises UserError."""
     flags, tensors = whole_parameters(run)
