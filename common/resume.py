@@ -9,10 +9,11 @@ from common.flags import spelled
 from common.ranks import Ranks
 
 # A resumed run keeps its flags, except those of where files are and how numbers are computed,
-FREE = set("dataset out resume save_every timeout profile device dtype compile".split())
+FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
 # and except those of which rank computes what. (Only state besides parameters depends on these.)
-LAYOUT = "nproc_per_node micro_batch_size recompute sync bucket_mb zero keep tp sp"
-LAYOUT = set((LAYOUT + " tp_overlap cp cp_mode pp schedule chunks ep ep_mode").split())
+LAYOUT = {"nproc_per_node", "micro_batch_size", "recompute", "compile", "sync", "bucket_mb"}
+LAYOUT |= {"zero", "keep", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks"}
+LAYOUT |= {"ep", "ep_mode"}
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:

@@ -136,14 +136,14 @@ def train(config: Config, run: Run):
         scale(optimizer.gradients(), 1 / factor)  # new
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
         finite = loss_scale.update(norm)  # new
-        run.require_finite(step, loss=loss.item(), grad_norm=norm if finite else 0.0)  # new
+        run.require_finite(step, loss=loss.item())  # new: the norm may be inf
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)
         if finite:  # new: else nothing is updated
             optimizer.step(lr)  # new
         optimizer.zero_grad()
-        numbers = dict(grad_norm=norm if finite else None, lr=lr, loss_scale=factor)  # new
+        numbers = dict(grad_norm=norm, lr=lr, loss_scale=factor)  # new
         run.record(step, tokens.numel(), loss=loss.item(), **numbers)  # new
 
 

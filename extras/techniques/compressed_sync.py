@@ -32,6 +32,7 @@ Feedback Fixes SignSGD". In PyTorch, the communication hooks of DistributedDataP
 Run it:    torchrun --nproc_per_node=4 -m extras step02_ddp.py --sync int8
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,10 +57,10 @@ class CompressedSync(BucketSync):
         super().__init__(model, config, mesh)
         self.fraction = config.topk_fraction
         self.scattering = Pending()  # the newest all-to-all
-        self.owed: list[Tensor] = []  # for each bucket, the errors of its shards [n, length]
+        self.owed: dict[Bucket, Tensor] = {}  # the errors of a bucket's shards [n, length]
         for bucket in self.buckets:
             n = bucket.group.size
-            self.owed.append(bucket.flat.new_zeros(n, -(-len(bucket.flat) // n)))
+            self.owed[bucket] = bucket.flat.new_zeros(n, math.ceil(len(bucket.flat) / n))
 
     def compress(self, values: Tensor) -> Tensor:
         """Floats [shards, length] -> a message for each shard [shards, any]."""
@@ -71,26 +72,25 @@ class CompressedSync(BucketSync):
 
     def send(self, bucket: Bucket):
         """Start to sum a bucket; before that, finish the all-to-all of the bucket before."""
-        n = bucket.group.size
-        if n == 1:
+        if bucket.group.size == 1:
             return
         self.scattering.wait()
-        owed = self.owed[self.buckets.index(bucket)]
-        length = owed.shape[1]
+        owed = self.owed[bucket]
         values = owed + F.pad(bucket.flat, (0, owed.numel() - len(bucket.flat))).view_as(owed)
         message = self.compress(values)
-        owed.copy_(values - self.widen(message, length, values.dtype))
+        owed.copy_(values - self.widen(message, owed.shape[1], owed.dtype))
         received = torch.empty_like(message)
         self.scattering = all_to_all(received, message, bucket.group)
-        self.scattering.then = partial(self.gather, bucket, owed[bucket.group.rank], received)
+        self.scattering.then = partial(self.gather, bucket, received)
         self.pending.append(self.scattering)
 
-    def gather(self, bucket: Bucket, own_owed: Tensor, received: Tensor):
+    def gather(self, bucket: Bucket, received: Tensor):
         """Add up the shards that have arrived, and start to gather all ranks' sums."""
-        length = len(own_owed)
-        total = self.widen(received, length, own_owed.dtype).sum(0, keepdim=True)
+        owed = self.owed[bucket]
+        length = owed.shape[1]
+        total = self.widen(received, length, owed.dtype).sum(0, keepdim=True)
         message = self.compress(total)
-        own_owed += (total - self.widen(message, length, total.dtype))[0]
+        owed[bucket.group.rank] += (total - self.widen(message, length, owed.dtype))[0]
         sums = message.new_empty(bucket.group.size, message.shape[1])
         gathering = all_gather(sums.view(-1), message.view(-1), bucket.group)
         gathering.then = partial(self.fill, bucket, sums, length)
@@ -103,11 +103,11 @@ class CompressedSync(BucketSync):
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides parameters: this rank's errors."""
-        return {f"owed.{i}": owed for i, owed in enumerate(self.owed)}
+        return {f"owed.{i}": owed for i, owed in enumerate(self.owed.values())}
 
     def load_state(self, state: dict[str, Tensor]):
         """Restore the errors."""
-        for i, owed in enumerate(self.owed):
+        for i, owed in enumerate(self.owed.values()):
             owed.copy_(state[f"owed.{i}"])
 
 
