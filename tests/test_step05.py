@@ -134,21 +134,43 @@ def test_zigzag_positions(n, expected):
 
 def zigzag(n: int, rank: int, length: int) -> Tensor:
     """The positions of a rank's `length` tokens."""
-    chunks = torch.arange(n * length).chunk(2 * n)
-    return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
+    return torch.arange(n * length).view(2 * n, -1)[[rank, -1 - rank]].flatten()
+
+
+def in_turn(n: int, rank: int, length: int) -> Tensor:
+    """The positions of a rank's `length` tokens, if ranks have consecutive ones."""
+    return torch.arange(n * length).view(n, length)[rank]
+
+
+def pairs_of(visible, positions, n: int) -> tuple[Tensor, list[float]]:
+    """How often n ranks compute each pair of a query (row) and a key (column), and how many pairs each rank has."""
+    pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
+    for rank, source in np.ndindex(n, n):
+        for queries, keys, causal in visible(rank, source, 6):
+            these, those = positions(n, rank, 6)[queries], positions(n, source, 6)[keys]
+            seen = torch.ones(len(these), len(those)).tril(0 if causal else 6)
+            pairs[these[:, None], those] += seen
+            work[rank] += seen.sum().item()
+    return pairs, work
+
+
+@task("zigzag", 2)
+@cases("n", [1, 2, 3])
+def test_the_ring_in_order(n):
+    """Rank r has shard r of n. Each query attends once to its own key and each earlier one, and to no later key."""
+    for rank in range(n):
+        close(step.ordered_positions(6 * n, rank, n), in_turn(n, rank, 6), f"the positions of rank {rank} of {n}")
+    pairs, _ = pairs_of(step.ordered_visible, in_turn, n)
+    close(pairs, torch.ones_like(pairs).tril(), "how often each pair is computed")
+    with pytest.raises(UserError):
+        step.ordered_positions(13, 0, n + 1)
 
 
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
     """Each query attends once to its own key and each earlier one, and to no later key. All ranks have equal work."""
-    pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
-    for rank, source in np.ndindex(n, n):
-        for queries, keys, causal in step.zigzag_visible(rank, source, 6):
-            these, those = zigzag(n, rank, 6)[queries], zigzag(n, source, 6)[keys]
-            seen = torch.ones(len(these), len(those)).tril(0 if causal else 6)
-            pairs[these[:, None], those] += seen
-            work[rank] += seen.sum().item()
+    pairs, work = pairs_of(step.zigzag_visible, zigzag, n)
     close(pairs, torch.ones_like(pairs).tril(), "how often the pair of a query (row) and a key (column) is computed")
     close(work, [sum(work) / n] * n, "pairs that each rank computes")
 
@@ -185,8 +207,7 @@ def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tup
     seed, group = next(row[0] for row in rows if mesh.rank in row), mesh["cp"]
     sizes = dict(q=heads, k=kv_heads, v=kv_heads, do=heads)
     whole = [heads_of(name, heads, length * group.size, kind, seed, **size) for name, heads in sizes.items()]
-    in_turn = torch.arange(length) + group.rank * length
-    here = in_turn if rule is in_order else zigzag(group.size, group.rank, length)
+    here = (in_turn if rule is in_order else zigzag)(group.size, group.rank, length)
     return group, whole, here, [x[:, :, here] for x in whole]
 
 

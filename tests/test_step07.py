@@ -424,6 +424,7 @@ MISTAKES = [
     (dict(ep=3, experts=6), "--ep 3"),  # does not divide 4 ranks
     (dict(ep=4, experts=6), "--experts 6"),
     (dict(experts=3, experts_per_token=4), "--experts-per-token 4"),
+    (dict(dense_layers=4, moe_every=2), "--dense-layers 4"),  # of 5 layers
     (dict(micro_batch_size=4), "--micro-batch-size"),  # does not divide 6 sequences
     (dict(sp=False, seq_len=15), "--no-sp"),
 ]
