@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import step01_single_gpu as step
 from common import UserError, data, layout
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig, apply_rope, summed_cross_entropy, wide
-from common.trainer import Run, choose_device, main, parse
+from common.trainer import Run, choose_device, main
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, launched, train_whole
 from tests.tape import Live
 
@@ -310,24 +310,6 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
 
 
 # --- Flags, and the files of a run ----------------------------------------------------------------------------------
-
-
-@dataclass
-class More(step.Config):
-    """More flags."""
-
-    depth: int = 3  # how deep, 100%
-    quick: bool = True  # whether it is quick
-
-
-def test_flags_become_a_config(capsys):
-    """Each field becomes a flag, with its comment as help; flags of a class come before those of its bases."""
-    found = parse(More, ["--depth=2", "--no-quick", "--lr=0.5", "--warmup-steps=0", "--dtype=fp64"])
-    close(found, More(depth=2, quick=False, lr=0.5, warmup_steps=0, dtype="fp64"), "the config")
-    with pytest.raises(SystemExit), mock.patch.object(step, "__doc__", None):  # python -OO
-        parse(More, ["--help"])
-    depth, batch, *others = map(capsys.readouterr().out.find, ["how deep, 100%", "sequences per opt", "{none,full}"])
-    assert 0 < depth < batch and -1 not in others, "--help lacks flags, or lists them in the wrong order"
 
 
 WRONG = ["--micro-batch 4", "--steps many", "--steps 0", "--steps 1.5", "--lr -1", "--grad-clip nan", "--dtype fp12"]
