@@ -42,7 +42,8 @@ each use, so there are no separate masters; torch.utils.checkpoint is used here,
 
 Try this: in `train`, divide by `(y != IGNORE).sum()` of the micro-batch, and by `len(xs)`: the mean
 of means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers
-of targets."""
+of targets.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -131,7 +132,8 @@ def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Te
     """Run a compiled forward while its parameters have no `.grad`.
 
     torch.compile looks at `.grad`, too, and compiles nothing with a bf16 weight whose `.grad` is
-    fp32."""
+    fp32.
+    """
     gradients = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -154,7 +156,8 @@ def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = (
     """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
 
     Messages between ranks break a layer's graph into several. A loss that sends messages stays as
-    it is."""
+    it is.
+    """
     if config.compile:
         for layer in model.model.layers.values():
             compile_layer(layer)
@@ -283,15 +286,13 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    materialize(
-        model, config.seed, device, dtype
-    )  # allocate and initialise, from seed and names only
+    # Allocate and initialise, from seed and names only
+    materialize(model, config.seed, device, dtype)
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(
-        model=model, optimizer=optimizer, data=data
-    ):  # 0, 1, ...; restores, saves
+    # 0, 1, ...; restores, saves
+    for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token, or IGNORE
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens.to(device).split(config.micro_batch_size)

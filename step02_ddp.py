@@ -42,7 +42,8 @@ PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and
 model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.
 
 Try this: in `BucketSync.begin`, expect one addition fewer: n_micro_batches * len(bucket.params) -
-1. A bucket is then sent before its last gradient is there; `mark_ready` says so."""
+1. A bucket is then sent before its last gradient is there; `mark_ready` says so.
+"""
 
 import os
 from collections.abc import Callable
@@ -133,7 +134,8 @@ class RingSync(NaiveSync):
         rounds 3, 4, 5   a d c          b a d          c b a          d c b    each gets all sums
 
     Rounds 0 to 2 are a reduce-scatter, rounds 3 to 5 an all-gather. In round s rank r sends shard
-    r-s and receives shard r-s-1 (mod n)."""
+    r-s and receives shard r-s-1 (mod n).
+    """
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place. Shards may have different lengths, or
@@ -196,7 +198,8 @@ class BucketSync:
     Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer
     remains one. Backward completes gradients roughly from the last parameter to the first; buckets
     list them in this order. All ranks must start their collectives in the same order: a bucket is
-    sent when it *and all before it* are complete."""
+    sent when it *and all before it* are complete.
+    """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
         """Fill buckets, and add hooks. The optimizer must exist already: it sets the gradients'
@@ -215,7 +218,8 @@ class BucketSync:
         once.
 
         (Twice, if two pipeline stages of this rank have the parameter: its record says `backwards`
-        2.)"""
+        2.)
+        """
         self.unsent = list(self.buckets)
         self.pending = []
         for bucket in self.buckets:
@@ -241,9 +245,8 @@ class BucketSync:
         """Wait for every sum. (The embedding's gradient comes last: nothing is left to hide its
         sum.)
         """
-        while (
-            self.unsent
-        ):  # a parameter had no gradient in some micro-batch: its bucket is not complete
+        # A parameter had no gradient in some micro-batch: its bucket is not complete
+        while self.unsent:
             self.send(self.unsent.pop(0))
         for pending in self.pending:
             pending.wait()

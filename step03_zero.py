@@ -59,7 +59,8 @@ PyTorch's own way: ZeroRedundancyOptimizer is stage 1; `fully_shard(layer)` for 
 backward. Its parameters are DTensors with the placement Shard(0).
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
-two lines). Backward then computes with weights that have no memory: PyTorch says so."""
+two lines). Backward then computes with weights that have no memory: PyTorch says so.
+"""
 
 import math
 import re
@@ -111,17 +112,14 @@ class Unit:
         self.flat = some_param.new_zeros(self.length * group.size).detach()
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(
-                self.flat, name
-            )  # `.data`: autograd does not see later writes to flat
+            # `.data`: autograd does not see later writes to flat
+            param.data = self.view(self.flat, name)
         self.shard = self.flat[self.first : self.first + self.length]
-        self.master = self.shard.to(
-            wide(some_param.dtype)
-        )  # the shard itself, if it is fp32 or fp64
+        # The shard itself, if it is fp32 or fp64
+        self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # additions to gradients that are still to come in this training step
-        self.arrived: set[str] = (
-            set()
-        )  # from stage 2 on: names whose gradient of this micro-batch is in local_grad
+        # From stage 2 on: names whose gradient of this micro-batch is in local_grad
+        self.arrived: set[str] = set()
         self.local_grad: Tensor | None = (
             None  # [padded], from this rank's tokens: not summed over ranks
         )
@@ -309,7 +307,8 @@ class Zero2(Zero1):
 
     So whole gradients of two units exist at a time. (If the head is tied, there is a third:
     autograd keeps the head's part of the tied gradient.) The last sum, here the embedding's, is
-    awaited in the next micro-batch's backward, or in `finish`."""
+    awaited in the next micro-batch's backward, or in `finish`.
+    """
 
     def begin(self, n_micro_batches: int):
         """Before the first micro-batch: zero each `summed_grad`."""
@@ -323,9 +322,8 @@ class Zero2(Zero1):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        if (
-            self.in_flight is not None and self.in_flight[0] is unit
-        ):  # its buffer is still being sent
+        # Its buffer is still being sent
+        if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
             unit.allocate_grad()
@@ -417,18 +415,17 @@ class Zero3(Zero2):
     H stays whole from its forward to its backward. The backward of E needs no weights. So two units
     are whole at a time. If the head is tied, there is a third: E is gathered again with H, and
     freed after the backward of E. With --keep, a unit is gathered once in a training step, and
-    freed after the update."""
+    freed after the update.
+    """
 
     def __init__(self, model: Decoder, *args):
         super().__init__(model, *args)
         trunk = model.model
-        self.uses: list[
-            list[Unit]
-        ] = []  # for each entry, in forward order: the units of its parameters
+        # For each entry, in forward order: the units of its parameters
+        self.uses: list[list[Unit]] = []
         self.add_entry(trunk.embed_tokens)
-        self.lowest = len(
-            self.uses
-        )  # the first entry whose backward needs weights: the embedding's does not
+        # The first entry whose backward needs weights: the embedding's does not
+        self.lowest = len(self.uses)
         for layer in trunk.layers.values():
             self.add_entry(layer)
         self.add_entry(trunk.norm, model.lm_head)
@@ -469,9 +466,8 @@ class Zero3(Zero2):
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
         """Hook: free units that are not needed next; gather them again at the output's gradient."""
         is_last = number + 1 == len(self.uses)
-        needed_next = (
-            self.uses[number] if is_last else self.uses[number + 1]
-        )  # the last entry's backward is next
+        # The last entry's backward is next
+        needed_next = self.uses[number] if is_last else self.uses[number + 1]
         for unit in self.uses[number]:
             if unit not in needed_next:
                 self.free(unit)
@@ -487,9 +483,8 @@ class Zero3(Zero2):
         some are frozen.
         """
         super().start_sum(unit)
-        if len(unit.trained) == len(
-            unit.named
-        ):  # frozen weights have no hook: backward may still need them
+        # Frozen weights have no hook: backward may still need them
+        if len(unit.trained) == len(unit.named):
             self.free(unit)
 
     def free(self, unit: ShardedUnit):
@@ -541,9 +536,8 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(
-        model, config, mesh, device, dtype
-    )  # new: this shard of the update
+    # new: this shard of the update
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)
@@ -559,9 +553,8 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(
-            model, optimizer.gradients(), mesh, optimizer.sharded
-        )  # new: over all shards
+        # new: over all shards
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

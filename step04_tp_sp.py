@@ -66,7 +66,8 @@ Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for
 
 Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
 tests/test_step04.py::test_f fails, and with --no-sp the losses leave step 1's after the first
-update."""
+update.
+"""
 
 import math
 from collections.abc import Callable
@@ -224,9 +225,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(
-            self.weight
-        )  # an arbitrary row for other ranks' tokens, masked below
+        # An arbitrary row for other ranks' tokens, masked below
+        row = (tokens - self.ids.start) % len(self.weight)
         return F.embedding(row, self.weight) * held[..., None]
 
 
@@ -237,21 +237,20 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others
     two numbers a token: its own log sum exp, and the target's logit if it has that, else 0. The
     gradient of the logits is softmax - one-hot: forward computes and saves it, so backward sends
-    nothing."""
+    nothing.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
         """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] ->
         summed loss, in nats.
         """
-        logits = logits.to(
-            wide(logits.dtype)
-        )  # for the sum of exponentials; autograd casts the gradient back
+        # For the sum of exponentials; autograd casts the gradient back
+        logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
         held = (targets >= ids.start) & (targets < ids.stop)
-        column = ((targets - ids.start) % logits.shape[-1])[
-            ..., None
-        ]  # any column, if another rank has the target
+        # Any column, if another rank has the target
+        column = ((targets - ids.start) % logits.shape[-1])[..., None]
         own_target_logit = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
 
@@ -281,7 +280,8 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     parameter itself.
 
     Shards are equally long, so the last ones may be padded. The record (common/layout.py) notes the
-    shard's place."""
+    shard's place.
+    """
     if group.size == 1:
         return weight
     full = weight.shape[dim]
@@ -304,9 +304,8 @@ def whole_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Par
     return shard_param(weight, 0, mesh["tp"])
 
 
-HEADS: list[Callable[..., nn.Parameter | None]] = [
-    whole_heads
-]  # rules for k_proj and v_proj; the first that fits
+# Rules for k_proj and v_proj; the first that fits
+HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]
 
 
 def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
@@ -326,7 +325,8 @@ def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
 
     Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one
     with fewer inputs. Attention infers its number of heads from the weights. q_proj needs no rule:
-    n_kv_heads divides n_heads."""
+    n_kv_heads divides n_heads.
+    """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
             linear.weight = shard_heads(linear.weight, mesh, config)
@@ -395,7 +395,8 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     all-reduce per group.
 
     Call it after `sync.finish`. Under ZeRO, gradients are shards, of the same elements on all ranks
-    of the group."""
+    of the group.
+    """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
         if group.size == 1:
@@ -423,7 +424,8 @@ class ColumnParallelOverlap(torch.autograd.Function):
         dx = dy W            '->   dW = dy^T x          '-> the previous block's backward
 
     dW needs all tokens of x, and dx does not. So forward saves only this rank's s/n tokens of x,
-    and backward gathers x once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less."""
+    and backward gathers x once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -479,9 +481,8 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(
-        dp=join_ranks(device) // config.tp, tp=config.tp
-    )  # new: tp; neighbours, on the fastest links
+    # new: tp; neighbours, on the fastest links
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

@@ -84,7 +84,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, Decoder, model_shape, wide
+from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
@@ -97,7 +97,8 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     is k and v.
 
     While the caller computes with a pair, it is sent to the right, and the next received (but for
-    the last)."""
+    the last).
+    """
     n = group.size
     r = group.rank
     right = (r + 1) % n
@@ -111,9 +112,8 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     yield (r - (n - 1)) % n, kv
 
 
-Part = tuple[
-    slice, slice, bool
-]  # which queries attend to which keys, as slices; and whether causally
+# Which queries attend to which keys, as slices; and whether causally
+Part = tuple[slice, slice, bool]
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
@@ -130,7 +130,8 @@ def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
     s/n tokens.
 
     To all keys of earlier ranks, and to the causal half of our own; later ranks' keys pass by
-    unused."""
+    unused.
+    """
     whole = slice(0, length)
     if source > rank:
         return []
@@ -152,15 +153,13 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[Part]:
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
-    if (
-        source == rank
-    ):  # the diagonal: tokens are in order of position, so causal is right for both chunks together
+    # The diagonal: tokens are in order of position, so causal is right for both chunks together
+    if source == rank:
         return [(whole, whole, True)]
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both
         return [(whole, first, False)]
-    return [
-        (second, whole, False)
-    ]  # both of source's chunks follow our first one, and precede our second one
+    # Both of source's chunks follow our first one, and precede our second one
+    return [(second, whole, False)]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -185,7 +184,8 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     part's weight in `merge`.
 
     q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads,
-    queries], both wide."""
+    queries], both wide.
+    """
     heads = q.shape[1]
     scores = scaled_scores(q.to(wide(q.dtype)), repeat_heads(k, heads), causal)
     lse = scores.logsumexp(-1)
@@ -199,7 +199,8 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have
     the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse =
     log 3; part_o = 2, part_lse = log 1. Then part_o has the share 1 / (3+1) = sigmoid(log 1 - log
-    3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4."""
+    3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
+    """
     share = torch.sigmoid(part_lse - lse)[..., None]
     o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)
     lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
@@ -213,7 +214,8 @@ def part_gradients(
 
     Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P =
     softmax(S), o = P v. As lse is that of all keys, `p` holds this part's columns of the whole P.
-    So all parts' terms of dq simply add up."""
+    So all parts' terms of dq simply add up.
+    """
     heads = q.shape[1]
     kv_heads = k.shape[1]
     scale = q.shape[-1] ** -0.5
@@ -222,9 +224,8 @@ def part_gradients(
     v = repeat_heads(v, heads)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
-    delta = (do * o).sum(
-        -1, keepdim=True
-    )  # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
+    # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
+    delta = (do * o).sum(-1, keepdim=True)
     ds = p * (dp - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
@@ -264,9 +265,8 @@ class RingAttention(torch.autograd.Function):
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
                 part_k, part_v = kv[:, :, :, keys].unbind(0)
                 part_o, part_lse = kernel.attention(q[:, :, queries], part_k, part_v, causal)
-                merge(
-                    o[:, :, queries], lse[:, :, queries], part_o, part_lse
-                )  # views: this changes o and lse
+                # views: this changes o and lse
+                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
@@ -333,6 +333,8 @@ class ContextMode(NamedTuple):
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
     attention: Callable[..., Tensor]  # (q, k, v, group), as ring_attention
+    # (shape, mesh, device, dtype): raises UserError if this attention cannot work with them
+    check: Callable[[ModelConfig, Mesh, torch.device, torch.dtype], None] | None = None
 
 
 CONTEXT: dict[str, ContextMode] = {
@@ -354,23 +356,32 @@ class Config(step04.Config):
     )
 
 
-def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
+def shard_context(
+    model: Decoder,
+    mesh: Mesh,
+    mode: ContextMode,
+    sp: bool,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's
-    tokens, int64 [s/n].
+    tokens, int64 [s/n]. `device`, `dtype`: of the weights, which are still on the meta device.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
     before k travels. Like the ranks of dp, those of cp hold the same weights and see different
     tokens. So gradients are summed, and ZeRO shards, over dp x cp: `mesh["data"]`. Raises
-    UserError."""
+    UserError.
+    """
     group = mesh["cp"]
     tp = mesh["tp"].size
-    mesh.join(
-        "data", "dp", "cp", urgent=False
-    )  # with dp = 1: mesh["cp"]'s ranks, in another process group
+    # With dp = 1 these are mesh["cp"]'s ranks, in another process group.
+    mesh.join("data", "dp", "cp", urgent=False)
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:
-        return torch.arange(model.config.seq_len)
+        return torch.arange(model.config.seq_len, device=device)
+    if mode.check is not None:
+        mode.check(model.config, mesh, torch.device(device), dtype)
     positions = mode.positions(model.config.seq_len, group.rank, group.size)
     if sp and len(positions) % tp:
         raise UserError(
@@ -378,7 +389,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
         )
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)
-    return positions
+    return positions.to(device)
 
 
 def own_tokens(
@@ -403,7 +414,8 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    positions = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # new
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)  # new
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 

@@ -66,7 +66,8 @@ ScheduleZBVZeroBubble.
 
 Try this: in `OneForwardOneBackward.execute`, let warm_up be `self.group.size - self.group.rank`,
 one more. The losses stay right, but a rank holds one micro-batch more: tests/test_step06.py says
-so."""
+so.
+"""
 
 import math
 from collections import defaultdict
@@ -122,7 +123,8 @@ class Stage:
         """This stage's part of `Decoder.forward`; on the last stage it ends with the summed loss.
 
         x: tokens int64 [batch, seq], or the previous stage's output [batch, seq (/tp with SP), dim]
-        -> output, or loss."""
+        -> output, or loss.
+        """
         trunk = self.model.model
         if self.is_first:
             x = trunk.embed_tokens(x)
@@ -180,7 +182,8 @@ def keep_stages(model: Decoder, stages: list[range]):
     The stage with layer 0 also has the embedding; the one with the last layer has norm and head. If
     these two stages are on two ranks, both ranks keep a tied embedding, and its record says
     stage_copies=2. If they are two stages of this rank, two backward passes add to its gradient:
-    backwards=2."""
+    backwards=2.
+    """
     trunk = model.model
     n_layers = model.config.n_layers
     kept = {number for layers in stages for number in layers}
@@ -191,9 +194,8 @@ def keep_stages(model: Decoder, stages: list[range]):
             del trunk.layers[str(number)]
     if model.config.tied and (has_first or has_last):
         if has_first != has_last:
-            note_layout(
-                trunk.embed_tokens.weight, stage_copies=2
-            )  # global_norm counts the two as one
+            # global_norm counts the two as one
+            note_layout(trunk.embed_tokens.weight, stage_copies=2)
         elif len(stages) > 1:
             note_layout(trunk.embed_tokens.weight, backwards=2)
     elif not has_first:
@@ -208,7 +210,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     their terms.
 
     Under ZeRO both have a shard, of the same elements, because the embedding is a unit of its own
-    (step 3)."""
+    (step 3).
+    """
     if TIED not in gradients or layout_of(model.get_parameter(TIED)).stage_copies == 1:
         return
     if [TIED] not in unit_names(model):
@@ -332,9 +335,8 @@ class OneForwardOneBackward(Pipeline):
         m = len(self.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
-        for i in range(
-            warm_up
-        ):  # warm-up: forward, until the first micro-batch is on the last rank
+        # Warm-up: forward, until the first micro-batch is on the last rank
+        for i in range(warm_up):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
             self.send_forward(y)
@@ -432,12 +434,10 @@ class ListPipeline(Pipeline):
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        inputs: dict[
-            Action, tuple[Tensor, Pending]
-        ] = {}  # action -> its input, and the message that brings it
-        sending: dict[int, tuple] = defaultdict(
-            lambda: (None, Pending())
-        )  # peer -> the last tensor sent, its message
+        # Action -> its input, and the message that brings it
+        inputs: dict[Action, tuple[Tensor, Pending]] = {}
+        # Peer -> the last tensor sent, its message
+        sending: dict[int, tuple] = defaultdict(lambda: (None, Pending()))
         for verb, action, peer in self.program:
             if verb == "compute":
                 received, pending = inputs.pop(action, (None, Pending()))
@@ -490,7 +490,8 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    positions = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # new: these layers
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)

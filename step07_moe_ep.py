@@ -62,7 +62,8 @@ PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in 
 itself has the pieces: all_to_all_single_autograd and grouped_mm.
 
 Try this: in `combine`, return the rows without `transpose_blocks`: the right rows go to the wrong
-tokens. tests/test_step07.py::test_dispatch_and_combine fails."""
+tokens. tests/test_step07.py::test_dispatch_and_combine fails.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,19 @@ from step06_pipeline import SCHEDULES, sum_tied
 # arriving_Ge[r, i]: how many rows come from rank r for our i-th expert.
 
 
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix: rows [n, in], weight [experts, out, in] -> [n,
+    out].
+
+    The first counts[0] rows are for expert 0, and so on; counts int64 [e].
+    """
+    if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
+        ends = counts.to(rows.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
+
+
 class ExpertLinear(nn.Module):
     """One linear layer for each expert: `weight` [experts, out, in]."""
 
@@ -103,20 +117,8 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, in], the first counts[0] of them for expert 0, and so on; counts int64 [experts]
-        -> [n, out].
-        """
-        if (
-            rows.dtype == torch.bfloat16
-            and rows.shape[1] % 8 == 0
-            and self.weight.shape[1] % 8 == 0
-        ):
-            ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-            return F.grouped_mm(
-                rows, self.weight.mT, offs=ends
-            )  # one kernel; it needs rows of 16 n bytes
-        parts = rows.split(counts.tolist())
-        return torch.cat([part @ weight.T for part, weight in zip(parts, self.weight, strict=True)])
+        """rows [n, in], sorted by expert, and their numbers, int64 [experts] -> [n, out]."""
+        return expert_product(rows, self.weight, counts)
 
 
 class Experts(nn.Module):
@@ -246,20 +248,20 @@ class BiasBalancedMoE(MoE):
     A bias for each expert is added to p where experts are chosen, but not in their scores. After
     each step it grows by --bias-rate for experts with less than the mean load, and shrinks for the
     others (Wang et al. 2024, "Auxiliary-loss- free load balancing"; DeepSeek-V3). The bias is no
-    parameter: it has no gradient. It is a buffer, saved with them."""
+    parameter: it has no gradient. It is a buffer, saved with them.
+    """
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["stage"]  # the ranks that route different tokens of a step (dp x cp x tp)
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
-        self.register_buffer(
-            "load_E", torch.zeros(config.experts), persistent=False
-        )  # this rank's choices in a step
+        # This rank's choices in a step
+        self.register_buffer("load_E", torch.zeros(config.experts), persistent=False)
 
     def choose(self, p_TE: Tensor) -> Tensor:
         """The K experts with the largest p + bias."""
-        return (p_TE + self.bias).topk(self.top_k).indices
+        return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices. (A recomputed forward counts twice, for all experts alike: the sign
@@ -301,7 +303,8 @@ def send_messages(
     rank of the group.
 
     The first sent_rows[0] of `rows` [n, D] go to rank 0, and so on; `output` gets received_rows[r]
-    rows from rank r."""
+    rows from rank r.
+    """
     outgoing = rows.split(sent_rows)
     incoming = output.split(received_rows)
     incoming[group.rank].copy_(outgoing[group.rank])
@@ -325,9 +328,8 @@ def dispatch(
     received_rows = arriving_Ge.sum(1).tolist()
     received_RD = sorted_ND.new_empty(sum(received_rows), sorted_ND.shape[1])
     send_rows(received_RD, sorted_ND.contiguous(), group, sent_rows, received_rows).wait()
-    return transpose_blocks(
-        received_RD, arriving_Ge
-    )  # the received rows are sorted by rank, then by expert
+    # The received rows are sorted by rank, then by expert
+    return transpose_blocks(received_RD, arriving_Ge)
 
 
 def combine(
@@ -384,13 +386,13 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     [G, e], on the CPU.
 
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
-    them."""
+    them.
+    """
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    both = torch.stack(
-        (leaving_Ge, arriving_Ge)
-    ).cpu()  # split sizes: here the CPU waits for the GPU, once
+    # Split sizes: here the CPU waits for the GPU, once
+    both = torch.stack((leaving_Ge, arriving_Ge)).cpu()
     return both[0], both[1]
 
 
@@ -498,12 +500,10 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
 
 def make_groups(mesh: Mesh, config: Config):
     """Create the groups of the table above: ep, expert_data, sequence and stage."""
-    for grid in mesh.ranks.reshape(
-        config.pp, -1, config.ep
-    ):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
-        mesh.add_groups(
-            "ep", grid, urgent=True
-        )  # a row holds all experts, on neighbours: along tp first, then cp, dp
+    # Of a stage; in the table: [[0 ... 7] [8 ... 15]]
+    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
+        # A row holds all experts, on neighbours: along tp first, then cp, dp
+        mesh.add_groups("ep", grid, urgent=True)
         mesh.add_groups("expert_data", grid.T, urgent=False)  # a column has the same experts
     mesh.join("sequence", "cp", "tp", urgent=True)
     mesh.join("stage", "dp", "cp", "tp", urgent=False)
@@ -511,19 +511,16 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh, config: Config):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    note_layout(
-        moe.router.weight, data_dim="data", partial_over=("tp",)
-    )  # tp ranks route different tokens
+    # Tp ranks route different tokens
+    note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        note_layout(
-            linear.weight, data_dim="expert_data"
-        )  # global_norm sees in `shards` that ep ranks differ
+        # global_norm sees in `shards` that ep ranks differ
+        note_layout(linear.weight, data_dim="expert_data")
     if config.ep > 1:
         moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
-    if (
-        mesh["tp"].size > 1 and not config.sp
-    ):  # tp ranks have the same tokens: each routes a shard of them
+    # Tp ranks have the same tokens: each routes a shard of them
+    if mesh["tp"].size > 1 and not config.sp:
 
         def scatter_before(module: nn.Module, inputs: tuple) -> Tensor:
             return ScatterTokens.apply(inputs[0], mesh["tp"])
@@ -553,26 +550,22 @@ def train(config: Config, run: Run):
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # ep is a part of dp x cp x tp
-    own = mesh["dp"].share(
-        config.global_batch_size, "--global-batch-size"
-    )  # step 2: these sequences
+    # step 2: these sequences
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns
-    positions = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(
-        device
-    )  # step 5: these tokens
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)  # step 5: these tokens
     shard_experts(model, mesh, config)  # new: these experts
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
-    set_up_layers(
-        model, config, keep=[torch.ops.aten.topk.default]
-    )  # new: recomputation keeps the chosen experts
-    optimizer, sync = make_optimizer(
-        model, config, mesh, device, dtype
-    )  # step 3: this shard of the update
+    # new: recomputation keeps the chosen experts
+    set_up_layers(model, config, keep=[torch.ops.aten.topk.default])
+    # step 3: this shard of the update
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
     for step in run.steps(**parts, positions=positions, pipeline=pipeline):
@@ -584,9 +577,8 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        sum_partial_gradients(
-            model, optimizer.gradients(), mesh
-        )  # over tp: of norms (SP) and routers
+        # Over tp: of norms (SP) and routers
+        sum_partial_gradients(model, optimizer.gradients(), mesh)
         sum_tied(model, optimizer.gradients(), mesh["pp"])  # where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()

@@ -33,9 +33,8 @@ from torch.profiler import record_function
 
 from common import UserError
 
-Rows = (
-    list[int] | None
-)  # the number of rows sent to, or received from, each rank; None: the same number for each
+# The number of rows sent to, or received from, each rank; None: the same number for each
+Rows = list[int] | None
 
 # torch 2.13 renamed two collectives. Use the new name where it exists, else the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,9 +51,8 @@ class Group:
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None
-    sent: Counter = field(
-        default_factory=Counter
-    )  # (group's name, operation) -> bytes that this rank has sent
+    # (group's name, operation) -> bytes that this rank has sent
+    sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, what: str) -> slice:
         """The slice of `total` things for this rank. Raises UserError, naming `what`, unless `size`
@@ -92,9 +90,8 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            self.join(
-                name, name, urgent=name != "dp"
-            )  # dp has gradient sums, the others have activations
+            # Dp has gradient sums, the others have activations
+            self.join(name, name, urgent=name != "dp")
 
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension."""
@@ -106,7 +103,8 @@ class Mesh:
 
         In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp")
         returns [0 4] [1 5] [2 6] [3 7]. From step 5 on, groups can span several dimensions:
-        join("data", "dp", "cp")."""
+        join("data", "dp", "cp").
+        """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
@@ -119,12 +117,12 @@ class Mesh:
 
         A handle is a queue of operations. Activations are `urgent`: they must not queue behind
         gradient sums, which have time until the update. So the same ranks have one handle for each
-        of the two kinds."""
+        of the two kinds.
+        """
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
-                self.handles[row, urgent] = dist.new_group(
-                    row
-                )  # all ranks must call this for every group
+                # All ranks must call this for every group
+                self.handles[row, urgent] = dist.new_group(row)
             if self.rank in row:
                 handle = self.handles.get((row, urgent))
                 self.groups[name] = Group(name, row.index(self.rank), len(row), handle, self.sent)
@@ -181,9 +179,8 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
         return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
-    shards = torch.empty_like(
-        tensor
-    )  # gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
+    # Gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
+    shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
     return Pending(
         group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))

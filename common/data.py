@@ -114,7 +114,8 @@ def strings(values: Iterable[Any], source: str | Path) -> Iterator[str]:
 
 def in_random_order(paths: list[Path]) -> list[Path]:
     """Shuffle files, always in the same way: neighbours are alike, and the held-out tail should
-    resemble the whole."""
+    resemble the whole.
+    """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
 

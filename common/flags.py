@@ -8,7 +8,8 @@
 
 makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. A flag that is
 given although it would have no effect is refused: `needs` says which values other flags must have
-(here --zero 0, where there is a --zero)."""
+(here --zero 0, where there is a --zero).
+"""
 
 import argparse
 import dataclasses

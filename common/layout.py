@@ -61,9 +61,8 @@ class ParamLayout:
     """From step 2 on: the record of one parameter."""
 
     shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
-    partial_over: tuple[
-        str, ...
-    ] = ()  # from step 4 on: groups over which its gradient must still be summed
+    # From step 4 on: groups over which its gradient must still be summed
+    partial_over: tuple[str, ...] = ()
     data_dim: str = (
         "dp"  # its ranks hold the same weights and see different tokens; step 5: "data", dp x cp
     )
@@ -92,9 +91,8 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 def full_shape(param: Tensor) -> list[int]:
     """The shape of the whole parameter, of which this rank has a shard."""
     shape = list(param.shape)
-    for shard in reversed(
-        layout_of(param).shards
-    ):  # a dimension sharded twice: the first shard has its full size
+    # A dimension sharded twice: the first shard has its full size
+    for shard in reversed(layout_of(param).shards):
         shape[shard.dim] = shard.full
     return shape
 
@@ -152,7 +150,8 @@ def global_norm(
     Ranks have different elements along pp, along the groups that shard the parameter, and along
     data_dim if `gradients` are ZeRO's shards (`sharded`). Other ranks hold copies, as do two stages
     of a tied matrix (`stage_copies`). An example: 8 ranks, tp 2 and dp 4. Without ZeRO a matrix's
-    elements are on 4 ranks, those of a norm's weight on 8; with ZeRO over dp, on 1 and on 2."""
+    elements are on 4 ranks, those of a norm's weight on 8; with ZeRO over dp, on 1 and on 2.
+    """
     params = dict(model.named_parameters())
     by_copies: dict[float, list[Tensor]] = {}
     for name, gradient in gradients.items():
@@ -185,5 +184,6 @@ def data_group(param: Tensor, mesh: Mesh) -> Group:
     summed over them.
 
     In steps 2 to 4 these are `mesh["dp"]`. From step 5 on the parameter's record names another
-    group."""
+    group.
+    """
     return mesh[layout_of(param).data_dim]

@@ -8,7 +8,8 @@
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
 our state dict. Numbers of heads and channels follow from the weights, so a rank with shards of the
-weights runs the same code."""
+weights runs the same code.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -115,14 +116,12 @@ def rope_tables(
     """
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
-    if (
-        config.rope_scaling != 1.0
-    ):  # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
+    # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
+    if config.rope_scaling != 1.0:
         keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = (positions[..., None] * frequency).tile(2)[
-        ..., None, :
-    ]  # [..., seq, 1 for all heads, head_dim]
+    # [..., seq, 1 for all heads, head_dim]
+    angle = (positions[..., None] * frequency).tile(2)[..., None, :]
     return angle.cos(), angle.sin()
 
 

@@ -94,7 +94,8 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     """The action that needs this one's output, or None if no other stage does.
 
     A forward's output goes to the next stage's forward, a backward's to the previous stage's
-    backward."""
+    backward.
+    """
     if action.kind == "F" and action.stage + 1 < n_stages:
         return action._replace(stage=action.stage + 1)
     if action.kind == "B" and action.stage > 0:
@@ -109,15 +110,15 @@ def simulate(
     `costs`.
 
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
-    between two ranks. Raises ValueError if the lists deadlock."""
+    between two ranks. Raises ValueError if the lists deadlock.
+    """
     n_stages = len(ranks)
     following = {}  # action -> the action that waits for it
     for actions in lists:
         for action in actions:
             following[action] = consumer(action, n_stages)
-            if (
-                action.kind == "F" and action.stage == n_stages - 1
-            ):  # the loss: this stage's own backward follows
+            # The loss: this stage's own backward follows
+            if action.kind == "F" and action.stage == n_stages - 1:
                 following[action] = action._replace(kind="B")
     awaited = set(following.values())
     arrival: dict[Action, float] = {}  # action -> when its input is there
@@ -170,7 +171,8 @@ def add_messages(
     ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is
     received, there is no deadlock: all programs follow one common order, in which a send and its
     receive are one line. Take the first line that has not run. All lines before it have, on every
-    rank. So its rank and its peer have reached it."""
+    rank. So its rank and its peer have reached it.
+    """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, ranks, costs):
         programs[rank].append(Instruction("compute", action))

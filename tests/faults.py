@@ -47,7 +47,7 @@ FAULTS = [
     Fault("step01_single_gpu", "partial(checkpoint, layer.forward, use_reentrant=False)", "partial(lambda f, x, *t: checkpoint(lambda x: f(x * 1.01, *t), x, use_reentrant=False), layer.forward)", "test_step01::test_law_of_saved_numbers_and_flops", "a layer is recomputed from another input"),  # noqa: E501
     Fault("step01_single_gpu", "in model.model.layers.values():", 'in [model.model.layers["0"]]:', "test_step01::test_law_of_saved_numbers_and_flops", "only one layer is recomputed"),  # noqa: E501
     Fault("step01_single_gpu", "layer.forward = partial", "layer.other = partial", "test_step01::test_law_of_saved_numbers_and_flops", "nothing is recomputed"),  # noqa: E501
-    Fault("step01_single_gpu", "RECOMPUTE[config.recompute](model)", "pass", "test_step01::test_a_norm_that_is_not_finite_ends_the_run_before_the_update", "--recompute is ignored"),  # noqa: E501
+    Fault("step01_single_gpu", "set_up_layers(model, config)", "pass", "test_step01::test_a_norm_that_is_not_finite_ends_the_run_before_the_update", "--recompute is ignored"),  # noqa: E501
     Fault("common.model", "self.config, wide(x.dtype))", "self.config, x.dtype)", "test_step01::test_angles_are_fp32_in_a_bf16_run", "RoPE's angles are computed in bf16: https://github.com/huggingface/transformers/pull/29285"),  # noqa: E501
     Fault("common.model", "return angle.cos()", "return angle.cos().bfloat16().to(dtype)", "test_step01::test_angles_are_fp32_in_a_bf16_run", "RoPE's tables are rounded to bf16"),  # noqa: E501
     Fault("common.model", "(-second, first)", "(second, -first)", "test_step01::test_angles_are_fp32_in_a_bf16_run", "RoPE rotates in the opposite direction"),  # noqa: E501
@@ -232,7 +232,7 @@ FAULTS = [
     Fault("step04_tp_sp", "grad.copy_(total.view_as(grad))", "grad = total", "test_step04::test_sum_partial_gradients", "the sums go to new tensors and are lost"),  # noqa: E501
     Fault("step04_tp_sp", "if group.name in layout_of(params[name]).partial_over", "if True", "test_step04::test_sum_partial_gradients", "complete gradients are summed, too"),  # noqa: E501
     Fault("step04_tp_sp", "sum_partial_gradients(model, optimizer.gradients(), mesh)", "pass", "test_step04::test_tp_with_other_flags", "each rank's norms learn from its own tokens alone: https://github.com/NVIDIA/Megatron-LM/issues/1446"),  # noqa: E501
-    Fault("step04_tp_sp", "RECOMPUTE[config.recompute](model)", "pass", "test_step04::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
+    Fault("step04_tp_sp", "set_up_layers(model, config)", "pass", "test_step04::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
     Fault("step04_tp_sp", "model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)", "model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group) / group.size", "test_step04::test_law_of_a_micro_batch", "the loss is divided by tp"),  # noqa: E501
     Fault("step04_tp_sp", "min(shard.stop, shard.full)", "shard.stop", "test_step04::test_tp_with_other_flags", "padding of the vocabulary counts as words"),  # noqa: E501
     Fault("step04_tp_sp", "if sp and config.seq_len % group.size:", "if False:", "test_step04::test_shard_heads_refuses", "with SP, a sequence that tp does not divide is accepted"),  # noqa: E501

@@ -216,7 +216,7 @@ def test_law_of_saved_numbers_and_flops(recompute, saved):
     costs = {attention: lambda q, *_, **__: 2 * 32 * math.prod(q), backward: lambda q, *_, **__: 5 * 32 * math.prod(q)}
     for n_layers in 2, 3:
         plain, model = (decoder(**SHAPE | dict(n_layers=n_layers)) for _ in range(2))
-        step.RECOMPUTE[recompute](model)
+        step.set_up_layers(model, step.Config(recompute=recompute))
         with FlopCounterMode(display=False, custom_mapping=costs) as flops:
             with Live() as live:
                 loss = model(tokens, tokens.flip(1))
@@ -287,7 +287,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
     """If the norm is inf or nan, the error names --lr. Gradients are freed after a step, graphs after a micro-batch."""
     memory, graphs, alive = [], [], []
 
-    def spoil(model: Decoder):
+    def spoil(model: Decoder, keep: tuple = ()):
         model.model.norm.weight.register_hook(lambda g: torch.full_like(g, bad) if len(memory) >= 12 else g)
         model.model.norm.weight.register_post_accumulate_grad_hook(note)
         model.register_forward_hook(lambda _model, _inputs, loss: hold(loss, lambda g: g))

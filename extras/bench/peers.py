@@ -23,7 +23,7 @@ from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.schedules import Place
 from common.trainer import Run, choose_device
-from step01_single_gpu import RECOMPUTE, learning_rate
+from step01_single_gpu import set_up_layers, learning_rate
 from step02_ddp import join_ranks
 from step06_pipeline import forward_stage, keep_stage, plan
 
@@ -37,7 +37,7 @@ def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)
+    set_up_layers(model, config)
     module, backward = build(config, mesh, model)
     groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)

@@ -1,16 +1,18 @@
-"""A lab turns a chapter into one or two evenings' work: a student writes functions removed from the chapter's code.
+"""A lab is an evening's work, or two: a student writes functions removed from a chapter's code.
 
-    python -m extras.labs start 4 FOLDER       a folder with the step, whose removed functions raise NotImplementedError
+    python -m extras.labs start 4 FOLDER       a folder with the step, some functions of which only
+                                               raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
     python -m extras.labs grade FOLDERS > points.csv
 
-The chapter's own tests in tests/ judge the work: the decorator `task` gives the task and the points of each test. A lab
-consists of an entry of TASKS below and of labN.md, which says for each task how many minutes it takes and what to read,
-and gives three hints. At the end it asks a question, which is answered in writing and graded by hand.
+The chapter's own tests in tests/ judge the work: the decorator `task` gives the task and the points
+of each test. A lab consists of an entry of TASKS below and of labN.md, which says for each task how
+many minutes it takes and what to read, and gives three hints. At the end it asks a question, which
+is answered in writing and graded by hand.
 
-The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. You can run pytest
-there. From the folder, `check` and `grade` take only LAB.md's head and the files with removed functions. All else comes
-from the project, so changed tests have no effect.
+The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution.
+You can run pytest there. From the folder, `check` and `grade` take only LAB.md's head and the files
+with removed functions. All else comes from the project, so changed tests have no effect.
 """
 
 import ast
@@ -18,13 +20,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Lab -> task -> the functions and methods that are removed ("holes"); "module:function" if they are not in the step. If
-# a task has no holes, its tests try the whole file.
+# Lab -> task -> the functions and methods that are removed ("holes"); "module:function" if they are
+# not in the step. If a task has no holes, its tests try the whole file.
 TASKS: dict[int, dict[str, str]] = {
     1: {
         "learning rate": "learning_rate",
         "adamw": "decay_groups adamw",
-        "masters": "Optimizer.__init__ Optimizer.gradients Optimizer.step Optimizer.publish Optimizer.zero_grad",
+        "masters": "Optimizer.__init__ Optimizer.gradients Optimizer.step Optimizer.publish "
+        "Optimizer.zero_grad",
         "recomputation": "recompute_layers",
         "loop": "train",
     },
@@ -32,7 +35,8 @@ TASKS: dict[int, dict[str, str]] = {
         "naive": "NaiveSync.finish NaiveSync.sum_up",
         "ring": "RingSync.sum_up",
         "buckets": "Bucket.__init__ fill_buckets",
-        "bucket sync": "BucketSync.__init__ BucketSync.begin BucketSync.mark_ready BucketSync.send BucketSync.finish",
+        "bucket sync": "BucketSync.__init__ BucketSync.begin BucketSync.mark_ready BucketSync.send "
+        "BucketSync.finish",
         "loop": "train",
     },
     3: {
@@ -60,8 +64,8 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "ring_attention shard_context",
     },
     6: {
-        "orders": "common.schedules:one_f_one_b_order common.schedules:afab common.schedules:one_f_one_b "
-        "common.schedules:interleaved",
+        "orders": "common.schedules:one_f_one_b_order common.schedules:afab "
+        "common.schedules:one_f_one_b common.schedules:interleaved",
         "stage": "forward_stage Pipeline.forward Pipeline.backward",
         "messages": "Pipeline.send_receive Pipeline.execute OneForwardOneBackward.execute",
         "programs": "add_messages ListPipeline.execute",
@@ -85,12 +89,13 @@ def step_of(lab: int) -> str:
 
 
 def holes(lab: int) -> dict[str, dict[str, str]]:
-    """The removed functions of a lab: file -> {name: task}. A student hands in these files, the step's first."""
+    """The removed functions: file -> {name: task}. Students hand in these files, the step first."""
     found: dict[str, dict[str, str]] = {step_of(lab): {}}
     for task, names in TASKS[lab].items():
         for name in names.split():
             module, _, own = name.rpartition(":")
-            found.setdefault(f"{module.replace('.', '/')}.py" if module else step_of(lab), {})[own] = task
+            file = f"{module.replace('.', '/')}.py" if module else step_of(lab)
+            found.setdefault(file, {})[own] = task
     return found
 
 
@@ -100,7 +105,7 @@ def ours(lab: int) -> dict[str, str]:
 
 
 def definitions(text: str) -> dict[str, ast.FunctionDef]:
-    """All functions ("name") and methods ("Class.name") of a source text. Raises what ast.parse raises."""
+    """All functions ("name") and methods ("Class.name") of a source. Raises SyntaxError."""
     found: dict[str, ast.FunctionDef] = {}
     for node in ast.parse(text).body:
         found |= {node.name: node} if isinstance(node, ast.FunctionDef) else {}
@@ -110,7 +115,7 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
 
 
 def hollow(lab: int) -> dict[str, str]:
-    """The files for a student: removed functions raise NotImplementedError, but keep signature and docstring."""
+    """The files for a student: removed functions keep only their signature and docstring."""
     texts = ours(lab)
     for file, names in holes(lab).items():
         lines, found = texts[file].splitlines(), definitions(texts[file])
