@@ -122,7 +122,7 @@ class Run(AbstractContextManager):
                 stopping = any(self.ranks.gather(signals.received > 0))
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
-                    self.save(step + 1, **parts)
+                    self.save(step + 1)
                 if stopping:
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
@@ -188,16 +188,17 @@ class Run(AbstractContextManager):
         every = self.config.save_every
         return every > 0 and (step % every == 0 or step == self.config.steps)
 
-    def save(self, step: int, model: Decoder, optimizer: Any, **parts: Any):
+    def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint)
         content["history"] = self.history if self.first else []
         content["state"] = {}
-        for name, part in parts.items():
+        for name, part in self.parts.items():
             if hasattr(part, "load_state"):
                 content["state"][name] = part.state()
         folder = self.out / f"checkpoints/step-{step:08d}"
-        save(folder, content, pieces_of(model, optimizer), self.ranks)
+        pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
+        save(folder, content, pieces, self.ranks)
 
     def take_sent(self) -> dict[str, int]:
         """The bytes that this rank has sent since the last call, by group."""
