@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from common import UserError
 from common.data import Data
 from common.model import ModelConfig
-from extras.tests.pool import ROOT
+from tests.pool import ROOT
 from extras.tools import tokens
 
 TEXTS = [
