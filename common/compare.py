@@ -26,7 +26,7 @@ def compare(one: list[dict], other: list[dict], bound: float) -> bool:
     print("  step        loss       other  difference     of norm")
     for i, (a, b) in enumerate(pairs):
         loss = abs(a["loss"] / b["loss"] - 1)
-        norm = abs(a["grad_norm"] / b["grad_norm"] - 1)
+        norm = abs(a.get("grad_norm", 1) / b.get("grad_norm", 1) - 1)
         largest = max(largest, loss, norm)
         if max(loss, norm) > bound:
             beyond.append(a["step"])
