@@ -1,100 +1,189 @@
-"""Step 1: one device. A complete trainer: `train`, at the end, shows what a training step does, and in which order.
+"""Step 1: one device. A complete trainer: `train` shows what a training step does, in which order.
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
                    gradients add up in fp32 ---------------->         fp32 masters, two moments
 
-SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number of target tokens in
-the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks) are then simply added; nothing is
-averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
+SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number
+of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
+are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
+have different numbers of target tokens: of the losses 1 and 3, 3, 3 the mean is 10/4 = 2.5, while
+the mean of the two means 1 and 3 is 2.
 
-PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds back to 0.02, and
-the update is lost. So for bf16 weights, gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies
-(Micikevicius et al. 2017, for fp16). Weight 2, gradient 4, master 4, moments 8: 18 bytes a parameter (in fp32 16).
+PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds
+back to 0.02, and the update is lost. So for bf16 weights, gradients add up in fp32, and AdamW
+updates *masters*, the weights' fp32 copies (Micikevicius et al. 2017, for fp16). Bytes for each
+parameter:
 
-RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a layer saves, per token,
-6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32 (on a CPU, norms save 2 dim more). With recomputation it
-saves only its input, and backward repeats its forward, except down_proj: about a quarter more FLOPs. A token costs 6
-FLOPs (2 forward, 4 backward) per matrix weight (not the embedding's) and 7 seq dim (2, 5) per layer's causal attention.
+    weight 2, gradient 4, master 4, moments 8     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
+    weight 4 (its own master), gradient 4, 8      16    here, in fp32
+    weight 2, gradient 2, master 4, moments 8     16    gradients in bf16, as in the ZeRO paper
+    weight 2, gradient 2 and its sum 4, 4, 8      20    a bf16 gradient beside its fp32 sum
+
+RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a
+layer saves, for each token,
+
+    6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32
+    tiny in bf16, on a GPU: 2 x 2,304 + 4 x 10 = 4,648 bytes
+
+On a CPU the two norms also save 2 dim numbers, and if these are bf16 another 2 dim in fp32. With
+recomputation a layer saves only its input, dim numbers (tiny: 256 bytes), and backward repeats its
+forward, except the product with down_proj, whose result backward does not need.
+
+    FLOPs of a token: 6 for each weight of a matrix (2 forward, 4 backward), but none for the
+    embedding, and 7 seq dim (2 forward, 5 backward) in each layer for causal attention, whose
+    other half is masked. tiny: 6 x 770,176 + 4 x 7 x 256 x 128 = 5,538,560
 
 Run it:    python step01_single_gpu.py
-You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to about 2.
+You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
+
+PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights and casts them at
+each use, so there are no separate masters; torch.utils.checkpoint is used here, too.
+
+Try this: in `train`, divide by `(y != IGNORE).sum()` of the micro-batch, and by `len(xs)`: the mean
+of means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers
+of targets.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from common.data import Data
 from common.flags import flag
 from common.layout import materialize
-from common.model import IGNORE, PRESETS, Decoder, model_shape, wide
+from common.model import (
+    IGNORE,
+    PRESETS,
+    Decoder,
+    DecoderLayer,
+    model_shape,
+    summed_cross_entropy,
+    wide,
+)
 from common.trainer import DTYPES, Run, choose_device, main
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     """Two parameter groups for torch.optim: matrices, which decay, and norms, which do not."""
-    matrices = [tensor for name, tensor in masters.items() if not name.endswith("norm.weight")]
-    norms = [tensor for name, tensor in masters.items() if name.endswith("norm.weight")]
-    return [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.0)]
+    matrices = []
+    norms = []
+    for name, master in masters.items():
+        if name.endswith("norm.weight"):
+            norms.append(master)
+        else:
+            matrices.append(master)
+    return [
+        dict(params=matrices, weight_decay=config.weight_decay),
+        dict(params=norms, weight_decay=0.0),
+    ]
 
 
 def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
-    """AdamW on the masters, given by name, with the betas of Llama, 0.9 and 0.95, in place of PyTorch's defaults.
+    """AdamW on the masters, given by name, with Llama's betas, 0.9 and 0.95, not PyTorch's
+    defaults.
 
-    `parts`: the run's model, optimizer and mesh. AdamW updates each element alone and does not need them.
+    `parts`: the run's model, optimizer and mesh. AdamW updates each element alone: it needs none.
     """
     return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
 
 
 def sgd(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
-    """Gradient descent, without state. It shows a wrongly scaled gradient, which Adam's division hides."""
+    """Gradient descent, without state. Adam's division hides a wrongly scaled gradient; this does
+    not.
+    """
     return torch.optim.SGD(decay_groups(masters, config), fused=True)
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
+
+
 def recompute_nothing(model: Decoder, keep: Sequence[Callable] = ()):
-    """Keep all that backward needs."""
+    """Save all that backward needs."""
 
 
 def recompute_layers(model: Decoder, keep: Sequence[Callable] = ()):
-    """Activation (gradient) checkpointing: a layer keeps only its input and runs again in backward; same gradients.
+    """A layer saves only its input, and its forward runs again in backward. Gradients stay the
+    same.
 
-    `keep`: operators such as torch.ops.aten.topk.default whose results are kept and not computed again.
+    `keep`: operators, such as torch.ops.aten.topk.default, whose results are saved all the same.
     """
     context = noop_context_fn
     if keep:
         context = partial(create_selective_checkpoint_contexts, list(keep))
-    for layer in model.model.layers.values():  # a Decoder has a trunk, `model.model`, and a head, `lm_head`
+    for layer in model.model.layers.values():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context)
 
 
-# Menus: each maps the values of a flag to what they select.
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
 RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
+
+
+def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Tensor) -> Tensor:
+    """Run a compiled forward while its parameters have no `.grad`.
+
+    torch.compile looks at `.grad`, too, and compiles nothing with a bf16 weight whose `.grad` is
+    fp32.
+    """
+    gradients = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        return forward(*inputs)
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+
+
+def compile_layer(layer: DecoderLayer):
+    """torch.compile fuses norms, RoPE, SiLU and additions into a few kernels; all layers share
+    them.
+    """
+    params = list(layer.parameters())
+    layer.forward = partial(without_gradients, params, torch.compile(layer.forward))
+
+
+def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):
+    """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
+
+    Messages between ranks break a layer's graph into several. A loss that sends messages stays as
+    it is.
+    """
+    if config.compile:
+        for layer in model.model.layers.values():
+            compile_layer(layer)
+        if model.loss is summed_cross_entropy:
+            model.loss = torch.compile(model.loss)
+    for name in config.recompute.split(","):
+        RECOMPUTE[name](model, keep)
 
 
 @dataclass
 class Config:
     """Flags of the trainer."""
 
-    model: str = flag("tiny", f"preset of the shape: {', '.join(PRESETS)}; with changes: tiny,n_layers=8,dim=256")
-    dataset: str = flag(
-        "", ".txt file, or Hugging Face data set with a column \"text\"; default: Python's own sources"
+    model: str = flag(
+        "tiny",
+        f"preset of the shape: {', '.join(PRESETS)}; with changes: tiny,n_layers=8,dim=256",
     )
-    steps: int = flag(200, "optimizer steps of the whole schedule")
-    global_batch_size: int = flag(32, "sequences per optimizer step, all ranks together")
-    micro_batch_size: int = flag(4, "sequences per forward and backward")
+    dataset: str = flag(
+        "", "text file, or Hugging Face data set with a column text; default: Python's own sources"
+    )
+    steps: int = flag(200, "training steps of the whole schedule")
+    global_batch_size: int = flag(32, "sequences of a training step, all ranks together")
+    micro_batch_size: int = flag(4, "sequences of a forward and backward")
     optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
     lr: float = flag(3e-3, "peak learning rate")
-    warmup_steps: int = flag(
-        20, "steps of linear warm-up, before the cosine to a tenth; 0: none", least=0
-    )
+    warmup_steps: int = flag(20, "steps of linear warm-up, before the cosine to a tenth", least=0)
     weight_decay: float = flag(0.1, "on matrices, not on norms")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping")
     seed: int = flag(0, "of initial weights and data order")
@@ -102,37 +191,53 @@ class Config:
     dtype: str = flag(
         "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
     )
-    recompute: str = flag("none", "what the backward pass computes again", RECOMPUTE, several=True)
+    recompute: str = flag("none", "what backward computes again", RECOMPUTE, several=True)
+    compile: bool = flag(False, "torch.compile each layer, and the loss")
     out: str = flag("", "run directory; default: runs/ and the name of the script")
     save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
-    resume: str = flag("", "run directory, or a checkpoint in it, to resume")
+    resume: str = flag("", "run directory or checkpoint to resume; auto: --out, if it has any")
+    timeout: float = flag(600.0, "seconds that a step may take before the job ends; 0: any number")
+    profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak at step `config.steps`. `step` counts from 0."""
+    """Linear warm-up, then a cosine down to a tenth of the peak at step `config.steps`. From step
+    0.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-class Optimizer:
-    """The update rule on masters, the fp32 copies of the weights. Weights in fp32 or fp64 are their own masters."""
+def accumulate_wide(params: Iterable[nn.Parameter]):
+    """Let `.grad` of bf16 parameters be fp32: autograd casts each gradient before it adds it."""
+    for param in params:
+        param.grad_dtype = wide(param.dtype)
 
-    sharded = False  # whether ranks of dp update different elements
+
+class Optimizer:
+    """The update rule on masters, the fp32 copies of the weights. fp32 and fp64 weights are their
+    own.
+    """
+
+    sharded = False  # whether data-parallel ranks update different elements (from step 3 on)
 
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
-        """Set `torch_optimizer`, and `params` and `masters`, dicts keyed by name. Gradients get the masters' dtype."""
-        self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
-        for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # fp32 (fp64 for fp64): autograd casts each gradient before adding it
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](
-            self.masters, config, optimizer=self, model=model, mesh=mesh
-        )
+        """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`."""
+        self.params: dict[str, nn.Parameter] = {}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self.params[name] = param
+        accumulate_wide(self.params.values())
+        self.masters: dict[str, Tensor] = {}
+        for name, param in self.params.items():
+            self.masters[name] = param.detach().to(wide(param.dtype))
+        make = OPTIMIZERS[config.optimizer]
+        self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, not copied: clipping scales them in place. Each is None until a backward."""
+        """The gradients by name, not copied: clipping scales them in place. At first, None."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
@@ -150,18 +255,26 @@ class Optimizer:
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The elements of each flattened parameter that this rank updates: all."""
+        """Which elements of each flattened parameter this rank updates, for checkpoints: all."""
         return {name: (0, param.numel()) for name, param in self.params.items()}
 
     def zero_grad(self):
         """Free the gradients, so that the next backward starts anew."""
         for name, param in self.params.items():
-            param.grad = self.masters[name].grad = None
+            param.grad = None
+            self.masters[name].grad = None
+
+
+def clip_coefficient(norm: float, limit: float) -> float:
+    """The factor that brings the gradient's norm down to `limit`. `limit` 0: no clipping."""
+    if limit == 0 or norm <= limit:
+        return 1.0
+    return limit / norm
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place. (Were the loop in `train`, its variable would keep the last gradient alive.)"""
-    if factor != 1.0:  # 1.0: nothing to clip
+    """Multiply gradients in place."""
+    if factor != 1.0:
         for gradient in gradients.values():
             gradient.mul_(factor)
 
@@ -173,24 +286,26 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    materialize(model, config.seed, device, dtype)  # allocate and initialise, from seed and names only
-    RECOMPUTE[config.recompute](model)
+    # Allocate and initialise, from seed and names only
+    materialize(model, config.seed, device, dtype)
+    set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; reads, writes checkpoints
-        tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; target: next token or IGNORE
-        n_targets = (targets != IGNORE).sum().clamp(min=1)
-        xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
+    # 0, 1, ...; restores, saves
+    for step in run.steps(model=model, optimizer=optimizer, data=data):
+        tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token, or IGNORE
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
+        xs = tokens.to(device).split(config.micro_batch_size)
+        ys = targets.to(device).split(config.micro_batch_size)
         loss = 0.0
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # a sum over tokens: scale once ...
             micro_loss.backward()  # ... then only sum
             loss = loss + micro_loss.detach()
 
-        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # else an error, before the weights become nan
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # else the weights become nan
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

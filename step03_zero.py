@@ -1,43 +1,72 @@
-"""Step 3: ZeRO, or FSDP. Data-parallel ranks shard what step 2 replicates: optimizer state, gradients, parameters.
+"""Step 3: ZeRO. Data-parallel ranks shard what step 2 replicates: optimizer state, gradients,
+weights.
 
-MEMORY. In step 2 every rank holds 18 bytes for each parameter: 2 of its weight (bf16), 4 of its gradient, 4 of its
-master, 8 of the moments. With ZeRO (Rajbhandari et al. 2020) rank r of n updates only shard r of the weights: it needs
-masters and moments of that shard alone. Stage 2 also shards gradients, stage 3 also weights. Below: a rank's bytes for
-each parameter; `elements` times (n-1)/n are sent in a step. P: number of parameters. m: micro-batches of a rank.
+(Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
+every rank makes the same update. With ZeRO, rank r of n updates only shard r of the weights, so it
+needs masters and moments of that shard alone.
 
-    stage   whole on every rank    bytes a parameter   n = 8   elements
-    0       all of these           18                  18      2 P         all-reduce (step 2)
-    1       weights, gradients     6 + 16/n            8       2 P         reduce-scatter, all-gather
-    2       weights                2 + 16/n            4       (m+1) P     m reduce-scatters, one all-gather
-    3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
+UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
+H. A unit is a flat buffer, padded, of n equal shards; rank r updates shard r.
 
-Stage 1 holds whole gradients and a shard of their sums. Stages 2 and 3 also hold the few whole units (below) in use.
-e: the parameters that a micro-batch gathers once, not twice: those of units E and H; if tied, only the last norm.
+    unit "layers.0":  [ norm  q  k  v  .. | .. o  norm  gate | .. gate  up .. | .. up  down  0 0 ]
+                      '---- rank 0 -----''----- rank 1 -----''--- rank 2 ----''---- rank 3 ------'
 
-AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, rate 0.1:
+AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20.
+Plain gradient descent with rate 0.1:
 
-    stage  rank 0 holds                                    rank 1 holds
-    0      weights 1 2 3 4   gradient 25 25 25 25          weights 1 2 3 4   gradient 25 25 25 25
-    1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
-    2      weights 1 2 3 4   shard of sum: 25 25           weights 1 2 3 4   shard of sum: 25 25
-    3      weights 1 2       shard of sum: 25 25           weights     3 4   shard of sum: 25 25
-    after  weights -1.5 -0.5                               weights 0.5 1.5   (1 and 2 then all-gather; 0 has all)
+           rank 0 holds                             rank 1 holds
+    stage  weights  gradient     shard of the sum   weights  gradient     shard of the sum
+    0      1 2 3 4  25 25 25 25                     1 2 3 4  25 25 25 25
+    1      1 2 3 4  5 5 5 5      25 25              1 2 3 4  20 20 20 20  25 25
+    2      1 2 3 4               25 25              1 2 3 4               25 25
+    3      1 2                   25 25                  3 4               25 25
+    after  -1.5 -0.5                                         0.5 1.5      (1 and 2: then all-gather)
 
-UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head, H. A unit is a flat
-buffer, padded, of n equal shards; rank r updates shard r.
+THE LAW. Bytes that a rank holds for each parameter, in bf16 (2 of the weight, 4 of its gradient, 4
+of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
 
-    unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
-                      '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
+    stage   whole on every rank    bytes, bf16    n = 8    bytes, fp32    n = 8
+    0       all of these           18             18       16             16
+    1       weights, gradients     6 + 16/n       8        8 + 12/n       9.5
+    2       weights                2 + 16/n       4        4 + 12/n       5.5
+    3       nothing                18/n           2.25     16/n           2
+
+Stage 1 holds whole gradients and a shard of their sums. Stages 2 and 3 also hold the few whole
+units that are in use. Activations are not in the table: each rank has its own, of its own
+sequences.
+
+State is sharded first because it is the largest part and costs no extra message: an all-reduce is a
+reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
+next: a reduce-scatter in each micro-batch. Weights are last: they must be gathered for each use.
+
+    stage   elements sent, times (n-1)/n      in a training step of m micro-batches of P parameters
+    0       2 P                               all-reduce (step 2)
+    1       2 P                               reduce-scatter, all-gather
+    2       (m+1) P                           m reduce-scatters, one all-gather
+    3       m (3 P - e)                       m times: two all-gathers, one reduce-scatter
+    3       (m+1) P        with --keep        one all-gather, m reduce-scatters
+
+e: the parameters that a micro-batch gathers once, not twice: those of units E and H; if embedding
+and head are tied, only the last norm. tiny on 4 ranks with m = 2 (P = 804,224, e = 65,920) sends in
+stage 3 3/4 x 2 x (3 P - e) = 3,520,128 elements.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses. `sent`: (n-1)/n x (4 bytes x elements + 24 for loss and norm); gathers in bf16: 2 bytes.
+You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
+`sent` is (n-1)/n x (4 bytes x elements + 24 for loss and norm); in bf16, gathers have 2 bytes.
+
+PyTorch's own way: ZeroRedundancyOptimizer is stage 1; `fully_shard(layer)` for each layer, then
+`fully_shard(model)`, is stage 3, and with reshard_after_forward=False keeps weights from forward to
+backward. Its parameters are DTensors with the placement Shard(0).
+
+Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
+two lines). Backward then computes with weights that have no memory: PyTorch says so.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -46,53 +75,93 @@ import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import flag
-from common.layout import global_norm, layout_of, materialize
+from common.layout import data_group, global_norm, layout_of, materialize
 from common.model import IGNORE, Decoder, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
+from step01_single_gpu import (
+    OPTIMIZERS,
+    Optimizer,
+    accumulate_wide,
+    clip_coefficient,
+    learning_rate,
+    scale,
+    set_up_layers,
+)
 from step02_ddp import SYNCS, join_ranks
 
 
 class Unit:
-    """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates one shard."""
+    """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates
+    one shard.
+    """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
-        self.named, self.group = named, group
+        """Copy the parameters of `named` into the buffer; from now on they are views of it."""
+        self.named = named
+        self.group = group
         self.trained = {name: param for name, param in named.items() if param.requires_grad}
-        ends = list(accumulate((param.numel() for param in named.values()), initial=0))
-        self.span = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
-        self.length = -(-ends[-1] // group.size)  # rounded up
-        self.first = group.rank * self.length
-        reference_param = next(iter(named.values()))
-        self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
+        accumulate_wide(self.trained.values())
+        self.span: dict[str, tuple[int, int]] = {}  # name -> (start, stop) in flat
+        stop = 0
+        for name, param in named.items():
+            self.span[name] = (stop, stop + param.numel())
+            stop += param.numel()
+        self.length = math.ceil(stop / group.size)  # of a shard
+        self.first = group.rank * self.length  # where this rank's shard starts
+        some_param = next(iter(named.values()))
+        self.flat = some_param.new_zeros(self.length * group.size).detach()
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # `.data`: autograd does not see later writes to flat
-            param.grad_dtype = wide(param.dtype)
+            # `.data`: autograd does not see later writes to flat
+            param.data = self.view(self.flat, name)
         self.shard = self.flat[self.first : self.first + self.length]
-        self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64
-        self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to compute
-        self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
-        self.reduced_shard: Tensor | None = None  # [padded / n], this rank's shard of `gradient`, summed over the ranks
-        self.grad_shard: Tensor | None = None  # [padded / n], `reduced_shard` of all micro-batches, added up
+        # The shard itself, if it is fp32 or fp64
+        self.master = self.shard.to(wide(some_param.dtype))
+        self.missing = 0  # additions to gradients that are still to come in this training step
+        # From stage 2 on: names whose gradient of this micro-batch is in local_grad
+        self.arrived: set[str] = set()
+        self.local_grad: Tensor | None = (
+            None  # [padded], from this rank's tokens: not summed over ranks
+        )
+        self.new_sum: Tensor | None = (
+            None  # [padded / n], this rank's shard of local_grad, summed over ranks
+        )
+        self.summed_grad: Tensor | None = (
+            None  # [padded / n], new_sum of all micro-batches, added up
+        )
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter's part of a flat buffer, in the parameter's shape: a view, so writing to it changes `flat`."""
+        """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
+        `flat`.
+        """
         start, stop = self.span[name]
         return flat[start:stop].view_as(self.named[name])
 
     def view_shard(self, shard: Tensor, name: str) -> Tensor:
-        """A parameter's part of this rank's `shard`, as a view [k]; k is 0 if other ranks hold all of the parameter."""
-        start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
+        """A parameter's part of this rank's `shard`, a view [k]; k is 0 if other ranks hold all of
+        it.
+        """
+        start, stop = self.span[name]
+        start = min(max(start - self.first, 0), self.length)
+        stop = min(max(stop - self.first, 0), self.length)
         return shard[start:stop]
 
-    def make_room(self):
+    def allocate_grad(self):
         """Allocate a flat buffer of zeros for this rank's gradients."""
-        self.gradient = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
+        self.local_grad = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
+
+    def reduce(self) -> Pending:
+        """Start the reduce-scatter of the gradients. This rank's shard of the sum goes to a new
+        `new_sum`.
+        """
+        self.new_sum = self.local_grad.new_empty(self.length)
+        return reduce_scatter(self.new_sum, self.local_grad, self.group)
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """The names of each unit's parameters. A unit's gradients are summed over one group; in this chapter, always dp."""
+    """The names of each unit's parameters. (From step 7 on, experts are a unit of their own:
+    another group.)
+    """
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
         found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
@@ -102,55 +171,81 @@ def unit_names(model: Decoder) -> list[list[str]]:
 
 
 class Zero1:
-    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (chapter 2's begin and finish).
+    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2.
 
-    ZeRO is in three methods: `finish` reduce-scatters gradients, `step` updates our shards, `publish` gathers weights.
-    The reduce-scatters start after the last backward, so nothing hides them, unlike the sums of chapter 2's buckets.
+    ZeRO is in three methods: `mark_ready` starts the reduce-scatter of a unit's gradients as soon
+    as its last gradient of the last micro-batch is there, `step` updates our shards, `publish`
+    gathers weights.
+
+        last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
+        reduce-scatter                     | H       | layer 1 | layer 0 | E |
+        all-gather                                                                | all units |
     """
 
     sharded = True
-    unit_type: type[Unit] = Unit
 
-    def __init__(self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
+    ):
+        self.config = config
         self.units: list[Unit] = []
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
-            self.units.append(self.make_unit(named, group))
+            self.units.append(self.make_unit(named, data_group(named[names[0]], mesh)))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
-            own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
-            self.masters |= {name: master for name, master in own.items() if len(master)}
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](
-            self.masters, config, optimizer=self, model=model, mesh=mesh
-        )
+            for name, param in unit.trained.items():
+                master = unit.view_shard(unit.master, name)
+                if len(master):
+                    self.masters[name] = master
+                param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
+        self.pending: list[tuple[Unit, Pending]] = []  # reduce-scatters in flight
+        make = OPTIMIZERS[config.optimizer]
+        self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
 
     def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> Unit:
-        """Put parameters into a unit."""
-        return self.unit_type(named, group)
+        """Put parameters into a unit, whose gradients are summed over `group`."""
+        return Unit(named, group)
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which autograd accumulates."""
+        """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which
+        autograd accumulates.
+        """
+        self.pending = []
         for unit in self.units:
-            unit.make_room()
+            unit.allocate_grad()
+            unit.missing = n_micro_batches * backwards_of(unit)
             for name, param in unit.trained.items():
-                param.grad = unit.view(unit.gradient, name)
+                param.grad = unit.view(unit.local_grad, name)
 
-    def reduce(self, unit: Unit) -> Pending:
-        """Start the reduce-scatter of a unit's gradient. This rank's shard of the sum goes to a new `reduced_shard`."""
-        unit.reduced_shard = unit.gradient.new_empty(unit.length)
-        return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
+    def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
+        """Hook: autograd has added to a gradient of `unit`. After the last addition, start the sum
+        over ranks.
+        """
+        unit.missing -= 1
+        if unit.missing == 0:
+            self.pending.append((unit, unit.reduce()))
+        if unit.missing < 0:
+            raise RuntimeError(f"a gradient of {name} came after the sum over ranks had started")
 
     def finish(self):
-        """After the last micro-batch: complete every `grad_shard`."""
-        for unit, pending in [(unit, self.reduce(unit)) for unit in self.units]:
+        """After the last micro-batch: complete every `summed_grad`."""
+        for unit in self.units:
+            if unit.missing:  # a parameter had no gradient in some micro-batch
+                self.pending.append((unit, unit.reduce()))
+        for unit, pending in self.pending:
             pending.wait()
-            unit.grad_shard = unit.reduced_shard
+            unit.summed_grad = unit.new_sum
+        self.pending = []
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's part of each trained parameter's gradient, by name; the part may be empty."""
-        return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
+        parts = {}
+        for unit in self.units:
+            for name in unit.trained:
+                parts[name] = unit.view_shard(unit.summed_grad, name)
+        return parts
 
     def step(self, lr: float):
         """Update this rank's shards of the masters, then `publish` them as weights."""
@@ -163,103 +258,141 @@ class Zero1:
         self.publish()
 
     def publish(self):
-        """Round the masters into this rank's shards of the weights; all-gather each unit as soon as it is rounded."""
-        pendings = []
+        """Round the masters into this rank's shards of the weights, and all-gather each unit."""
+        gathers = []
         for unit in self.units:
             unit.shard.copy_(unit.master)
-            pendings.append(all_gather(unit.flat, unit.shard, unit.group))
-        for pending in pendings:
+            gathers.append(all_gather(unit.flat, unit.shard, unit.group))
+        for pending in gathers:
             pending.wait()
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The elements of each flattened parameter that this rank updates."""
-        found = {}
+        """Which elements of each flattened parameter this rank updates, for checkpoints."""
+        spans = {}
         for unit in self.units:
             for name in unit.trained:
                 start = max(unit.first - unit.span[name][0], 0)
-                found[name] = (start, start + len(unit.view_shard(unit.master, name)))
-        return found
+                spans[name] = (start, start + len(unit.view_shard(unit.master, name)))
+        return spans
 
     def zero_grad(self):
         """Free the gradients."""
         self.torch_optimizer.zero_grad()
         for unit in self.units:
-            unit.gradient = unit.reduced_shard = unit.grad_shard = None
+            unit.local_grad = None
+            unit.new_sum = None
+            unit.summed_grad = None
             for param in unit.trained.values():
                 param.grad = None
 
 
-class Zero2(Zero1):
-    """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every micro-batch.
+def backwards_of(unit: Unit) -> int:
+    """How many additions to a unit's gradients a micro-batch makes: one for each trained parameter.
 
-    A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's backward. So whole
-    gradients of two units exist at a time. (If the head is tied, there is a third: autograd keeps the head's part of
-    the tied gradient.) The last sum, here the embedding's, is awaited in the next backward, or in `finish`.
+    (Two, if two pipeline stages of this rank have the parameter: its record says `backwards` 2.)
+    """
+    return sum(layout_of(param).backwards for param in unit.trained.values())
+
+
+class Zero2(Zero1):
+    """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every
+    micro-batch.
+
+    A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's
+    backward:
+
+        backward          | H | layer 1 | layer 0 | E |
+        reduce-scatter        | H       | layer 1 | layer 0 | E |
+        freed after                     | H       | layer 1 | layer 0 | E
+
+    So whole gradients of two units exist at a time. (If the head is tied, there is a third:
+    autograd keeps the head's part of the tied gradient.) The last sum, here the embedding's, is
+    awaited in the next micro-batch's backward, or in `finish`.
     """
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        for unit in self.units:
-            for name, param in unit.trained.items():
-                param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
-
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch, in each unit: zero `grad_shard`; count its trained parameters as `missing`."""
+        """Before the first micro-batch: zero each `summed_grad`."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
-            unit.missing = len(unit.trained)
-            unit.grad_shard = torch.zeros_like(unit.master, device=unit.flat.device)
+            unit.arrived.clear()
+            unit.missing = n_micro_batches * backwards_of(unit)
+            unit.summed_grad = torch.zeros_like(unit.master, device=unit.flat.device)
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's buffer."""
-        if self.in_flight is not None and self.in_flight[0] is unit:  # step 6 only: this rank has one unit
-            self.land()
-        if unit.gradient is None:
-            unit.make_room()
-        unit.view(unit.gradient, name).copy_(param.grad)
+        """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
+        buffer.
+        """
+        # Its buffer is still being sent
+        if self.in_flight is not None and self.in_flight[0] is unit:
+            self.complete_sum()
+        if unit.local_grad is None:
+            unit.allocate_grad()
+        if name in unit.arrived:
+            raise RuntimeError(f"{name} got a second gradient before its unit was summed")
+        unit.view(unit.local_grad, name).copy_(param.grad)
         param.grad = None
+        unit.arrived.add(name)
         unit.missing -= 1
-        if unit.missing == 0:
-            self.send(unit)
+        if len(unit.arrived) == len(unit.trained):
+            unit.arrived.clear()
+            self.start_sum(unit)
 
-    def send(self, unit: Unit):
-        """Wait for the previous unit's sum, which overlapped this unit's backward; then start this unit's sum."""
-        self.land()
-        self.in_flight = unit, self.reduce(unit)
+    def start_sum(self, unit: Unit):
+        """Wait for the previous unit's sum, which overlapped this unit's backward; then start this
+        unit's sum.
+        """
+        self.complete_sum()
+        self.in_flight = (unit, unit.reduce())
 
-    def land(self):
-        """Wait for the sum in flight, add it to its unit's `grad_shard`, and free the whole gradient."""
-        if self.in_flight is not None:
-            unit, pending = self.in_flight
-            pending.wait()
-            unit.grad_shard += unit.reduced_shard
-            unit.gradient = unit.reduced_shard = self.in_flight = None
-            unit.missing = len(unit.trained)  # in the next micro-batch
+    def complete_sum(self):
+        """Wait for the sum in flight, add it to its unit's `summed_grad`, and free the whole
+        gradient.
+        """
+        if self.in_flight is None:
+            return
+        unit, pending = self.in_flight
+        pending.wait()
+        unit.summed_grad += unit.new_sum
+        unit.new_sum = None
+        unit.local_grad = None
+        self.in_flight = None
 
     def finish(self):
-        """After the last micro-batch: wait for the sum in flight, to finish the last unit."""
-        self.land()
+        """After the last micro-batch: wait for the last sum."""
+        self.complete_sum()
+        for unit in self.units:
+            if unit.missing:
+                names = ", ".join(unit.trained)
+                raise RuntimeError(f"{unit.missing} gradients are missing, or too many, of {names}")
 
 
 class ShardedUnit(Unit):
-    """A unit that keeps only its shard between uses. Parameters stay views of `flat`, even while it has no memory."""
+    """A unit that keeps only its shard between uses. Parameters stay views of `flat`, even while it
+    has no memory.
+    """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
         self.shard = self.shard.clone()
         self.master = self.shard.to(self.master.dtype)
         self.nbytes = self.flat.nbytes
-        self.gathered, self.gathering = True, Pending()  # an empty one: nothing to wait for
+        self.gathered = True
+        self.gathering = Pending()  # an empty one: nothing to wait for
         self.free()
 
     def gather(self):
         """If the flat buffer is empty, allocate it and start the all-gather that fills it."""
         if not self.gathered:
             self.flat.untyped_storage().resize_(self.nbytes)
-            self.gathering, self.gathered = all_gather(self.flat, self.shard, self.group), True
+            self.gathering = all_gather(self.flat, self.shard, self.group)
+            self.gathered = True
 
     def free(self):
-        """Free the memory of `flat`. Weights that autograd saved are views of it: the next `gather` refills them."""
+        """Free the memory of `flat`, but keep the tensor.
+
+        Parameters, and the weights that autograd has saved for backward, are views of it: they stay
+        valid, and the next `gather` fills them again.
+        """
         if self.gathered:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)
@@ -267,9 +400,11 @@ class ShardedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """ZeRO 3 (FSDP): parameters are sharded, too. Hooks gather a unit before its use and prefetch the next meanwhile.
+    """ZeRO 3 (FSDP): weights are sharded, too. Hooks gather a unit before its use and prefetch the
+    next meanwhile.
 
-    A micro-batch through E (embedding), layers 0 and 1, H (norm and head). A column's messages overlap computation:
+    A micro-batch through E (embedding), layers 0 and 1, H (norm and head). A column's messages
+    overlap computation:
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -277,43 +412,84 @@ class Zero3(Zero2):
         freed after        E   0   1       H   1   0
         reduce-scatter                         H   1   0   E
 
-    H stays whole from its forward to its backward. The backward of E needs no weights. So two units are whole at a
-    time. If the head is tied, there is a third: E is gathered again with H, and freed after the backward of E.
+    H stays whole from its forward to its backward. The backward of E needs no weights. So two units
+    are whole at a time. If the head is tied, there is a third: E is gathered again with H, and
+    freed after the backward of E. With --keep, a unit is gathered once in a training step, and
+    freed after the update.
     """
-
-    unit_type = ShardedUnit
 
     def __init__(self, model: Decoder, *args):
         super().__init__(model, *args)
-        trunk, head = model.model, model.lm_head
-        entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
-        self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights: not E's
-        self.uses: list[list[Unit]] = []  # for each entry, in forward order: the units of its parameters
-        for i, modules in enumerate(entry for entry in entries if None not in entry):  # None: on another rank (step 6)
-            params = set(nn.ModuleList(modules).parameters())
-            self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
-            modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(self.uses) - 1)))
-            modules[-1].register_forward_hook(partial(self.after_forward, i))
+        trunk = model.model
+        # For each entry, in forward order: the units of its parameters
+        self.uses: list[list[Unit]] = []
+        self.add_entry(trunk.embed_tokens)
+        # The first entry whose backward needs weights: the embedding's does not
+        self.lowest = len(self.uses)
+        for layer in trunk.layers.values():
+            self.add_entry(layer)
+        self.add_entry(trunk.norm, model.lm_head)
 
-    def fetch(self, i: int, ahead: int):
-        """Gather the units in `uses[i]` and wait for them; prefetch those in `uses[ahead]`, which are needed next."""
-        for unit in [*self.uses[i], *self.uses[ahead]]:
+    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> ShardedUnit:
+        """A unit that keeps only its shard."""
+        return ShardedUnit(named, group)
+
+    def add_entry(self, *modules: nn.Module | None):
+        """Hook modules that run one after another. From step 6 on, None: another rank has them."""
+        if modules[0] is None or modules[-1] is None:
+            return
+        params = set()
+        for module in modules:
+            params.update(module.parameters())
+        units = [unit for unit in self.units if params & set(unit.named.values())]
+        number = len(self.uses)
+        self.uses.append(units)
+        modules[0].register_forward_pre_hook(partial(self.before_forward, number))
+        modules[-1].register_forward_hook(partial(self.after_forward, number))
+
+    def fetch(self, number: int, ahead: int):
+        """Gather the units of an entry and wait for them; prefetch those of entry `ahead`, which
+        are needed next.
+        """
+        for unit in self.uses[number]:
             unit.gather()
-        for unit in self.uses[i]:
+        if self.lowest <= ahead < len(self.uses):
+            for unit in self.uses[ahead]:
+                unit.gather()
+        for unit in self.uses[number]:
             unit.gathering.wait()
 
-    def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook after the forward of `uses[i]`: free units not needed next; at `output`'s gradient, gather them."""
-        for unit in self.uses[i]:
-            if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next entry, or H's backward, needs it
-                unit.free()
-        if output.requires_grad and i >= self.lowest:
-            output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))
+    def before_forward(self, number: int, module: nn.Module, inputs: tuple):
+        """Hook: gather this entry's units, and prefetch the next entry's."""
+        self.fetch(number, ahead=number + 1)
 
-    def send(self, unit: Unit):
-        """Start the sum as `Zero2` does. The unit's backward is done, so free its weights, unless some are frozen."""
-        super().send(unit)
-        if len(unit.trained) == len(unit.named):  # frozen weights have no hook: backward may still need them
+    def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
+        """Hook: free units that are not needed next; gather them again at the output's gradient."""
+        is_last = number + 1 == len(self.uses)
+        # The last entry's backward is next
+        needed_next = self.uses[number] if is_last else self.uses[number + 1]
+        for unit in self.uses[number]:
+            if unit not in needed_next:
+                self.free(unit)
+        if output.requires_grad and number >= self.lowest:
+            output.register_hook(partial(self.before_backward, number))
+
+    def before_backward(self, number: int, gradient: Tensor):
+        """Hook: gather this entry's units, and prefetch those of the entry before it."""
+        self.fetch(number, ahead=number - 1)
+
+    def start_sum(self, unit: Unit):
+        """Start the sum as `Zero2` does. The unit's backward is done, so free its weights, unless
+        some are frozen.
+        """
+        super().start_sum(unit)
+        # Frozen weights have no hook: backward may still need them
+        if len(unit.trained) == len(unit.named):
+            self.free(unit)
+
+    def free(self, unit: ShardedUnit):
+        """Free a unit's weights, unless --keep says that they stay until the update."""
+        if not self.config.keep:
             unit.free()
 
     def publish(self):
@@ -333,10 +509,15 @@ class Config(step02.Config):
     zero: str = flag(
         "1", "sharded: 0 nothing (uses --sync), 1 optimizer state, 2 also gradients, 3 all", ZERO
     )
+    keep: bool = flag(False, "gathered weights stay until the update", needs={"zero": ["3"]})
 
 
-def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-    """Initialise the weights; return optimizer and sync: those of chapters 1 and 2 for --zero 0, else one object."""
+def make_optimizer(
+    model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype
+):
+    """Initialise the weights; return optimizer and sync: those of steps 1 and 2 for --zero 0, else
+    one object.
+    """
     if config.zero == "0":
         materialize(model, config.seed, device, dtype)
         optimizer = Optimizer(model, config, mesh)
@@ -349,18 +530,20 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device))
-    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)  # stage 3 has gathered a layer before backward repeats it
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
+    set_up_layers(model, config)
+    # new: this shard of the update
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
-        tokens, targets = (x.to(device) for x in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        xs = tokens[own].to(device).split(config.micro_batch_size)
+        ys = targets[own].to(device).split(config.micro_batch_size)
         loss = 0.0
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
@@ -370,10 +553,10 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)  # over all shards
+        # new: over all shards
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

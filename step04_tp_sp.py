@@ -1,8 +1,9 @@
-"""Step 4: tensor and sequence parallelism. Ranks share each matrix, and between the blocks the tokens.
+"""Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
 
-A *block*, attention or the MLP, computes act(x A) B. In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns
-(outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, because attention heads and MLP channels are
-independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. Such a term is called *partial*.
+A *block*, attention or the MLP, computes act(x A) B. In Megatron-LM (Shoeybi et al. 2019) A is
+sharded by columns (outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, because
+attention heads and MLP channels are independent, and then z_i B_i, a term of the block's output z_0
+B_0 + z_1 B_1. Such a term is called *partial*.
 
 AN EXAMPLE, without act: x = [1 2], two ranks.
 
@@ -12,46 +13,60 @@ AN EXAMPLE, without act: x = [1 2], two ranks.
     rank 0:  x A_0 = 1*1 + 2*2 = 5      5 * [1 0]  = [5 0]    a term
     rank 1:  x A_1 = 1*3 + 2*4 = 11     11 * [1 3] = [11 33]  a term      their sum is [16 33]
 
-So one all-reduce after B is all that forward needs, and by symmetry backward needs one before A: the loss depends on x
-through A_0 and through A_1, so dx is the sum of what these two give. Megatron calls the two operators f and g:
+So one all-reduce after B is all that forward needs, and by symmetry backward needs one before A:
+the loss depends on x through A_0 and through A_1, so dx is the sum of what these two give. Megatron
+calls the two operators f and g:
 
-             .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
-    x whole -|                                                                        |-> the block's output
-             '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
+             .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.    rank 0
+    x whole -|                                                                        |-> output
+             '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'    rank 1
 
-                             forward                              backward
-    f   enter_block          identity: all ranks have x           all-reduce: dx is a sum, each rank has a term
-    g   leave_block          all-reduce: each rank has a term     identity: dL/d(term) = dL/d(sum)
+                      forward                             backward
+    f   enter_block   identity: all ranks have x          all-reduce: each rank has a term of dx
+    g   leave_block   all-reduce: each rank has a term    identity: dL/d(term) = dL/d(sum)
 
 embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an
-all-gather: g does the first, the next f the second. In between, norms and residual sums see s/n of the s tokens:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a
+reduce-scatter, then an all-gather: g does the first, the next f the second. In between, norms and
+residual sums see s/n of the s tokens:
 
-    f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
-    g   leave_block          reduce-scatter                       all-gather
+    f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
+    g   leave_block   reduce-scatter                      all-gather
 
-    on a rank                                    shape, with SP    over tp   gradient
-    x between blocks: norms, residual sums       [b, s/n, dim]     shard     shard     without SP whole, [b, s, dim]
-    weights of the norms                         [dim]             whole     partial   without SP whole
-    f(x)                                         [b, s, dim]       whole     partial   so f's backward sums it
-    q_proj k_proj v_proj gate_proj up_proj       [out/n, in]       shard     shard     ColumnParallelLinear
-    q k v and heads' outputs; gate, up, product  [b, s, width/n]   shard     shard
-    o_proj down_proj                             [out, in/n]       shard     shard     RowParallelLinear
-    their output, before g                       [b, s, dim]       partial   whole     so g's forward sums it
+WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
+Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
+
+                                           shape            value    gradient
+    x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
+    weights of the norms                   [dim]            whole    partial   --no-sp: whole
+    f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
+    q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     ColumnParallelLinear
+    q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
+    o_proj down_proj                       [out, in/n]      shard    shard     RowParallelLinear
+    their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
 
 THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch, (n-1)/n times
 
-                                       a layer    embedding and head
-    with SP or without                 8 S        4 S                   two f and two g, forward and backward
-    SP and --recompute full            11 S       4 S                   forward again, except its last g
-    --no-sp and --recompute full       10 S       4 S                   forward's last all-reduce is not repeated
+                                    a layer   embedding and head
+    with SP or without              8 S       4 S       two f and two g, forward and backward
+    SP and --recompute full         11 S      4 S       forward again, except its last g
+    --no-sp and --recompute full    10 S      4 S       forward's last all-reduce is not repeated
 
-and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2: S = 4 x 256 x 128 x 4
-bytes = 524,288 bytes, so (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184 bytes a micro-batch.
+and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2: S = 4
+x 256 x 128 x 4 bytes = 524,288 bytes, so (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184 bytes a
+micro-batch.
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses.
+You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
+
+PyTorch's own way: parallelize_module(block, mesh["tp"], {"q_proj": ColwiseParallel(), "o_proj":
+RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with loss_parallel():`.
+Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for a norm.
+
+Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
+tests/test_step04.py::test_f fails, and with --no-sp the losses leave step 1's after the first
+update.
 """
 
 import math
@@ -71,27 +86,33 @@ from common.flags import SEVERAL, flag
 from common.layout import Shard, global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate, scale
+from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import ZERO, make_optimizer
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """All-reduce: the sum of every rank's x, in a new tensor. x need not be contiguous, and stays unchanged."""
+    """All-reduce: the sum of every rank's x, in a new tensor. x need not be contiguous, and stays
+    unchanged.
+    """
     x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
     return x
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather: x [batch, seq/n, dim], contiguous or not -> [batch, seq, dim]: rank 0's tokens, rank 1's, ..."""
+    """All-gather: x [batch, seq/n, dim], contiguous or not -> [batch, seq, dim]: rank 0's tokens,
+    rank 1's, ...
+    """
     shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
     all_gather(shards.view(-1), x.contiguous().view(-1), group).wait()
     return shards.movedim(0, 1).flatten(1, 2)
 
 
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter: x [batch, seq, dim], contiguous or not -> [batch, seq/n, dim]: our tokens, summed over ranks."""
+    """Reduce-scatter: x [batch, seq, dim], contiguous or not -> [batch, seq/n, dim]: our tokens,
+    summed over ranks.
+    """
     shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     own_shard = torch.empty_like(shards[0])
     reduce_scatter(own_shard.view(-1), shards.view(-1), group).wait()
@@ -99,7 +120,9 @@ def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class CopyToTensorParallel(torch.autograd.Function):
-    """f without SP. All ranks already have x, so forward is the identity; backward sums the ranks' terms of dx."""
+    """f without SP. All ranks already have x, so forward is the identity; backward sums the ranks'
+    terms of dx.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -114,7 +137,9 @@ class CopyToTensorParallel(torch.autograd.Function):
 
 
 class ReduceFromTensorParallel(torch.autograd.Function):
-    """g without SP. Forward sums the ranks' terms. A term has the gradient of the sum: backward is the identity."""
+    """g without SP. Forward sums the ranks' terms. A term has the gradient of the sum: backward is
+    the identity.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -128,7 +153,9 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class GatherFromSequenceParallel(torch.autograd.Function):
-    """f with SP. Forward gathers the tokens; backward sums the ranks' terms of dx, and keeps this rank's tokens."""
+    """f with SP. Forward gathers the tokens; backward sums the ranks' terms of dx, and keeps this
+    rank's tokens.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -143,11 +170,13 @@ class GatherFromSequenceParallel(torch.autograd.Function):
 
 
 class ReduceScatterToSequenceParallel(torch.autograd.Function):
-    """g with SP. Forward sums the ranks' terms, and keeps this rank's tokens; backward gathers the gradient."""
+    """g with SP. Forward sums the ranks' terms, and keeps this rank's tokens; backward gathers the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        """This rank's term [batch, seq, dim] -> this rank's tokens of the sum, [batch, seq/n, dim]."""
+        """This rank's term [batch, seq, dim] -> its tokens of the sum, [batch, seq/n, dim]."""
         ctx.group = group
         return sum_and_shard_tokens(x, group)
 
@@ -165,14 +194,17 @@ def enter_block(x: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
-    """g. This rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with SP [batch, seq/n, dim]."""
+    """g. This rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with SP
+    [batch, seq/n, dim].
+    """
     if sp:
         return ReduceScatterToSequenceParallel.apply(x, group)
     return ReduceFromTensorParallel.apply(x, group)
 
 
 def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> list[Tensor]:
-    """A block's first matrices, sharded by columns, with one f for all of them: q, k and v; or gate and up.
+    """A block's first matrices, sharded by columns, with one f for all of them: q, k and v; or gate
+    and up.
 
     x [batch, seq, dim], with SP [batch, seq/n, dim] -> for each linear layer [batch, seq, out/n].
     """
@@ -181,7 +213,9 @@ def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> l
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeds the tokens with an id in `ids`, the rows of this rank. Other tokens give zeros; g sums over the ranks."""
+    """Embeds the tokens with an id in `ids`, the rows of this rank. Other tokens give zeros; g sums
+    over the ranks.
+    """
 
     def __init__(self, weight: nn.Parameter, ids: range):
         super().__init__()
@@ -191,25 +225,32 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(self.weight)  # an arbitrary row for other ranks' tokens, masked below
+        # An arbitrary row for other ranks' tokens, masked below
+        row = (tokens - self.ids.start) % len(self.weight)
         return F.embedding(row, self.weight) * held[..., None]
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy, the same on all ranks, of logits that are sharded over the vocabulary.
+    """The summed cross entropy, the same on all ranks, of logits that are sharded over the
+    vocabulary.
 
-    A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
-    its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
-    forward computes and saves it, so backward sends nothing.
+    A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others
+    two numbers a token: its own log sum exp, and the target's logit if it has that, else 0. The
+    gradient of the logits is softmax - one-hot: forward computes and saves it, so backward sends
+    nothing.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] -> summed loss, in nats."""
-        logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
+        """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] ->
+        summed loss, in nats.
+        """
+        # For the sum of exponentials; autograd casts the gradient back
+        logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
         held = (targets >= ids.start) & (targets < ids.stop)
-        column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has the target
+        # Any column, if another rank has the target
+        column = ((targets - ids.start) % logits.shape[-1])[..., None]
         own_target_logit = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
 
@@ -229,15 +270,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Return the logits' gradient, given the scalar gradient that autograd passes for the loss."""
+        """Return the logits' gradient, given the scalar gradient of the loss."""
         (gradient,) = ctx.saved_tensors
         return gradient * grad, None, None, None
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the parameter itself.
+    """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the
+    parameter itself.
 
-    Shards are equally long, so the last ones may be padded. The record (common/layout.py) notes the shard's place.
+    Shards are equally long, so the last ones may be padded. The record (common/layout.py) notes the
+    shard's place.
     """
     if group.size == 1:
         return weight
@@ -253,29 +296,36 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
 
 
 def whole_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter | None:
-    """Shard k_proj or v_proj by whole key/value heads, if tp divides their number; else return None."""
+    """Shard k_proj or v_proj by whole key/value heads, if tp divides their number; else return
+    None.
+    """
     if config.n_kv_heads % mesh["tp"].size:
         return None
     return shard_param(weight, 0, mesh["tp"])
 
 
-HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]  # rules for k_proj and v_proj; the first that fits
+# Rules for k_proj and v_proj; the first that fits
+HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]
 
 
 def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Shard k_proj or v_proj by the first rule of HEADS that fits. Raises UserError if none does."""
+    """Shard k_proj or v_proj by the first rule of HEADS that fits, or raise UserError."""
     for rule in HEADS:
         local = rule(weight, mesh, config)
         if local is not None:
             return local
-    raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
+    raise UserError(
+        f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model"
+    )
 
 
 def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
-    """Shard the matrices of attention or MLP in place. A weight is [out, in], so dim 0 has the columns of A.
+    """Shard the matrices of attention or MLP in place. A weight is [out, in], so dim 0 has the
+    columns of A.
 
-    Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one with fewer inputs.
-    Attention infers its number of heads from the weights. q_proj needs no rule: n_kv_heads divides n_heads.
+    Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one
+    with fewer inputs. Attention infers its number of heads from the weights. q_proj needs no rule:
+    n_kv_heads divides n_heads.
     """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
@@ -305,7 +355,8 @@ def shard_vocabulary(model: Decoder, group: Group):
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
-    """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
+    """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g
+    around each block.
 
     `overlap`: use `column_parallel_overlap` in place of `column_parallel`. Raises UserError.
     """
@@ -314,7 +365,9 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     if group.size == 1:
         return
     if sp and config.seq_len % group.size:
-        raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
+        raise UserError(
+            f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence: or --no-sp"
+        )
 
     def f_before(module: nn.Module, inputs: tuple) -> Tensor:
         return enter_block(inputs[0], group, sp)
@@ -338,9 +391,11 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
-    """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce per group.
+    """Sum gradients, in place, over the groups that their records name in `partial_over`: one
+    all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, gradients are shards, of the same elements on all ranks of the group.
+    Call it after `sync.finish`. Under ZeRO, gradients are shards, of the same elements on all ranks
+    of the group.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -359,7 +414,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
             gradient.copy_(total.view_as(gradient))
 
 
-# --- For speed on GPUs, until `Config`: --tp-overlap hides two of backward's messages behind matrix products.
+# --- For speed on GPUs, until `Config`: --tp-overlap hides two messages behind matrix products.
 
 
 class ColumnParallelOverlap(torch.autograd.Function):
@@ -368,8 +423,8 @@ class ColumnParallelOverlap(torch.autograd.Function):
         all-gather x     ----.     reduce-scatter dx ---.
         dx = dy W            '->   dW = dy^T x          '-> the previous block's backward
 
-    dW needs all tokens of x, and dx does not. So forward saves only this rank's s/n tokens of x, and backward gathers x
-    once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less.
+    dW needs all tokens of x, and dx does not. So forward saves only this rank's s/n tokens of x,
+    and backward gathers x once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less.
     """
 
     @staticmethod
@@ -398,7 +453,9 @@ class ColumnParallelOverlap(torch.autograd.Function):
         return own_dx, None, *dweights
 
 
-def column_parallel_overlap(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> tuple[Tensor, ...]:
+def column_parallel_overlap(
+    x: Tensor, *linears: nn.Linear, group: Group, sp: bool
+) -> tuple[Tensor, ...]:
     """`column_parallel` by `ColumnParallelOverlap`. `sp` is always true: --tp-overlap needs it."""
     return ColumnParallelOverlap.apply(x, group, *(linear.weight for linear in linears))
 
@@ -414,26 +471,32 @@ class Config(step03.Config):
         "hide two of backward's messages behind matrix products",
         needs={"tp": SEVERAL, "sp": [True]},
     )
-    zero: str = flag("0", "ZeRO over dp: 0 none (to see tp alone), 1 optimizer state, 2 also gradients, 3 all", ZERO)
+    zero: str = flag(
+        "0",
+        "ZeRO over dp: 0 none (to see tp alone), 1 optimizer state, 2 also gradients, 3 all",
+        ZERO,
+    )
 
 
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours on the fastest links
-    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    # new: tp; neighbours, on the fastest links
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # these rows and columns are mine
-    RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # new: these rows and columns
+    set_up_layers(model, config)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
-        tokens, targets = (x.to(device) for x in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        xs = tokens[own].to(device).split(config.micro_batch_size)
+        ys = targets[own].to(device).split(config.micro_batch_size)
         loss = 0.0
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
@@ -441,13 +504,12 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # new: of norms, with SP
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

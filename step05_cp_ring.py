@@ -1,36 +1,73 @@
-"""Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other ranks.
+"""Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other
+ranks.
 
-Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token alone. In attention,
-a query attends to its own key and all earlier ones. So queries stay on their rank, and keys and values travel round a
-ring (Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank computes with the k and v that it holds while it
-receives the next. In backward k and v travel again, followed by dkv, the sum of their gradients. A rank sends k and v
-on before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last returns dkv to its
-owner). With 3 ranks (kv2: the k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have added their terms):
+Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token
+alone. In attention, a query attends to its own key and all earlier ones. So queries stay on their
+rank, and keys and values travel round a ring (Liu et al. 2023, "Ring Attention"): in each of n
+*hops*, a rank computes with the k and v that it holds while it receives the next.
 
-    backward     hop 0               hop 1                 hop 2                    last message
+IN ORDER (--cp-mode ring). Rank r has the r-th quarter of the tokens (n = 4). `#`: all pairs of a
+query and a key; `+`: the causal half of them; `.`: none, because these keys come later.
+
+    keys of rank ->       0 1 2 3
+    queries of rank 0     + . . .     1 unit of work, if + is 1 and # is 2
+    queries of rank 1     # + . .     3
+    queries of rank 2     # # + .     5
+    queries of rank 3     # # # +     7: all ranks wait for this one
+
+ZIGZAG (--cp-mode zigzag, the default; Llama 3, Dubey et al. 2024, 3.3.2). To balance the work, rank
+r has chunks r and 2n-1-r of 2n, an early one and a late one.
+
+    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7
+    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      16 units on each rank
+    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .
+    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .
+    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .
+
+In hop 0 a rank works on its own two chunks (+ # +), in hop h > 0 with the chunks of rank r-h (mod
+n) (# #). So in each hop all ranks do the same work. (Hop 0 is one causal product of s/n queries and
+s/n keys, masked half included: twice the FLOPs of a later hop here; a fused kernel skips the masked
+half.)
+
+THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An online softmax
+(Milakov and Gimelshein 2018) merges the outputs of several parts, without approximation: see
+`merge`, whose docstring has an example.
+
+BACKWARD. k and v travel again, followed by dkv, the sum of their gradients. A rank sends k and v on
+before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last
+returns dkv to its owner). With 3 ranks (kv2: k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have
+added their terms):
+
+                 hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
     rank 1       kv1   dkv1 {1}      kv0   dkv0 {0 1}      kv2   dkv2 {2 0 1}       dkv1 {1 2 0}
     rank 2       kv2   dkv2 {2}      kv1   dkv1 {1 2}      kv0   dkv0 {0 1 2}       dkv2 {2 0 1}
 
-A softmax needs all keys, but a rank holds only a part of them at a time. ONLINE SOFTMAX (Milakov and Gimelshein 2018)
-combines the outputs of several parts, without approximation: see `merge`, whose docstring has an example.
+TARGETS are shifted before the sequence is sharded (common/data.py). If a rank shifted its own
+tokens, the last token of its second chunk would have no target, and the last token of its first
+chunk would get the first token of its second chunk as target: on all ranks but the last a wrong
+one, in silence.
 
-ZIGZAG. Early queries attend to few keys, late ones to many. To balance the work, rank r has chunks r and 2n-1-r of 2n.
+THE LAW. B: bytes of a rank's k and v in a micro-batch. G: of their gradients, in fp32 or wider. In
+each layer a rank sends
 
-    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7      # all pairs of a query and a key
-    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      + the causal half of them     . none (later keys)
-    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop 0, the rank's own two chunks: + # +
-    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h > 0, the chunks of rank r-h (mod n): # #
-    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks do the same work
+    forward     (n-1) B             once more with --recompute full
+    backward    (n-1) B + n G
+    tiny, 4 ranks in fp32, micro-batches of 4: B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes,
+    and 3 B + 3 B + 4 G = 1,310,720 bytes
 
-B: bytes of a rank's k and v in a micro-batch. G: of their gradients, in fp32 or wider. In each layer a rank sends
-(n-1) B forward (twice with --recompute full), (n-1) B + n G backward. Bytes grow like s, attention's FLOPs like s^2/n.
-
-Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
-its first chunk would get the first token of its second chunk as target: wrong on all ranks but the last, in silence.
+The bytes grow like s, attention's FLOPs like s^2/n: for long sequences messages hide behind
+computation.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
-You should see step 1's losses, and `sent` over cp: the bytes above x layers x micro-batches, + 12 bytes for the norm.
+You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
+`sent` over cp has the law's bytes x layers x micro-batches.
+
+PyTorch's own way: `with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1]):` of
+torch.distributed.tensor.experimental shards the buffers, zigzag, and replaces SDPA by ring
+attention.
+
+Try this: in `merge`, average the two outputs: share = 0.5. tests/test_step05.py::test_merge fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,18 +84,20 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, Decoder, model_shape, wide
+from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate, scale
+from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d] is k and v.
+    """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d]
+    is k and v.
 
-    While the caller computes with a pair, it is sent to the right, and the next received (but for the last).
+    While the caller computes with a pair, it is sent to the right, and the next received (but for
+    the last).
     """
     n = group.size
     r = group.rank
@@ -73,20 +112,25 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     yield (r - (n - 1)) % n, kv
 
 
-Part = tuple[slice, slice, bool]  # which queries attend to which keys, as slices; and whether causally
+# Which queries attend to which keys, as slices; and whether causally
+Part = tuple[slice, slice, bool]
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """The plain ring: rank r has shard r of n. Positions, int64 [s/n]. Raises UserError unless n divides s."""
+    """The plain ring: rank r has shard r of n. Positions, int64 [s/n]. Raises UserError unless n
+    divides s.
+    """
     if seq_len % n:
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {n}")
     return torch.arange(seq_len).chunk(n)[rank]
 
 
 def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
-    """Which queries of `rank` attend to which keys of `source`, each of whose shards has `length` = s/n tokens.
+    """Which queries of `rank` attend to which keys of `source`, each of whose shards has `length` =
+    s/n tokens.
 
-    To all keys of earlier ranks, and to the causal half of our own; later ranks' keys pass by unused.
+    To all keys of earlier ranks, and to the causal half of our own; later ranks' keys pass by
+    unused.
     """
     whole = slice(0, length)
     if source > rank:
@@ -95,7 +139,9 @@ def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """Positions of a rank's tokens, int64 [s/n]: chunks r and 2n-1-r of 2n. Raises UserError unless 2n divides s."""
+    """Positions of a rank's tokens, int64 [s/n]: chunks r and 2n-1-r of 2n. Raises UserError unless
+    2n divides s.
+    """
     if seq_len % (2 * n):
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {2 * n}")
     chunks = torch.arange(seq_len).chunk(2 * n)
@@ -107,20 +153,26 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[Part]:
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
-    if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
+    # The diagonal: tokens are in order of position, so causal is right for both chunks together
+    if source == rank:
         return [(whole, whole, True)]
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both
         return [(whole, first, False)]
-    return [(second, whole, False)]  # both of source's chunks follow our first one, and precede our second one
+    # Both of source's chunks follow our first one, and precede our second one
+    return [(second, whole, False)]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Cast x [batch, kv_heads, seq, d] to fp32 or wider, and repeat each kv head for its query heads."""
+    """Cast x [batch, kv_heads, seq, d] to fp32 or wider, and repeat each kv head for its query
+    heads.
+    """
     return x.to(wide(x.dtype)).repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, query i's scores with keys after i are -inf."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, query i's scores with keys after
+    i are -inf.
+    """
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if causal:
         scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
@@ -128,9 +180,11 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of the part's weight in `merge`.
+    """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of the
+    part's weight in `merge`.
 
-    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads, queries], both wide.
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads,
+    queries], both wide.
     """
     heads = q.shape[1]
     scores = scaled_scores(q.to(wide(q.dtype)), repeat_heads(k, heads), causal)
@@ -139,11 +193,13 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 
 def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
-    """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads, queries], in place.
+    """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads,
+    queries], in place.
 
-    An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
-    together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
-    part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
+    An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have
+    the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse =
+    log 3; part_o = 2, part_lse = log 1. Then part_o has the share 1 / (3+1) = sigmoid(log 1 - log
+    3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
     """
     share = torch.sigmoid(part_lse - lse)[..., None]
     o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)
@@ -153,10 +209,12 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
 def part_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse: of *all* keys.
+    """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse:
+    of *all* keys.
 
-    Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
-    As lse is that of all keys, `p` holds this part's columns of the whole P. So all parts' terms of dq simply add up.
+    Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P =
+    softmax(S), o = P v. As lse is that of all keys, `p` holds this part's columns of the whole P.
+    So all parts' terms of dq simply add up.
     """
     heads = q.shape[1]
     kv_heads = k.shape[1]
@@ -166,7 +224,8 @@ def part_gradients(
     v = repeat_heads(v, heads)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
-    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
+    # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
+    delta = (do * o).sum(-1, keepdim=True)
     ds = p * (dp - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
@@ -188,11 +247,17 @@ FORMULA = Kernel()
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal ring attention: queries stay on their rank, keys and values travel. With n = 1 nothing is sent."""
+    """Causal ring attention: queries stay on their rank, keys and values travel. With n = 1 nothing
+    is sent.
+    """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: Kernel) -> Tensor:
-        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in wide(q.dtype)."""
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: Kernel
+    ) -> Tensor:
+        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in
+        wide(q.dtype).
+        """
         own_kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
@@ -200,7 +265,8 @@ class RingAttention(torch.autograd.Function):
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
                 part_k, part_v = kv[:, :, :, keys].unbind(0)
                 part_o, part_lse = kernel.attention(q[:, :, queries], part_k, part_v, causal)
-                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)  # views: this changes o and lse
+                # views: this changes o and lse
+                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
@@ -210,7 +276,9 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward; dkv, in wide(q.dtype), is sent on after this rank has added its term."""
+        """k and v travel as in forward; dkv, in wide(q.dtype), is sent on after this rank has added
+        its term.
+        """
         q, own_kv, o, lse = ctx.saved_tensors
         n = ctx.group.size
         r = ctx.group.rank
@@ -221,10 +289,14 @@ class RingAttention(torch.autograd.Function):
             own_term = torch.zeros_like(dkv)  # of the gradient of kv
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
                 part_k, part_v = kv[:, :, :, keys].unbind(0)
-                rows = (x[:, :, queries] for x in (do, q, o, lse))  # these queries, over all keys
-                part_do, part_q, part_o, part_lse = rows
                 part_dq, part_dk, part_dv = ctx.kernel.gradients(
-                    part_do, part_q, part_k, part_v, part_o, part_lse, causal
+                    do[:, :, queries],
+                    q[:, :, queries],
+                    part_k,
+                    part_v,
+                    o[:, :, queries],  # of these queries, but over all keys
+                    lse[:, :, queries],
+                    causal,
                 )
                 dq[:, :, queries] += part_dq
                 own_term[0, :, :, keys] += part_dk
@@ -249,7 +321,9 @@ def ring_attention(
     visible: Callable[[int, int, int], list[Part]] = zigzag_visible,
     kernel: Kernel = FORMULA,
 ) -> Tensor:
-    """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] ->
+    like q.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return RingAttention.apply(q, k, v, group, visible, kernel).transpose(1, 2)
 
@@ -259,6 +333,8 @@ class ContextMode(NamedTuple):
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
     attention: Callable[..., Tensor]  # (q, k, v, group), as ring_attention
+    # (shape, mesh, device, dtype): raises UserError if this attention cannot work with them
+    check: Callable[[ModelConfig, Mesh, torch.device, torch.dtype], None] | None = None
 
 
 CONTEXT: dict[str, ContextMode] = {
@@ -280,59 +356,89 @@ class Config(step04.Config):
     )
 
 
-def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
-    """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
+def shard_context(
+    model: Decoder,
+    mesh: Mesh,
+    mode: ContextMode,
+    sp: bool,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's
+    tokens, int64 [s/n]. `device`, `dtype`: of the weights, which are still on the meta device.
 
-    Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position before k travels. Like
-    the ranks of dp, those of cp hold the same weights and see different tokens. So both the gradient sums and ZeRO are
-    over dp x cp: `mesh["data"]`. Raises UserError.
+    Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
+    before k travels. Like the ranks of dp, those of cp hold the same weights and see different
+    tokens. So gradients are summed, and ZeRO shards, over dp x cp: `mesh["data"]`. Raises
+    UserError.
     """
-    group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp", urgent=False)  # all dp x cp ranks; with dp = 1: mesh["cp"]'s
+    group = mesh["cp"]
+    tp = mesh["tp"].size
+    # With dp = 1 these are mesh["cp"]'s ranks, in another process group.
+    mesh.join("data", "dp", "cp", urgent=False)
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:
-        return torch.arange(seq_len)
-    positions = mode.positions(seq_len, group.rank, group.size)
-    if sp and len(positions) % tp.size:
-        raise UserError(f"--tp {tp.size} must divide the {len(positions)} tokens that --cp leaves a rank: use --no-sp")
+        return torch.arange(model.config.seq_len, device=device)
+    if mode.check is not None:
+        mode.check(model.config, mesh, torch.device(device), dtype)
+    positions = mode.positions(model.config.seq_len, group.rank, group.size)
+    if sp and len(positions) % tp:
+        raise UserError(
+            f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves: use --no-sp"
+        )
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)
-    return positions
+    return positions.to(device)
+
+
+def own_tokens(
+    tokens: Tensor, targets: Tensor, own: slice, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Shard the global batch: of this rank's sequences, its positions. Tokens and targets go
+    together.
+
+    tokens, targets int64 [global batch, s] -> int64 [own sequences, s/n], both.
+    """
+    return tokens[own][:, positions], targets[own][:, positions]
 
 
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // (config.cp * config.tp), cp=config.cp, tp=config.tp)
-    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    dp = join_ranks(device) // (config.cp * config.tp)
+    mesh = Mesh(dp=dp, cp=config.cp, tp=config.tp)  # new: cp
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # of my sequences, these tokens
-    RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)  # new
+    set_up_layers(model, config)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here):
-        tokens, targets = (x.to(device) for x in data.batch(step))
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
+    for step in run.steps(**parts, positions=positions):
+        tokens, targets = (batch.to(device) for batch in data.batch(step))
         n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        xs, ys = (x[mine][:, here].split(config.micro_batch_size) for x in (tokens, targets))
+        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)  # new: positions
+        xs = tokens_here.split(config.micro_batch_size)
+        ys = targets_here.split(config.micro_batch_size)
         loss = 0.0
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
-            micro_loss = model(x, y, here) / n_targets  # scale once ...
+            micro_loss = model(x, y, positions) / n_targets  # scale once ...
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a shard of the tokens
-        all_reduce(loss, mesh["data"]).wait()
+        sum_partial_gradients(model, optimizer.gradients(), mesh)
+        all_reduce(loss, mesh["data"]).wait()  # new: dp x cp
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

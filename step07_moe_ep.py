@@ -1,38 +1,68 @@
-"""Step 7: mixture of experts and expert parallelism. Each token visits a few of many MLPs; each rank holds some MLPs.
+"""Step 7: mixture of experts and expert parallelism. Each rank holds some of many MLPs.
 
-THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for each token.
-Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
+THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
+each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
+Transformer").
 
-    p = softmax(W x)    chosen: the K largest p    score_e = p_e / (sum of the chosen p), or p_e if K is 1
+    p = softmax(W x)    chosen: the K largest p
+    score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-A router may send all tokens to one expert. So each layer adds the gradient of a load-balancing auxiliary loss,
-aux_loss_coeff * E * sum_e f_e P_e, averaged over the step's micro-batches (the loss you see excludes it). f_e: the
-fraction of a micro-batch's choices that are e; P_e: the mean p_e of its tokens. Where f is high, P is pushed down. All
-layouts with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
+WHAT IS EXCHANGED. Four tokens, K = 2, four experts on two ranks. Each choice of a token is a row:
 
-EXPERT PARALLELISM ("MoE parallel folding", Liu et al. 2025). tp shards no expert. A rank routes the tokens that it has
-between blocks, without f and g (--no-sp: a shard, gathered afterwards). So dp x cp x tp ranks route different tokens.
+               rank 0 has experts e0 e1          rank 1 has experts e2 e3
+    routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
+    sorted     e0:t0 e0:t1 | e2:t1 e3:t0         e0:t3 e1:t2 | e2:t2 e3:t3       to rank 0 | 1
+    received   e0:t0 e0:t1 | e0:t3 e1:t2         e2:t1 e3:t0 | e2:t2 e3:t3       from rank 0 | 1
+    outputs    e0(t0) e0(t1) e0(t3) e1(t2)       e2(t1) e2(t2) e3(t0) e3(t3)     by expert
+    returned   e0(t0) e0(t1) | e2(t1) e3(t0)     e0(t3) e1(t2) | e2(t2) e3(t3)   from rank 0 | 1
 
-    group        rank 0's, if dp 4 cp 2 tp 2 ep 8       its ranks have                       they
-    dp           0 4 8 12                               different sequences                  divide the batch
-    data         0 2 4 6 8 10 12 14      (dp x cp)      the same weights but for experts     sum their gradients
-    sequence     0 1 2 3                 (cp x tp)      tokens of the same micro-batch       sum counts, for f_e
-    ep           0 1 2 3 4 5 6 7         (neighbours)   all experts, each on one rank        exchange rows: all-to-all
-    expert_data  0 8                                    the same experts                     sum their gradients
+`dispatch` goes from "sorted" to "outputs"'s order, `combine` from "outputs" to "returned". Each is
+an all-to-all, in which every rank sends rows to every other, and each is the other's backward. How
+many rows a rank gets depends on the tokens; so numbers of rows travel before the rows.
 
-    ep 2 K 2 E 4   rank 0 has experts e0 e1            rank 1 has experts e2 e3
-    routed         t0 -> e3 e0    t1 -> e0 e2          t2 -> e2 e1    t3 -> e0 e3           by `route`
-    sorted         e0:t0 e0:t1 | e2:t1 e3:t0           e0:t3 e1:t2 | e2:t2 e3:t3            to rank 0 | to rank 1
-    received       e0:t0 e0:t1 | e0:t3 e1:t2           e2:t1 e3:t0 | e2:t2 e3:t3            from rank 0 | from rank 1
-    outputs        e0(t0) e0(t1) e0(t3) e1(t2)         e2(t1) e2(t2) e3(t0) e3(t3)          sorted by expert, computed
-    home           e0(t0) e0(t1) | e2(t1) e3(t0)       e0(t3) e1(t2) | e2(t2) e3(t3)        from rank 0 | from rank 1
+WHY. An expert's weights stay on their rank, and tokens travel. A layer of 8 experts in tiny has 8 x
+135,168 weights; the 512 rows of a micro-batch that a rank sends have 65,536 numbers.
 
-A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy, it sends over ep in a layer's
-forward (twice if recomputed) 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; in backward the elements.
+BALANCE. A router may send all tokens to one expert: the others learn nothing, and their ranks wait.
+So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss),
+
+    aux_loss_coeff * E * sum_e f_e P_e,      averaged over the training step's micro-batches.
+
+f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
+figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
+0.0625) = 1.15; with equal f and P it is 1. Where f is high, P is pushed down. (The loss that you
+see excludes this one.) --balance bias uses no loss: see `BiasBalancedMoE`. All layouts with the
+same --micro-batch-size train alike, unless rounding decides between two almost equal p.
+
+GROUPS. tp shards no expert. A rank routes the tokens that it has between blocks, without f and g
+(--no-sp: a shard of them, gathered afterwards). So dp x cp x tp ranks route different tokens, and
+the experts can be spread over all of them ("MoE parallel folding", Liu et al. 2025).
+
+    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks have                 they
+    dp           0 4 8 12                            different sequences            divide the batch
+    data         0 2 4 6 8 10 12 14  (dp x cp)       the same but for experts       sum gradients
+    sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
+    ep           0 1 2 3 4 5 6 7     (neighbours)    all experts, each on one       exchange rows
+    expert_data  0 8                                 the same experts               sum gradients
+    stage        0 1 2 ... 15        (dp x cp x tp)  the same layers                sum counts: bias
+
+THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy,
+it sends over ep, in each layer,
+
+    forward     2 (ep-1)/ep T K dim elements, and (ep-1)/ep 8 E bytes of counts; again if recomputed
+    backward    2 (ep-1)/ep T K dim elements
+    tiny as launched below: T = 256, so 2 x 1/2 x 256 x 2 x 128 x 4 bytes = 262,144; counts: 32
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
-You should see the losses of one process: python step07_moe_ep.py
+You should see the losses of one process: python step07_moe_ep.py --out runs/one, then
+python -m common.compare runs/one runs/step07_moe_ep
+
+PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan; PyTorch
+itself has the pieces: all_to_all_single_autograd and grouped_mm.
+
+Try this: in `combine`, return the rows without `transpose_blocks`: the right rows go to the wrong
+tokens. tests/test_step07.py::test_dispatch_and_combine fails.
 """
 
 from collections.abc import Callable
@@ -52,17 +82,31 @@ from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate, scale
+from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import gather_tokens, shard_param, shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, shard_context
+from step05_cp_ring import CONTEXT, own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 # Shapes in names: x_TD is [T, D].
-# T  tokens of this rank     N = T K: choices, a row for each        E  experts           G  ranks of ep
+# T  tokens of this rank     N = T K: choices, a row for each      E  experts      G  ranks of ep
 # D  dim     K  top_k        R  rows that this rank's experts get    e = E / G: experts of a rank
-# leaving_Ge[r, i]: how many of our rows go to rank r's i-th expert. arriving_Ge[r, i]: rows from r for our i-th expert.
+# leaving_Ge[r, i]: how many of our rows go to rank r's i-th expert.
+# arriving_Ge[r, i]: how many rows come from rank r for our i-th expert.
+
+
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix: rows [n, in], weight [experts, out, in] -> [n,
+    out].
+
+    The first counts[0] rows are for expert 0, and so on; counts int64 [e].
+    """
+    if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
+        ends = counts.to(rows.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
 
 
 class ExpertLinear(nn.Module):
@@ -73,12 +117,8 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, in], the first counts[0] of them for expert 0, and so on; counts int64 [experts] -> [n, out]."""
-        if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.weight.shape[1] % 8 == 0:
-            ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-            return F.grouped_mm(rows, self.weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
-        parts = rows.split(counts.tolist())
-        return torch.cat([part @ weight.T for part, weight in zip(parts, self.weight, strict=True)])
+        """rows [n, in], sorted by expert, and their numbers, int64 [experts] -> [n, out]."""
+        return expert_product(rows, self.weight, counts)
 
 
 class Experts(nn.Module):
@@ -91,14 +131,18 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(experts, ffn_dim, dim)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts] -> [n, dim]."""
+        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts]
+        -> [n, dim].
+        """
         gate = self.gate_proj(rows, counts)
         up = self.up_proj(rows, counts)
         return self.down_proj(F.silu(gate) * up, counts)
 
 
 class MoE(nn.Module):
-    """Router and experts, which replace an MLP. Nothing keeps the experts equally busy (--balance none)."""
+    """Router and experts, which replace an MLP. Nothing keeps the experts equally busy (--balance
+    none).
+    """
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__()
@@ -130,19 +174,24 @@ class MoE(nn.Module):
         return out_ND[order_N.argsort()].unflatten(0, ids_TK.shape)  # by the inverse permutation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of the same shape."""
+        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
+        the same shape.
+        """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
         ids_TK = self.choose(p_TE.detach())
         scores_TK = self.score(p_TE, ids_TK)
-        # Not bincount: it reads the largest id to size its result, so the CPU would wait for the GPU one more time.
+        # Not bincount: it reads the largest id to size its result, so the CPU would wait for the
+        # GPU one more time.
         counts_E = F.one_hot(ids_TK.flatten(), p_TE.shape[-1]).sum(0)
         out_TKD = self.visit(x_TD, ids_TK, counts_E)
         out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
         return self.balance(out_TD.view_as(x), p_TE, counts_E)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Called with the layer's output [batch, seq, dim] and how many of this rank's choices each expert got."""
+        """Called with the layer's output [batch, seq, dim] and how many of this rank's choices each
+        expert got.
+        """
         return out
 
     def end_step(self):
@@ -150,7 +199,9 @@ class MoE(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x. Backward is as if coeff * `loss` were added to the step's loss: `loss` gets the gradient coeff."""
+    """Return x. Backward is as if coeff * `loss` were added to the step's loss: `loss` gets the
+    gradient coeff.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
@@ -170,11 +221,14 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
-        # Gradients of micro-batches are summed. Divide by their number, so that a step has the mean of their losses.
+        # Gradients of micro-batches are summed. Divide by their number, so that a step has the mean
+        # of their losses.
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e (see the top of this file): P_e has only the terms of our tokens."""
+        """This rank's term of E sum_e f_e P_e (see the top of this file): P_e has only the terms of
+        our tokens.
+        """
         counts_E = counts_E.clone()  # of the micro-batch; counts have no gradient
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k
@@ -188,11 +242,13 @@ class LossBalancedMoE(MoE):
 
 
 class BiasBalancedMoE(MoE):
-    """--balance bias: no loss. An expert that was too busy in a step is chosen less in the next one.
+    """--balance bias: no loss. An expert that was too busy in a step is chosen less in the next
+    one.
 
-    A bias for each expert is added to p where experts are chosen, but not in their scores. After each step it grows by
-    --bias-rate for experts with less than the mean load, and shrinks for the others (Wang et al. 2024, "Auxiliary-loss-
-    free load balancing"; DeepSeek-V3). The bias is no parameter: it has no gradient. It is a buffer, saved with them.
+    A bias for each expert is added to p where experts are chosen, but not in their scores. After
+    each step it grows by --bias-rate for experts with less than the mean load, and shrinks for the
+    others (Wang et al. 2024, "Auxiliary-loss- free load balancing"; DeepSeek-V3). The bias is no
+    parameter: it has no gradient. It is a buffer, saved with them.
     """
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
@@ -200,14 +256,17 @@ class BiasBalancedMoE(MoE):
         self.group = mesh["stage"]  # the ranks that route different tokens of a step (dp x cp x tp)
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
-        self.register_buffer("load_E", torch.zeros(config.experts), persistent=False)  # this rank's choices in a step
+        # This rank's choices in a step
+        self.register_buffer("load_E", torch.zeros(config.experts), persistent=False)
 
     def choose(self, p_TE: Tensor) -> Tensor:
         """The K experts with the largest p + bias."""
-        return (p_TE + self.bias).topk(self.top_k).indices
+        return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Count the choices. (A recomputed forward counts twice, for all experts alike: the sign stays right.)"""
+        """Count the choices. (A recomputed forward counts twice, for all experts alike: the sign
+        stays right.)
+        """
         self.load_E += counts_E
         return out
 
@@ -218,11 +277,17 @@ class BiasBalancedMoE(MoE):
         self.load_E.zero_()
 
 
-BALANCE: dict[str, Callable[..., MoE]] = {"loss": LossBalancedMoE, "bias": BiasBalancedMoE, "none": MoE}
+BALANCE: dict[str, Callable[..., MoE]] = {
+    "loss": LossBalancedMoE,
+    "bias": BiasBalancedMoE,
+    "none": MoE,
+}
 
 
 def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and then by i."""
+    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
+    then by i.
+    """
     blocks = rows.split(sizes.flatten().tolist())
     n = sizes.shape[1]
     transposed = []
@@ -231,10 +296,14 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(transposed)
 
 
-def send_messages(output: Tensor, rows: Tensor, group: Group, sent_rows: list, received_rows: list) -> Pending:
-    """The all-to-all of common/comm.py written out (--ep-mode messages): a message to each other rank of the group.
+def send_messages(
+    output: Tensor, rows: Tensor, group: Group, sent_rows: list, received_rows: list
+) -> Pending:
+    """The all-to-all of common/comm.py written out (--ep-mode messages): a message to each other
+    rank of the group.
 
-    The first sent_rows[0] of `rows` [n, D] go to rank 0, and so on; `output` gets received_rows[r] rows from rank r.
+    The first sent_rows[0] of `rows` [n, D] go to rank 0, and so on; `output` gets received_rows[r]
+    rows from rank r.
     """
     outgoing = rows.split(sent_rows)
     incoming = output.split(received_rows)
@@ -246,24 +315,39 @@ def send_messages(output: Tensor, rows: Tensor, group: Group, sent_rows: list, r
 
 
 def dispatch(
-    sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor, send_rows: Callable = all_to_all
+    sorted_ND: Tensor,
+    group: Group,
+    leaving_Ge: Tensor,
+    arriving_Ge: Tensor,
+    send_rows: Callable = all_to_all,
 ) -> Tensor:
-    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D], sorted by expert."""
+    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
+    sorted by expert.
+    """
     sent_rows = leaving_Ge.sum(1).tolist()
     received_rows = arriving_Ge.sum(1).tolist()
     received_RD = sorted_ND.new_empty(sum(received_rows), sorted_ND.shape[1])
     send_rows(received_RD, sorted_ND.contiguous(), group, sent_rows, received_rows).wait()
-    return transpose_blocks(received_RD, arriving_Ge)  # the received rows are sorted by rank, then by expert
+    # The received rows are sorted by rank, then by expert
+    return transpose_blocks(received_RD, arriving_Ge)
 
 
 def combine(
-    out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor, send_rows: Callable = all_to_all
+    out_RD: Tensor,
+    group: Group,
+    leaving_Ge: Tensor,
+    arriving_Ge: Tensor,
+    send_rows: Callable = all_to_all,
 ) -> Tensor:
-    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of our rows, [N, D]."""
+    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
+    our rows, [N, D].
+    """
     sent_rows = arriving_Ge.sum(1).tolist()
     received_rows = leaving_Ge.sum(1).tolist()
     returned_ND = out_RD.new_empty(sum(received_rows), out_RD.shape[1])
-    send_rows(returned_ND, transpose_blocks(out_RD, arriving_Ge.T), group, sent_rows, received_rows).wait()
+    send_rows(
+        returned_ND, transpose_blocks(out_RD, arriving_Ge.T), group, sent_rows, received_rows
+    ).wait()
     return returned_ND
 
 
@@ -298,19 +382,26 @@ class Combine(torch.autograd.Function):
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """How many rows leave for and arrive from each rank, for each of its (our) experts: both int64 [G, e], on the CPU.
+    """How many rows leave for and arrive from each rank, for each of its (our) experts: both int64
+    [G, e], on the CPU.
 
-    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for them.
+    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
+    them.
     """
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    both = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # split sizes: here the CPU waits for the GPU, once
+    # Split sizes: here the CPU waits for the GPU, once
+    both = torch.stack((leaving_Ge, arriving_Ge)).cpu()
     return both[0], both[1]
 
 
 def visit_experts(
-    experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor, send_rows: Callable = all_to_all
+    experts: Callable,
+    group: Group,
+    sorted_ND: Tensor,
+    counts_E: Tensor,
+    send_rows: Callable = all_to_all,
 ) -> Tensor:
     """`Experts.forward` with experts on several ranks."""
     leaving_Ge, arriving_Ge = exchange_counts(counts_E, group)
@@ -326,7 +417,9 @@ DISPATCH: dict[str, Callable[..., Tensor]] = {
 
 
 class ScatterTokens(torch.autograd.Function):
-    """Keep this rank's shard of tokens that all ranks of the group have; backward gathers the gradient."""
+    """Keep this rank's shard of tokens that all ranks of the group have; backward gathers the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -341,7 +434,9 @@ class ScatterTokens(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all ranks; backward keeps this rank's shard of a gradient that all ranks have."""
+    """Gather the tokens of all ranks; backward keeps this rank's shard of a gradient that all ranks
+    have.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -363,9 +458,13 @@ class Config(step06.Config):
     experts_per_token: int = flag(2, "how many of them a token visits")
     expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
     moe_every: int = flag(1, "every moe_every-th layer has experts; the others have an MLP")
-    dense_layers: int = flag(0, "layers at the start that have an MLP; --moe-every counts from there")
+    dense_layers: int = flag(
+        0, "layers at the start that have an MLP; --moe-every counts from there"
+    )
     balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
-    aux_loss_coeff: float = flag(0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]})
+    aux_loss_coeff: float = flag(
+        0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
+    )
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
     ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
     ep_mode: str = flag("alltoall", "how rows reach their experts", DISPATCH, needs={"ep": SEVERAL})
@@ -378,25 +477,33 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
     tp = mesh["tp"].size
     if config.experts % config.ep or ranks % config.ep:
         raise UserError(
-            f"--ep {config.ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp"
+            f"--ep {config.ep} must divide --experts {config.experts}, and dp x cp x tp, {ranks}"
         )
     if config.experts_per_token > config.experts:
-        raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
+        raise UserError(
+            f"--experts-per-token {config.experts_per_token} exceeds --experts {config.experts}"
+        )
     if config.dense_layers + config.moe_every > shape.n_layers:
         raise UserError(
-            f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave none of the "
-            f"{shape.n_layers} layers with experts: lower them, or use step06_pipeline.py"
+            f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave no "
+            f"layer with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
         )
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
-        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
+        raise UserError(
+            "--micro-batch-size must divide the sequences of a rank: the balance is their mean"
+        )
     if n_tokens % tp:
-        raise UserError(f"--no-sp: --tp {tp} must divide the {n_tokens} tokens of a sequence, to route them")
+        raise UserError(
+            f"--no-sp: --tp {tp} must divide the {n_tokens} tokens of a sequence, to route them"
+        )
 
 
 def make_groups(mesh: Mesh, config: Config):
     """Create the groups of the table above: ep, expert_data, sequence and stage."""
-    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
-        mesh.add_groups("ep", grid, urgent=True)  # a row holds all experts, on neighbours: along tp first, then cp, dp
+    # Of a stage; in the table: [[0 ... 7] [8 ... 15]]
+    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
+        # A row holds all experts, on neighbours: along tp first, then cp, dp
+        mesh.add_groups("ep", grid, urgent=True)
         mesh.add_groups("expert_data", grid.T, urgent=False)  # a column has the same experts
     mesh.join("sequence", "cp", "tp", urgent=True)
     mesh.join("stage", "dp", "cp", "tp", urgent=False)
@@ -404,13 +511,16 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh, config: Config):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
+    # Tp ranks route different tokens
+    note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        note_layout(linear.weight, data_dim="expert_data")  # global_norm sees in `shards` that ep ranks differ
+        # global_norm sees in `shards` that ep ranks differ
+        note_layout(linear.weight, data_dim="expert_data")
     if config.ep > 1:
         moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
-    if mesh["tp"].size > 1 and not config.sp:  # tp ranks have the same tokens: each routes a shard of them
+    # Tp ranks have the same tokens: each routes a shard of them
+    if mesh["tp"].size > 1 and not config.sp:
 
         def scatter_before(module: nn.Module, inputs: tuple) -> Tensor:
             return ScatterTokens.apply(inputs[0], mesh["tp"])
@@ -438,44 +548,49 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
 def train(config: Config, run: Run):
     """The whole run: five kinds of parallelism, applied to the plain model one after another."""
     device, dtype = choose_device(config)
-    taken = config.pp * config.cp * config.tp  # dp is what is left
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp: neighbours
-    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # ep is a part of dp x cp x tp
+    # step 2: these sequences
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
-    shard_experts(model, mesh, config)  # these experts are mine
-    pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # step 6: these layers are mine
-    moes = [module for module in model.modules() if isinstance(module, MoE)]
-    # Recomputation keeps the chosen experts: a second forward must not route differently.
-    RECOMPUTE[config.recompute](model, keep=[torch.ops.aten.topk.default])
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)  # step 5: these tokens
+    shard_experts(model, mesh, config)  # new: these experts
+    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
+    moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
+    # new: recomputation keeps the chosen experts
+    set_up_layers(model, config, keep=[torch.ops.aten.topk.default])
+    # step 3: this shard of the update
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
-    for step in run.steps(**parts):
-        tokens, targets = (x.to(device) for x in data.batch(step))
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
+    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
+        tokens, targets = (batch.to(device) for batch in data.batch(step))
         n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        xs, ys = (x[mine][:, here].split(config.micro_batch_size) for x in (tokens, targets))
+        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
+        xs = tokens_here.split(config.micro_batch_size)
+        ys = targets_here.split(config.micro_batch_size)
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms (SP) and routers
-        sum_tied(model, optimizer.gradients(), mesh["pp"])  # and where two stages hold the same matrix
+        # Over tp: of norms (SP) and routers
+        sum_partial_gradients(model, optimizer.gradients(), mesh)
+        sum_tied(model, optimizer.gradients(), mesh["pp"])  # where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
         for moe in moes:
-            moe.end_step()
+            moe.end_step()  # new
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

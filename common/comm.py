@@ -1,17 +1,23 @@
-"""From chapter 2 on: ranks, the mesh that they form, and their messages: torch.distributed with named dimensions.
+"""From step 2 on: ranks, the mesh that they form, and their messages: torch.distributed with
+named dimensions.
 
-A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own memory (a GPU, if
-there are any) and runs the same script. Ranks communicate by *collectives*: calls that all ranks of a group make.
+A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
+memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*: calls
+that all ranks of a group make.
 
               tp ->
-        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
-         |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
+        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On
+         |  [4  5  6  7]      rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which it is number 1,
+                              and mesh["dp"] is the group {1, 5}.
 
-A collective starts at once and returns a `Pending`. Until you call its `wait`, do not change a tensor that it sends, or
-use one that it fills; all must be contiguous. S: the bytes of the larger tensor. We count what each of n ranks sends if
-the group is a ring (NCCL may choose a tree, which sends a little more). A group of one sends nothing. In a larger one:
+A collective starts at once and returns a `Pending`. Until you call its `wait`, do not change a
+tensor that it sends, or use one that it fills; all must be contiguous. S: the bytes of the larger
+tensor. We count what each of n ranks sends if the group is a ring (NCCL may choose a tree, which
+sends a little more). A group of one sends nothing. In a larger one:
 
-    all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: data for others
+    all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
+    all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
+    exchange, all_to_all          what is for other ranks
 """
 
 import math
@@ -27,7 +33,8 @@ from torch.profiler import record_function
 
 from common import UserError
 
-Rows = list[int] | None  # the number of rows sent to, or received from, each rank; None: the same number for each
+# The number of rows sent to, or received from, each rank; None: the same number for each
+Rows = list[int] | None
 
 # torch 2.13 renamed two collectives. Use the new name where it exists, else the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,24 +43,33 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class Group:
-    """Ranks that communicate, such as those along one mesh dimension. A group of one has no `handle`."""
+    """Ranks that communicate, such as those along one mesh dimension. A group of one has no
+    `handle`.
+    """
 
     name: str
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None
-    sent: Counter = field(default_factory=Counter)  # (group's name, operation) -> bytes that this rank has sent
+    # (group's name, operation) -> bytes that this rank has sent
+    sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, what: str) -> slice:
-        """The slice of `total` things for this rank. Raises UserError, naming `what`, unless `size` divides `total`."""
+        """The slice of `total` things for this rank. Raises UserError, naming `what`, unless `size`
+        divides `total`.
+        """
         if total % self.size:
-            raise UserError(f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}")
+            raise UserError(
+                f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}"
+            )
         length = total // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
 
 
 def require_product(sizes: dict[str, int], world: int, said: str = "--nproc_per_node"):
-    """Raise UserError unless the sizes of all dimensions multiply to `world`. `said`: the flag that set `world`."""
+    """Raise UserError unless the sizes of all dimensions multiply to `world`. `said`: the flag that
+    set `world`.
+    """
     if math.prod(sizes.values()) != world:
         asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
         raise UserError(f"{asked} must divide the number of ranks, which is {world} ({said})")
@@ -63,7 +79,9 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """`sizes`: ranks along each dimension; the last varies fastest. UserError unless their product is `world`."""
+        """`sizes`: ranks along each dimension; the last varies fastest. UserError unless their
+        product is `world`.
+        """
         self.sizes, self.world = sizes, dist.get_world_size() if dist.is_initialized() else 1
         require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -72,17 +90,20 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            self.join(name, name, urgent=name != "dp")  # dp has gradient sums, the others have activations
+            # Dp has gradient sums, the others have activations
+            self.join(name, name, urgent=name != "dp")
 
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension."""
         return self.groups[name]
 
     def join(self, name: str, *dims: str, urgent: bool) -> np.ndarray:
-        """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a row for each group.
+        """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a
+        row for each group.
 
-        In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp") returns
-        [0 4] [1 5] [2 6] [3 7]. From step 5 on, groups can span several dimensions: join("data", "dp", "cp").
+        In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp")
+        returns [0 4] [1 5] [2 6] [3 7]. From step 5 on, groups can span several dimensions:
+        join("data", "dp", "cp").
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
@@ -94,25 +115,31 @@ class Mesh:
     def add_groups(self, name: str, rows: np.ndarray, urgent: bool):
         """Create a group for each row of ranks [groups, size]; keep ours.
 
-        A handle is a queue of operations. Activations are `urgent`: they must not queue behind gradient sums, which
-        have time until the update. So the same ranks have one handle for each of the two kinds.
+        A handle is a queue of operations. Activations are `urgent`: they must not queue behind
+        gradient sums, which have time until the update. So the same ranks have one handle for each
+        of the two kinds.
         """
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
-                self.handles[row, urgent] = dist.new_group(row)  # all ranks must call this for every group
+                # All ranks must call this for every group
+                self.handles[row, urgent] = dist.new_group(row)
             if self.rank in row:
                 handle = self.handles.get((row, urgent))
                 self.groups[name] = Group(name, row.index(self.rank), len(row), handle, self.sent)
 
 
 class Pending:
-    """Communication in a group, already done if there are no `works`. `wait` waits for them, then calls `then`."""
+    """Communication in a group, already done if there are no `works`. `wait` waits for them, then
+    calls `then`.
+    """
 
     def __init__(self, group: Group | None = None, *works: dist.Work, then: Callable | None = None):
         self.group, self.works, self.then = group, works, then
 
     def wait(self):
-        """Wait until the results may be used (on a GPU, only the compute stream waits). A second call does nothing."""
+        """Wait until the results may be used (on a GPU, only the compute stream waits). A second
+        call does nothing.
+        """
         if not self.works:
             return
         with record_function(f"wait {self.group.name}"):  # the name of the wait in a profile
@@ -132,7 +159,9 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]. Ours may be its own part of it."""
+    """From step 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]. Ours may be
+    its own part of it.
+    """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -141,42 +170,65 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: fill `output` [k] with this rank's shard of the sum of all ranks' `tensor` [n k]."""
+    """From step 3 on: fill `output` [k] with this rank's shard of the sum of all ranks' `tensor`
+    [n k].
+    """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
         return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
-    shards = torch.empty_like(tensor)  # gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
+    # Gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
+    shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
-    return Pending(group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1)))
+    return Pending(
+        group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))
+    )
 
 
-def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = None, out_rows: Rows = None) -> Pending:
-    """From chapter 7 on: split `tensor` into in_rows[r] rows for rank r; `output` gets out_rows[r] rows from rank r."""
+def all_to_all(
+    output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = None, out_rows: Rows = None
+) -> Pending:
+    """From step 7 on: split `tensor` into in_rows[r] rows for rank r; `output` gets out_rows[r]
+    rows from rank r.
+    """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     stays = in_rows[group.rank] / max(1, len(tensor)) if in_rows else 1 / group.size
     note("all_to_all", group, tensor, 1 - stays)
-    return Pending(group, dist.all_to_all_single(output, tensor, out_rows, in_rows, group=group.handle, async_op=True))
+    return Pending(
+        group,
+        dist.all_to_all_single(
+            output, tensor, out_rows, in_rows, group=group.handle, async_op=True
+        ),
+    )
 
 
-def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
-    """Exchange messages (tensor, peer's rank in the group). Peers must agree on shape and dtype; gloo hardly checks."""
+def exchange(
+    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
+) -> Pending:
+    """Exchange messages (tensor, peer's rank in the group). Peers must agree on shape and dtype;
+    gloo hardly checks.
+    """
     if group.size == 1:
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Post receives first: gloo's notice to a peer that we are ready to receive would queue behind our own sends.
-    operations = [dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer) for tensor, peer in receives]
+    # Post receives first: gloo's notice to a peer that we are ready to receive would queue behind
+    # our own sends.
+    operations = [
+        dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer)
+        for tensor, peer in receives
+    ]
     for tensor, peer in sends:
         note("send", group, tensor, 1.0)
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
     return Pending(group, *(dist.batch_isend_irecv(operations) if operations else ()))
 
 
+@torch.compiler.disable
 def note(operation: str, group: Group, tensor: Tensor, share: float):
-    """Count an operation: its whole tensor, and which share of the tensor's bytes this rank sends."""
+    """Count an operation: its whole tensor, and which share of its bytes this rank sends."""
     group.sent[group.name, operation] += round(share * tensor.nbytes)

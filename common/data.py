@@ -1,18 +1,38 @@
 """Token batches: a pure function of (seed, step), the same on every rank and in every layout.
 
-    documents -> bytes 0-255 of each, then END -> one long stream:   d e f ... END i m p o r t ... END ...
-    window w  = stream[w*seq : w*seq + seq + 1]                    tokens = its first seq, targets = its last seq
-    sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows to train on;
-                                                                   epoch = i // n; order: drawn from (seed, epoch)
+    documents -> bytes 0-255 of each, then END -> one stream:   d e f ... END i m p o r t ... END
+    window w  = stream[w*seq : w*seq + seq + 1]       tokens = its first seq, targets = its last seq
+    sample j of step s = window order[i mod n]        i = s*B + j, B = global batch size,
+                                                      n = number of windows to train on,
+                                                      order: drawn from (seed, epoch = i // n)
 
-Targets are shifted here, before a sequence is sharded. Every rank reads the whole global batch, since token ids are
-small, and works on its share. The last twentieth of the windows is held out for validation. Token ids are the bytes of
-the text, even if the model's vocabulary is larger.
+Targets are shifted here, before a sequence is sharded. Every rank reads the whole global batch,
+since token ids are small, and works on its share. The last twentieth of the windows is held out:
+no batch has them, and `Data.held_out` returns them.
+
+    --dataset            what is read
+    (nothing)            the source code of Python's standard library
+    a.txt                one document
+    a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
+    a.parquet            a document from each row, in the column `text`
+    a folder             all files in it and its subfolders, which must be of one of these kinds
+    NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
+    a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
+
+Text becomes bytes even if the model's vocabulary is larger, and each rank holds the whole stream,
+two bytes a token. A .bin file stays on disk and is mapped into memory, so a large corpus should be
+one. Beside a.bin, a file a.bin.json may hold {"dtype": "uint32", "tokens": N}; without it, ids are
+uint16.
 """
 
+import gzip
+import hashlib
+import json
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,66 +42,194 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from common.model import IGNORE, ModelConfig
+from common.model import ModelConfig
 
 END = 256  # the token that ends a document
+REPLACED = b"\xef\0\xbf\0\xbd\0"  # the memory of the three tokens of U+FFFD, in uint16
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
+BLOCK = 2**21  # tokens in each of the 64 blocks of a fingerprint
+
+# What a reader returns: a description of the source, and its documents or an array of token ids.
+Contents = tuple[str, Iterable[str] | np.ndarray]
 
 
 def to_tokens(texts: Iterable[str]) -> np.ndarray:
-    """Texts -> one stream of token ids: the bytes of each text, then END."""
+    """Texts -> one stream of token ids, uint16: the bytes of each text, then END."""
     texts = (np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts)
     return np.concatenate([np.append(text, np.uint16(END)) for text in texts])
 
 
-def text_of(path: Path) -> str:
-    """Read a text file; bytes that are not UTF-8 become U+FFFD. Raises UserError for NULs, a sign of UTF-16."""
+def read_txt(path: Path) -> Iterator[str]:
+    """Yield the one text of a file; bytes that are not UTF-8 become U+FFFD."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\0" in text:
         raise UserError(f"--dataset {path}: it has NULs, as UTF-16 has: convert it to UTF-8")
-    return text
+    yield text
 
 
-def read_files(paths: list[Path]) -> tuple[np.ndarray, None]:
-    """Read text files in a fixed random order, so that the held-out tail resembles the rest (neighbours are alike)."""
-    order = np.random.default_rng(0).permutation(len(paths))
-    return to_tokens(text_of(paths[i]) for i in order), None
+def read_jsonl(path: Path) -> Iterator[Any]:
+    """Yield the value of `text` of each line, or None if there is none; skips blank lines."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                row = json.loads(line)
+                yield row.get("text") if isinstance(row, dict) else None
 
 
-def read_library(_source: str) -> tuple[np.ndarray, None]:
+def read_parquet(path: Path) -> Iterator[Any]:
+    """Yield the values of the column `text`. Other columns are not read, and may differ."""
+    import pyarrow.parquet  # takes a moment to import; comes with `datasets`
+
+    yield from pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
+
+
+# The suffix of a file of documents -> a function that yields its texts.
+FORMATS: dict[str, Callable] = {
+    ".txt": read_txt,
+    ".jsonl": read_jsonl,
+    ".jsonl.gz": read_jsonl,
+    ".parquet": read_parquet,
+}
+
+
+def strings(values: Iterable[Any], source: str | Path) -> Iterator[str]:
+    """Yield the texts of a file or data set, and check them.
+
+    Raises UserError if the source is damaged, if a text is not a string, or if all are empty.
+    """
+    row = n_characters = 0
+    try:
+        for text in values:
+            row += 1
+            if not isinstance(text, str):
+                raise ValueError(f"a row needs a string `text`, not {text!r:.40}")
+            n_characters += len(text)
+            yield text
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: of json and pyarrow
+        raise UserError(f"--dataset {source}: unreadable near row {row}: {error}") from error
+    if not n_characters:
+        raise UserError(f"--dataset {source}: it has no text")
+
+
+def in_random_order(paths: list[Path]) -> list[Path]:
+    """Shuffle files, always in the same way: neighbours are alike, and the held-out tail should
+    resemble the whole.
+    """
+    return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
+
+
+def read_library(_source: str) -> Contents:
     """Read the source code of Python's standard library."""
     paths = []
     for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
         inside[:] = sorted(set(inside) - SKIPPED)
         paths += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-    return read_files(paths)
+    texts = (text for path in in_random_order(paths) for text in read_txt(path))
+    return f"{len(paths):,} files of Python's standard library", texts
 
 
-def read_hub(source: str) -> tuple[np.ndarray, None]:
-    """Read a data set of the Hugging Face hub that has a column `text`."""
+def visible_files(path: Path) -> list[Path]:
+    """A file itself, or all files in a folder and its subfolders, sorted, except hidden ones."""
+    if not path.is_dir():
+        return [path]
+    paths = []
+    for entry in sorted(path.iterdir()):
+        if not entry.name.startswith("."):
+            paths += visible_files(entry)
+    return paths
+
+
+def read_files(source: str) -> Contents:
+    """Read a file, or all files of a folder. Raises UserError unless one of FORMATS reads all."""
+    paths = visible_files(Path(source))
+    examples = {FORMATS.get(suffix_of(path)): str(path) for path in paths}
+    if len(examples) != 1 or None in examples:
+        rule = f"the files of a folder must be of one kind ({', '.join(FORMATS)})"
+        found = ", ".join(examples.values()) or "no file"
+        raise UserError(f"--dataset {source}: {rule}, and it has {found}: name files of one kind")
+    order = in_random_order(paths)
+    texts = (text for path in order for text in strings(FORMATS[suffix_of(path)](path), path))
+    return ", ".join(map(str, paths)), texts
+
+
+def read_hub(source: str) -> Contents:
+    """Read a data set of the Hugging Face hub, `NAME` or `NAME:CONFIG`.
+
+    Raises UserError if the hub is out of reach, or has no such data set, configuration or column.
+    """
     import datasets  # takes seconds to import
+    import huggingface_hub as hub
 
+    name, _, config = source.partition(":")
+    known = (
+        hub.errors.HTTPError,
+        datasets.exceptions.DatasetsError,
+        OSError,
+        ValueError,
+        RuntimeError,
+    )
     try:
-        return to_tokens(datasets.load_dataset(source, split="train")["text"]), None
-    except Exception as error:
-        raise UserError(f"--dataset {source}: no such file, and as a data set of the hub: {error!r:.200}") from error
+        if not datasets.config.HF_HUB_OFFLINE:  # `load_dataset` would retry for half a minute
+            hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+        rows = datasets.load_dataset(name, config or None, split="train").select_columns("text")
+    except known as error:
+        problem = f"no such file, and as a data set of the hub: {error}"
+        hint = "(HF_HUB_OFFLINE=1 reads one that was downloaded before)"
+        raise UserError(f"--dataset {source}: {problem} {hint}") from error
+    return f"{len(rows):,} rows of the hub's {source}", strings(rows["text"], source)
 
 
-# The kind of a source (a suffix, for example) -> its reader, which returns tokens and labels (None: the next tokens).
-READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
+def read_bin(source: str) -> Contents:
+    """Map token ids into memory. Raises UserError if their file, or SOURCE.json, is damaged."""
+    facts = Path(source + ".json")
+    try:
+        known = json.loads(facts.read_text()) if facts.exists() else {"dtype": "uint16"}
+        tokens = np.memmap(source, known["dtype"], "r")
+        if len(tokens) != known.get("tokens", len(tokens)):
+            raise ValueError(f"it has {len(tokens)} tokens, and had {known['tokens']}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"--dataset {source}: it or {facts} is damaged: {error}") from error
+    return f"{tokens.dtype} ids of {source}", tokens
+
+
+# The kind of a source (a suffix, for example) -> its reader.
+READERS: dict[str, Callable[[str], Contents]] = {
     "": read_library,
-    ".txt": lambda source: read_files([Path(source)]),
+    **dict.fromkeys(FORMATS, read_files),
+    "folder": read_files,
+    ".bin": read_bin,
     "hub": read_hub,
 }
 
 
+def suffix_of(path: Path) -> str:
+    """The suffix in READERS with which a file's name ends, or "" if it has none of them."""
+    for kind in READERS:
+        if kind.startswith(".") and path.name.endswith(kind):
+            return kind
+    return ""
+
+
 def kind_of(source: str) -> str:
-    """The key in READERS for a value of `--dataset`."""
+    """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
+
+    Only a name of the hub's form is looked up there, and none that ends in a known suffix.
+    """
+    path = Path(source)
+    suffix = suffix_of(path)
     if not source:
         return ""
-    if not Path(source).exists():
+    if path.is_dir():
+        return "folder"
+    if not path.exists():
+        if suffix or not HUB_NAME.fullmatch(source):
+            raise UserError(f"--dataset {source}: no such file")
         return "hub"
-    return "folder" if Path(source).is_dir() else Path(source).suffix or "file without a suffix"
+    if not suffix:
+        known = f"a folder, {', '.join(FORMATS)} and .bin"
+        raise UserError(f"--dataset {source}: this kind of file cannot be read, only {known}")
+    return suffix
 
 
 @lru_cache(maxsize=2)
@@ -91,35 +239,64 @@ def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Data:
-    """The batches of a run."""
+    """The batches of a run. `summary` is a line that says what has been read."""
 
     def __init__(self, source: str, shape: ModelConfig, batch_size: int, seed: int):
-        """`source`: see READERS. `batch_size`: in sequences. Raises UserError if data are unreadable or too few."""
-        kind = kind_of(source)
-        if kind not in READERS:
-            raise UserError(f"--dataset {source}: cannot read a {kind}; known are {', '.join(filter(None, READERS))}")
-        self.tokens, self.labels = READERS[kind](source)
-        self.source, self.shape, self.batch_size, self.seed = source, shape, batch_size, seed
-        n_windows = (len(self.tokens) - 1) // shape.seq_len
-        self.n_train = n_windows - max(1, n_windows // 20)
+        """`source`: a value of --dataset. `batch_size`: in sequences.
+
+        Raises UserError if data cannot be read, are too few, or have ids outside the vocabulary.
+        """
+        self.source = source
+        self.shape = shape
+        self.batch_size = batch_size
+        self.seed = seed
+        description, self.tokens = READERS[kind_of(source)](source)
+        warning = ""
+        if not isinstance(self.tokens, np.ndarray):
+            self.tokens = to_tokens(self.tokens)
+            if replaced := self.tokens.tobytes().count(REPLACED):
+                warning = f" ({replaced:,} U+FFFD mark bytes that are not UTF-8)"
+        self.summary = f"data: {len(self.tokens):,} tokens{warning} of {description}"
+        self.n_windows = (len(self.tokens) - 1) // shape.seq_len
+        self.n_train = self.n_windows - max(1, self.n_windows // 20)
+        name = source or "(default)"
+        largest = int(self.tokens.max())  # numpy reads a mapped file piece by piece
         if self.n_train < 1:
             few = f"{len(self.tokens)} tokens are less than two sequences of {shape.seq_len}"
-            raise UserError(f"--dataset {source or '(default)'}: {few}")
+            raise UserError(f"--dataset {name}: {few}")
+        if largest >= shape.vocab_size:
+            need = f"its token id {largest} needs a --model with vocab_size={largest + 1} or more"
+            raise UserError(f"--dataset {name}: {need}, not {shape.vocab_size}")
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step: tokens and targets, int64 [batch_size, seq]."""
-        places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        places = [divmod(place, self.n_train) for place in places]
-        return self.read([shuffled(self.n_train, self.seed, epoch)[place] for epoch, place in places])
+        """The global batch of a step: tokens and targets, int64 [batch_size, seq].
+
+        It replaces PyTorch's DistributedSampler, whose order changes only if `set_epoch` is called.
+        """
+        windows = []
+        for position in range(step * self.batch_size, (step + 1) * self.batch_size):
+            epoch, place = divmod(position, self.n_train)
+            windows.append(shuffled(self.n_train, self.seed, epoch)[place])
+        return self.read(windows)
+
+    def held_out(self, n: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the first n held-out windows (or all, if fewer), int64 [n, seq]."""
+        return self.read(range(self.n_train, min(self.n_train + n, self.n_windows)))
 
     def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of `windows`, int64 [windows, seq]. Raises UserError for an id outside the vocabulary."""
-        seq = self.shape.seq_len
-        rows = np.stack([self.tokens[i * seq : (i + 1) * seq + 1] for i in windows]).astype(np.int64)
-        targets = rows[:, 1:]
-        if self.labels is not None:
-            targets = np.stack([self.labels[i * seq + 1 : (i + 1) * seq + 1] for i in windows]).astype(np.int64)
-        for ids in rows, targets[targets != IGNORE]:
-            if ids.size and not 0 <= ids.min() <= ids.max() < self.shape.vocab_size:
-                raise UserError(f"--dataset {self.source}: ids {ids.min()} to {ids.max()} are not in the vocabulary")
-        return torch.from_numpy(rows[:, :-1]), torch.from_numpy(targets)
+        """Tokens and targets of `windows`, int64 [windows, seq]."""
+        starts = np.asarray(windows) * self.shape.seq_len
+        indices = starts[:, None] + np.arange(self.shape.seq_len + 1)
+        rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
+        return rows[:, :-1], rows[:, 1:]
+
+    def fingerprint(self) -> str:
+        """A short hash of the stream, by which ranks can tell whether they read the same tokens.
+
+        SHA-256 of its length and of the first BLOCK tokens of each of 64 equal parts: all tokens
+        of a stream of up to 256 MB (uint16), and a sample of a longer one, so it takes a second.
+        """
+        digest = hashlib.sha256(str(len(self.tokens)).encode())
+        for part in np.array_split(self.tokens, 64):
+            digest.update(part[:BLOCK])
+        return digest.hexdigest()[:16]

@@ -6,8 +6,9 @@
 
         sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
 
-makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. A flag that is given although it would
-have no effect is refused: `needs` says which values other flags must have (here --zero 0, where there is a --zero).
+makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. A flag that is
+given although it would have no effect is refused: `needs` says which values other flags must have
+(here --zero 0, where there is a --zero).
 """
 
 import argparse
@@ -34,7 +35,7 @@ def flag(
 
     text     what --help says of the flag
     choices  a menu, whose keys are the flag's values. `several`: or some of them, joined by commas
-    least    the smallest value of a number; by default 1 for an int whose default is not 0, and 0 otherwise
+    least    the smallest value of a number; by default 1 for an int whose default is not 0, else 0
     needs    another flag -> the values that it must have for this flag to have an effect
     """
     if least is None:
@@ -57,7 +58,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: Parser, cls: type):
-    """Add the flags of `cls`, grouped by the class that has them: those of `cls` itself before those of its bases."""
+    """Add the flags of `cls`, grouped by the class that has them: those of `cls` itself before
+    those of its bases.
+    """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     kinds = get_type_hints(cls)
     for base in cls.__mro__:

@@ -1,17 +1,19 @@
-"""Initial values, and one small record per parameter: how it is sharded, and over which ranks its gradient is summed.
+"""Initial values, and one small record per parameter: how it is sharded, and over which ranks its
+gradient is summed.
 
-Chapter 1 needs `draw` and `materialize`. From chapter 2 on, each dimension of parallelism notes in a parameter's record
-what it changes. Initial weights, gradient sums, shards of optimizer state and the global norm follow the record.
+Step 1 needs `draw` and `materialize`. From step 2 on, each dimension of parallelism notes in a
+parameter's record what it changes. Initial weights, gradient sums, shards of optimizer state,
+checkpoints and the global norm follow the record.
 
     parameter (full shape)          shards                       partial_over     data_dim
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
-    norm.weight     [128]           none                         ("tp",)          "dp"      (sequence parallelism)
+    norm.weight     [128]           none                         ("tp",)          "dp"      (SP)
 
-All gradients are summed over `data_dim`. `partial_over`: further dimensions over which this gradient is summed.
+All gradients are summed over `data_dim`. `partial_over` names further dimensions over which this
+gradient is summed. ZeRO's shards are not in the record: units (step 3) cut across parameters.
 """
 
 import hashlib
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,61 +22,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.comm import Mesh, all_reduce
+from common.comm import Group, Mesh, all_reduce
 from common.model import Decoder
 
 
 def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
-    """The initial value of a whole parameter, fp32: a function of its name and the seed, whatever the layout.
+    """The initial value of a whole parameter, fp32: a function of its name and the seed, whatever
+    the layout.
 
-    Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the residual stream are
-    divided by sqrt(2 n_layers) (Radford et al., GPT-2, section 2.3).
+    Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the
+    residual stream are divided by sqrt(2 n_layers) (Radford et al., GPT-2, section 2.3).
     """
     if len(shape) == 1:
         return torch.ones(shape)
-    std = 0.02 / (2 * n_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+    std = 0.02
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std = 0.02 / (2 * n_layers) ** 0.5
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()):
-    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all if it is empty.
-
-    From chapter 4 on, a rank draws the whole parameter, and keeps the shard that the record describes.
-    """
-    for name, param in list(model.named_parameters()):
-        if only and name not in only:
-            continue
-        shape = list(param.shape)
-        for shard in reversed(layout_of(param).shards):  # a dimension sharded twice: the first shard has its full size
-            shape[shard.dim] = shard.full
-        value = draw(name, shape, model.config.n_layers, seed)
-        for shard in layout_of(param).shards:
-            value = shard_of(value, shard)
-        filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
-        filled.parallel_layout = layout_of(param)
-        for module in model.modules():  # a tied parameter is in several modules
-            for key, held in list(module.named_parameters(recurse=False)):
-                if held is param:
-                    setattr(module, key, filled)
-    if not only:
-        materialize_buffers(model, device)
-
-
-def materialize_buffers(model: Decoder, device: torch.device):
-    """From step 7 on: allocate the buffers of a meta-device model, as zeros."""
-    for module in model.modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            module.register_buffer(key, torch.zeros_like(buffer, device=device), key in module.state_dict())
-
-
 @dataclass(frozen=True)
 class Shard:
-    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`. Indices >= `full` are padding."""
+    """From step 4 on: this rank holds indices start..stop-1 of dimension `dim`. Indices >= `full`
+    are padding.
+    """
 
     dim: int
-    over: str  # a dimension of the mesh
+    over: str  # a group of the mesh
     start: int
     stop: int
     full: int  # the size of the whole dimension
@@ -82,45 +58,132 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """From chapter 2 on: the record of one parameter."""
+    """From step 2 on: the record of one parameter."""
 
-    shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time it was sharded, in order
-    partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
-    data_dim: str = "dp"  # its ranks hold the same weights and see different tokens; chapter 5: "data", dp x cp
-    stage_copies: int = 1  # from chapter 6 on: pipeline stages, on different ranks, that hold it
+    shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
+    # From step 4 on: groups over which its gradient must still be summed
+    partial_over: tuple[str, ...] = ()
+    data_dim: str = (
+        "dp"  # its ranks hold the same weights and see different tokens; step 5: "data", dp x cp
+    )
+    stage_copies: int = 1  # from step 6 on: pipeline stages, on different ranks, that hold it
+    # Backward passes of a micro-batch that add to its gradient (2: on two stages of one rank)
+    backwards: int = 1
 
 
 def layout_of(param: Tensor) -> ParamLayout:
-    """From chapter 2 on: the record of a parameter; by default it is whole, and its gradient is summed over dp."""
+    """The record of a parameter; by default it is whole, and its gradient is summed over dp."""
     return getattr(param, "parallel_layout", ParamLayout())
 
 
 def note_layout(param: Tensor, **changes: Any):
-    """From chapter 4 on: change fields of a parameter's record."""
+    """Change fields of a parameter's record."""
     param.parallel_layout = replace(layout_of(param), **changes)
 
 
 def shard_of(full: Tensor, shard: Shard) -> Tensor:
-    """From chapter 4 on: this rank's shard of a tensor, zero in the padding."""
+    """This rank's shard of a tensor, zero in the padding."""
     local = full.movedim(shard.dim, -1)[..., shard.start : shard.stop]
     padding = shard.stop - shard.start - local.shape[-1]
     return F.pad(local, (0, padding)).movedim(-1, shard.dim).contiguous()
 
 
-def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False) -> float:
-    """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
+def full_shape(param: Tensor) -> list[int]:
+    """The shape of the whole parameter, of which this rank has a shard."""
+    shape = list(param.shape)
+    # A dimension sharded twice: the first shard has its full size
+    for shard in reversed(layout_of(param).shards):
+        shape[shard.dim] = shard.full
+    return shape
 
-    If c ranks hold an element, each adds 1/c of its square, so each element counts once in total. Ranks have different
-    elements along pp, along the mesh dimensions that shard the parameter, and along data_dim if `gradients` are ZeRO's
-    shards (`sharded`: --zero > 0). Other ranks hold copies, as do two stages of a tied matrix (`stage_copies`).
+
+def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
+    """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
+    for module in model.modules():
+        for key, param in list(module.named_parameters(recurse=False)):
+            if param is old:
+                setattr(module, key, new)
+
+
+def materialize(
+    model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()
+):
+    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all if
+    it is empty.
+
+    From step 4 on, a rank draws the whole parameter, and keeps the shard that the record describes.
     """
-    params, by_copies = dict(model.named_parameters()), {}
+    for name, param in list(model.named_parameters()):
+        if only and name not in only:
+            continue
+        value = draw(name, full_shape(param), model.config.n_layers, seed)
+        for shard in layout_of(param).shards:
+            value = shard_of(value, shard)
+        filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
+        filled.parallel_layout = layout_of(param)
+        replace_param(model, param, filled)
+    for module in model.modules():  # from step 7 on
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                persistent = key in module.state_dict()
+                module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)
+
+
+def ranks_that_differ(record: ParamLayout, sharded: bool) -> set[str]:
+    """Groups along which ranks hold different elements of a gradient. `sharded`: ZeRO's shards of
+    it.
+    """
+    names = {"pp"}
+    for shard in record.shards:
+        names.add(shard.over)
+    if sharded:
+        names.add(record.data_dim)
+    return names
+
+
+def global_norm(
+    model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False
+) -> float:
+    """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
+
+    If c ranks hold an element, each adds 1/c of its square, so each element counts once in total.
+    Ranks have different elements along pp, along the groups that shard the parameter, and along
+    data_dim if `gradients` are ZeRO's shards (`sharded`). Other ranks hold copies, as do two stages
+    of a tied matrix (`stage_copies`). An example: 8 ranks, tp 2 and dp 4. Without ZeRO a matrix's
+    elements are on 4 ranks, those of a norm's weight on 8; with ZeRO over dp, on 1 and on 2.
+    """
+    params = dict(model.named_parameters())
+    by_copies: dict[float, list[Tensor]] = {}
     for name, gradient in gradients.items():
         record = layout_of(params[name])
-        apart = {"pp", *(shard.over for shard in record.shards), *((record.data_dim,) if sharded else ())}
-        holders = math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
-        by_copies.setdefault(record.stage_copies * mesh.world / holders, []).append(gradient)
-    square = sum(nn.utils.get_total_norm(alike).double().square() / copies for copies, alike in by_copies.items())
-    for dim in mesh.sizes:
-        all_reduce(square, mesh[dim]).wait()
+        distinct = 1
+        for group in ranks_that_differ(record, sharded):
+            if group in mesh.groups:
+                distinct *= mesh[group].size
+        copies = record.stage_copies * mesh.world / distinct
+        by_copies.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=next(iter(params.values())).device)
+    for copies, held in by_copies.items():
+        square = square + nn.utils.get_total_norm(held).double().square() / copies
+    for group in norm_groups(mesh):
+        all_reduce(square, mesh[group]).wait()
     return square.sqrt().item()
+
+
+def norm_groups(mesh: Mesh) -> list[str]:
+    """Groups that together span all ranks, as few as exist: "data" in place of dp and cp, from step
+    5 on.
+    """
+    if "data" not in mesh.groups:
+        return list(mesh.sizes)
+    return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]
+
+
+def data_group(param: Tensor, mesh: Mesh) -> Group:
+    """The ranks that hold the same shard of a parameter and see different tokens: its gradient is
+    summed over them.
+
+    In steps 2 to 4 these are `mesh["dp"]`. From step 5 on the parameter's record names another
+    group.
+    """
+    return mesh[layout_of(param).data_dim]

@@ -1,12 +1,14 @@
 """The decoder: a Llama-style language model in plain PyTorch. It knows nothing of ranks.
 
-    tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits -> sum of the cross entropies
+    tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits -> summed loss
 
-    layer:   x = x + self_attn(input_layernorm(x))            RoPE rotates q and k by position; a group of query
-             x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
+    layer:   x = x + self_attn(input_layernorm(x))      RoPE rotates q and k by position; a group of
+             x = x + mlp(post_attention_layernorm(x))   query heads shares one k and v (GQA);
+                                                        the MLP is a SwiGLU
 
-Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads our state dict.
-Numbers of heads and channels follow from the weights, so a rank with shards of the weights runs the same code.
+Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
+our state dict. Numbers of heads and channels follow from the weights, so a rank with shards of the
+weights runs the same code.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -68,11 +70,17 @@ def model_shape(text: str) -> ModelConfig:
     for change in changes:
         name, _, value = change.partition("=")
         if name not in kinds:
-            raise UserError(f"--model {text}: {name or 'an empty change'} is none of {', '.join(kinds)}")
+            raise UserError(
+                f"--model {text}: {name or 'an empty change'} is none of {', '.join(kinds)}"
+            )
         try:
-            values[name] = {"True": True, "False": False}[value] if kinds[name] is bool else kinds[name](value)
+            values[name] = (
+                {"True": True, "False": False}[value] if kinds[name] is bool else kinds[name](value)
+            )
         except (ValueError, KeyError):
-            raise UserError(f"--model {text}: {value!r} is no {kinds[name].__name__} for {name}") from None
+            raise UserError(
+                f"--model {text}: {value!r} is no {kinds[name].__name__} for {name}"
+            ) from None
     shape = replace(PRESETS[preset], **values)
     check_shape(shape, text)
     return shape
@@ -84,35 +92,51 @@ def check_shape(shape: ModelConfig, text: str):
         if not isinstance(value, bool) and not 0 < value < float("inf"):
             raise UserError(f"--model {text}: {name} is {value}, and must be above 0")
     if shape.dim % (2 * shape.n_heads):
-        raise UserError(f"--model {text}: dim {shape.dim} must be an even multiple of n_heads {shape.n_heads}")
+        raise UserError(
+            f"--model {text}: dim {shape.dim} must be an even multiple of n_heads {shape.n_heads}"
+        )
     if shape.n_heads % shape.n_kv_heads:
-        raise UserError(f"--model {text}: n_kv_heads {shape.n_kv_heads} must divide n_heads {shape.n_heads}")
+        raise UserError(
+            f"--model {text}: n_kv_heads {shape.n_kv_heads} must divide n_heads {shape.n_heads}"
+        )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 if `dtype` is fp64."""
+    """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 if
+    `dtype` is fp64.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
-def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [..., seq] -> two [..., seq, 1, head_dim]."""
+def rope_tables(
+    positions: Tensor, config: ModelConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [..., seq] -> two [...,
+    seq, 1, head_dim].
+    """
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
-    if config.rope_scaling != 1.0:  # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
+    # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
+    if config.rope_scaling != 1.0:
         keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = (positions[..., None] * frequency).tile(2)[..., None, :]  # [..., seq, 1 for all heads, head_dim]
+    # [..., seq, 1 for all heads, head_dim]
+    angle = (positions[..., None] * frequency).tile(2)[..., None, :]
     return angle.cos(), angle.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels (i, i + head_dim/2) of x [batch, seq, heads, head_dim] -> like x."""
+    """Rotate each pair of channels (i, i + head_dim/2) of x [batch, seq, heads, head_dim] -> like
+    x.
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q."""
+    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] ->
+    like q.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -138,7 +162,9 @@ class Attention(nn.Module):
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
         qkv = self.project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
-        return self.o_proj(self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
+        return self.o_proj(
+            self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2)
+        )
 
 
 class MLP(nn.Module):
@@ -158,7 +184,9 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP: each reads a normalised copy of the residual stream, and its output is added to the stream."""
+    """Attention and MLP: each reads a normalised copy of the residual stream, and its output is
+    added to the stream.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -174,7 +202,9 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Hugging Face's `model`: the decoder without its head. Keys of `layers` are layer numbers in the whole model."""
+    """Hugging Face's `model`: the decoder without its head. Keys of `layers` are layer numbers in
+    the whole model.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -184,13 +214,17 @@ class Trunk(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [batch, seq, vocab], targets int64 [batch, seq] -> the *sum* over all targets except IGNORE, in nats."""
+    """logits [batch, seq, vocab], targets int64 [batch, seq] -> the *sum* over all targets except
+    IGNORE, in nats.
+    """
     flat = logits.flatten(0, 1).to(wide(logits.dtype))
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Decoder(nn.Module):
-    """The whole model. Build it under `torch.device("meta")` and fill it with `materialize` of common/layout.py."""
+    """The whole model. Build it under `torch.device("meta")` and fill it with `materialize` of
+    common/layout.py.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -202,7 +236,9 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens, targets int64 [batch, seq], and positions int64 [seq] (default: 0, 1, 2, ...) -> the summed loss."""
+        """tokens, targets int64 [batch, seq], and positions int64 [seq] (default: 0, 1, 2, ...) ->
+        the summed loss.
+        """
         x = self.model.embed_tokens(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

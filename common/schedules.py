@@ -1,11 +1,12 @@
-"""From step 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn, checked or run.
+"""From step 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn,
+checked or run.
 
-Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule that is a list, such as
-`interleaved` below, is a function of p ranks, m micro-batches, v stages on each rank, and the rank whose list it
-returns. The three schedules here differ only in `warm_up`, the number of forwards before forwards and backwards
-alternate.
+Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule that is
+a list, such as `interleaved` below, is a function of p ranks, m micro-batches, v stages on each
+rank, and the rank whose list it returns. The three schedules here differ only in `warm_up`, the
+number of forwards before forwards and backwards alternate.
 
-    python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
+    python -m common.schedules 4 8 2      draws them for 4 ranks, 8 micro-batches, 2 stages a rank
 """
 
 import argparse
@@ -18,7 +19,9 @@ COSTS = {"F": 1, "B": 2}  # units of time
 
 
 class Action(NamedTuple):
-    """One unit of a rank's work. ("F", 3, 1), written F3.1: the forward of micro-batch 3 through stage 1."""
+    """One unit of a rank's work. ("F", 3, 1), written F3.1: the forward of micro-batch 3 through
+    stage 1.
+    """
 
     kind: str  # F forward, B backward
     micro_batch: int
@@ -31,10 +34,12 @@ def round_robin(p: int, v: int) -> list[int]:
 
 
 def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
-    """One rank's list: `warm_up` forwards; then forwards and backwards alternate; then the remaining backwards.
+    """One rank's list: `warm_up` forwards; then forwards and backwards alternate; then the
+    remaining backwards.
 
-    Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second one, and so on
-    (in backward: last stage first). On rank 0 of 2, with stages 0 and 2, the forwards of 4 micro-batches are
+    Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second
+    one, and so on (in backward: last stage first). On rank 0 of 2, with stages 0 and 2, the
+    forwards of 4 micro-batches are
 
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
         F2.0 F3.0 F2.2 F3.2      the second round
@@ -63,7 +68,9 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021), v = 1: at most p - rank micro-batches in flight on `rank`."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021), v = 1: at most p - rank micro-batches in
+    flight on `rank`.
+    """
     return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
@@ -75,15 +82,19 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     if v == 1:
         return one_f_one_b(p, m, v, rank)
     if m % p:
-        raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    # Twice the distance to the last rank leaves time to hide messages; once would do if they took no time.
+        raise UserError(
+            f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
+        )
+    # Twice the distance to the last rank leaves time to hide messages; once would do if they took
+    # no time.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
 def consumer(action: Action, n_stages: int) -> Action | None:
     """The action that needs this one's output, or None if no other stage does.
 
-    A forward's output goes to the next stage's forward, a backward's to the previous stage's backward.
+    A forward's output goes to the next stage's forward, a backward's to the previous stage's
+    backward.
     """
     if action.kind == "F" and action.stage + 1 < n_stages:
         return action._replace(stage=action.stage + 1)
@@ -95,17 +106,19 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 def simulate(
     lists: list[list[Action]], ranks: list[int], costs: dict[str, float], message: float = 0
 ) -> list[tuple[float, int, float, Action]]:
-    """When each action of a schedule runs: sorted (end, rank, start, action), in the units of `costs`.
+    """When each action of a schedule runs: sorted (end, rank, start, action), in the units of
+    `costs`.
 
-    `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message between two
-    ranks. Raises ValueError if the lists deadlock.
+    `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
+    between two ranks. Raises ValueError if the lists deadlock.
     """
     n_stages = len(ranks)
     following = {}  # action -> the action that waits for it
     for actions in lists:
         for action in actions:
             following[action] = consumer(action, n_stages)
-            if action.kind == "F" and action.stage == n_stages - 1:  # the loss: this stage's own backward follows
+            # The loss: this stage's own backward follows
+            if action.kind == "F" and action.stage == n_stages - 1:
                 following[action] = action._replace(kind="B")
     awaited = set(following.values())
     arrival: dict[Action, float] = {}  # action -> when its input is there
@@ -132,7 +145,9 @@ def simulate(
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: compute `action`; or receive its input from `peer`; or send the input to `peer`."""
+    """One line of a rank's program: compute `action`; or receive its input from `peer`; or send the
+    input to `peer`.
+    """
 
     verb: str  # "compute", "send" or "receive"
     action: Action
@@ -142,17 +157,21 @@ class Instruction(NamedTuple):
 def add_messages(
     lists: list[list[Action]], ranks: list[int], costs: dict[str, float]
 ) -> list[list[Instruction]]:
-    """Each rank's program: its list of actions, with the sends and receives that these actions need.
+    """Each rank's program: its list of actions, with the sends and receives that these actions
+    need.
 
-    Go through all actions in the order in which they end in a simulation. Append each to its rank's program. If
-    another rank needs the output, append a send to this program, and a receive to that rank's program. Example:
-    rank 1 of 2, interleaved, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
+    Go through all actions in the order in which they end in a simulation. Append each to its rank's
+    program. If another rank needs the output, append a send to this program, and a receive to that
+    rank's program. Example: rank 1 of 2, interleaved, 2 micro-batches (F1.2: forward of micro-batch
+    1 through stage 2):
 
-        receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
+        receive F0.1, receive F1.1, compute F0.1, send F0.2,
+        receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is received, there is
-    no deadlock: all programs follow one common order, in which a send and its receive are one line. Take the first
-    line that has not run. All lines before it have, on every rank. So its rank and its peer have reached it.
+    ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is
+    received, there is no deadlock: all programs follow one common order, in which a send and its
+    receive are one line. Take the first line that has not run. All lines before it have, on every
+    rank. So its rank and its peer have reached it.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, ranks, costs):
@@ -168,7 +187,9 @@ def add_messages(
 
 
 def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = COSTS) -> str:
-    """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a letter, idle `.`."""
+    """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
+    letter, idle `.`.
+    """
     spans = simulate(lists, ranks, costs)
     length = int(spans[-1][0])
     rows = [["."] * length for _ in lists]
@@ -186,7 +207,11 @@ def main():
     sizes = parser.parse_args()
     p = sizes.ranks
     m = sizes.micro_batches
-    for name, order, v in (("afab", afab, 1), ("1f1b", one_f_one_b, 1), ("interleaved", interleaved, sizes.chunks)):
+    for name, order, v in (
+        ("afab", afab, 1),
+        ("1f1b", one_f_one_b, 1),
+        ("interleaved", interleaved, sizes.chunks),
+    ):
         try:
             lists = [order(p, m, v, rank) for rank in range(p)]
         except UserError as error:

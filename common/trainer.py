@@ -1,13 +1,19 @@
-"""Flags, and what a run shows and saves: a progress bar, metrics.jsonl, loss.png and checkpoints.
+"""A run: its directory, progress bar and checkpoints; and `main`, which every script calls.
 
-    with Run(config) as run:                      at the end, draws loss.png
-        for step in run.steps(model=..., ...):    restores and saves these parts; opens the run directory; yields 0, ...
-            run.require_finite(step, loss=..., ...)   before the update
-            run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
+    with Run(config) as run:
+        for step in run.steps(model=..., optimizer=..., ...):   0, 1, ..., or what --resume leaves
+            run.require_finite(step, loss=..., grad_norm=...)   before the update
+            run.record(step, tokens, loss=..., ...)             after it
 
-OUT/checkpoints/step-00000050/rank-00003.pt has the step, the flags and, by name, the masters that rank 3 updates, with
-their moments. Batches depend on no earlier step, so a resumed run computes the same bits as an uninterrupted one. Other
-code can subclass `Run` to monitor the parts, the numbers and the end of a run.
+    OUT/config.json          the flags
+        metrics.jsonl        a line for each step
+        loss.png             drawn at the end
+        checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
+        trace-0.json.gz      with --profile, from each rank (meter.py)
+
+A batch depends on no earlier step, so a resumed run computes what an uninterrupted one does. After
+Ctrl-C, SIGTERM or SIGUSR1, a run ends its step, saves a checkpoint, and exits with status 0. If a
+step takes longer than --timeout, each rank prints where it waits, and the job ends.
 """
 
 import dataclasses
@@ -17,141 +23,234 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 from tqdm import tqdm
 
-from common import UserError, checkpoint, comm
+from common import UserError
+from common.checkpoint import Checkpoint, pieces_of, save
+from common.comm import Mesh
 from common.flags import parse
+from common.meter import Meter, Row, flops_per_token, parameter_table, profiling, rows_of
+from common.model import Decoder
+from common.ranks import Ranks, check_environment
+from common.resume import check_flags, choose_checkpoint
+from common.watch import HangWatch, Signals
 
-COMPUTE = [
-    *("model", "dataset", "steps", "global_batch_size", "optimizer", "lr", "warmup_steps", "weight_decay"),
-    *("grad_clip", "seed", "experts", "experts_per_token", "expert_dim", "moe_every", "dense_layers", "balance"),
-    "aux_loss_coeff",
-]
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run. auto: this process's GPU if there is one; bf16 if that GPU supports it, else fp32."""
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda" and device.index >= (gpus := torch.cuda.device_count()):
-        fewer = "lower --nproc_per_node, or " if gpus else ""
-        raise UserError(f"each rank needs a GPU of its own, and {gpus} are here: {fewer}use --device cpu")
+    """Device and dtype of a run. Raises UserError if this rank has no GPU of its own.
+
+    auto: this process's GPU if there is one; bf16 if that GPU supports it, else fp32.
+    """
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    fast = False
     if kind == "cuda":
+        gpus = torch.cuda.device_count()
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= gpus:
+            advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
+            raise UserError(f"each rank needs a GPU of its own, and {gpus} are here: {advice}")
         torch.cuda.set_device(device)
-    fast = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate bf16
-    return device, DTYPES[config.dtype if config.dtype != "auto" else "bf16" if fast else "fp32"]
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate bf16
+    if config.dtype == "auto":
+        return device, torch.bfloat16 if fast else torch.float32
+    return device, DTYPES[config.dtype]
 
 
 class Run(AbstractContextManager):
-    """The files and progress bar of a training run. Each rank saves its shards; rank 0 writes everything else."""
+    """The files and progress bar of a run. Each rank saves its shards; rank 0 writes the rest."""
 
     def __init__(self, config: Any):
-        self.config, self.history, self.began = config, [], 0.0
+        self.config = config
         self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.rank == 0
-        self.flags = dataclasses.asdict(config) | dict(nproc_per_node=int(os.environ.get("WORLD_SIZE", 1)))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.flags = dataclasses.asdict(config) | {"nproc_per_node": self.world}
+        self.history: list[dict[str, Any]] = []  # the rows of metrics.jsonl
+        self.began = 0.0  # when the present step began
+        self.watch = HangWatch(config.timeout, self.out)
 
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
+        self.watch.stop()
         if self.first and error is None and self.history:
-            draw_loss(self.history, self.out / "loss.png")
+            with self.writing():
+                draw_loss(self.history, self.out / "loss.png")
 
-    def save(self, step: int, model: Any, optimizer: Any, **_: Any):
-        """Save a checkpoint if one is due. All ranks call this; the folder gets its final name when all have saved."""
-        if not self.config.save_every or (step % self.config.save_every and step < self.config.steps):
-            return
-        folder = self.out / f"checkpoints/step-{step:08d}"
-        hidden = folder.with_name(f".{folder.name}")
-        hidden.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(hidden / f"rank-{self.rank:05d}.pt", step, self.flags, model, optimizer)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        if self.rank == 0:
-            hidden.rename(folder)
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Yield the numbers of the steps. `parts`: what makes up this run (model, optimizer, ...).
 
-    def restore(self, model: Any, optimizer: Any, **_: Any) -> int:
-        """Restore a checkpoint of --resume, saved in any layout; returns the number of steps done. Raises UserError."""
-        where = Path(self.config.resume).resolve()
-        path = max(where.glob("checkpoints/step-*"), default=where) if self.config.resume else None
-        if path and not (path / "rank-00000.pt").exists():
-            raise UserError(f"--resume {path}: no checkpoint is there")
-        if max(self.out.resolve().glob("checkpoints/step-*"), default=path) != path:
-            raise UserError(f"--out {self.out} has checkpoints: set --resume {self.out} to continue, or another --out")
-        if path is None:
+        A part may have state besides parameters: methods `state`, which returns a dict of tensors,
+        and `load_state`, which takes it. It is restored in the same layout only. Raises UserError.
+        """
+        self.parts = parts
+        self.mesh = parts.get("mesh") or Mesh(dp=1)
+        self.ranks = Ranks()
+        if self.ranks.world < self.world:
+            raise UserError(
+                "--nproc_per_node: this script trains on one device; step 2 is for more"
+            )
+        done = self.restore()
+        self.begin()  # only now: a launch that fails earlier does not touch an earlier run's files
+        self.introduce(parts["model"], parts["optimizer"])
+        self.take_sent()  # what was sent before the first step
+        steps = range(done, self.config.steps)
+        gpu = self.meter.device != "cpu"
+        trace = profiling(self.config.profile, len(steps), self.out, self.rank, gpu)
+        bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
+        with bar as self.bar, trace as end_step, Signals() as signals:
+            for step in steps:
+                self.watch.start()
+                self.began = time.perf_counter()
+                yield step
+                end_step()
+                stopping = any(self.ranks.gather(signals.received > 0))
+                self.watch.stop()
+                if stopping or self.save_is_due(step + 1):
+                    self.save(step + 1)
+                if stopping:
+                    self.say(f"a signal has ended the run: --resume {self.out} continues it")
+                    return
+
+    def restore(self) -> int:
+        """Restore what --resume selects, if anything; returns the number of steps done.
+
+        Raises UserError if ranks have read different data, or if the checkpoint does not fit.
+        """
+        data = self.parts.get("data")
+        self.fingerprint = data.fingerprint() if data else ""
+        self.ranks.require_same(
+            self.fingerprint, "--dataset: the fingerprints of its tokens differ"
+        )
+        folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
+        if folder is None:
             return 0
-        theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
-        for name in COMPUTE:
-            if theirs.get(name) != self.flags.get(name):
-                raise UserError(f"--resume {path}: --{name.replace('_', '-')} was {theirs[name]}: keep it")
-        done = checkpoint.load(path, model, optimizer)
+        saved = Checkpoint(folder, self.rank)
+        check_flags(saved, self.flags, self.fingerprint)
+        saved.restore(self.parts["model"], self.parts["optimizer"])
+        for name, state in saved.own_state.items():
+            self.parts[name].load_state(state)
         if self.first:
-            lines = (path.parents[1] / "metrics.jsonl").read_text().splitlines()
-            self.history = [json.loads(line) for line in lines[:done]]
+            self.history = saved.about["history"]
+        done = saved.about["step"]
+        self.say(f"resuming from {folder}: {done} of {self.config.steps} steps are done")
         return done
 
     def begin(self):
-        """Create the run directory. After --resume, metrics.jsonl begins with the rows of the steps already done."""
+        """Create the run directory. metrics.jsonl begins with the steps that are already done."""
         if self.first:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
-            (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
+            rows = "".join(json.dumps(row) + "\n" for row in self.history)
+            with self.writing():
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
+                (self.out / "metrics.jsonl").write_text(rows)
 
-    def steps(self, **parts: Any) -> Iterator[int]:
-        """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
-        done = self.restore(**parts)
-        self.begin()  # only now: a launch that fails earlier does not touch an earlier run's files
+    def introduce(self, model: Decoder, optimizer: Any):
+        """Print the devices, the mesh, the data, and how each parameter is sharded."""
+        rows: dict[str, Row] = {}
+        for held in reversed(self.ranks.gather(rows_of(model, self.mesh))):
+            rows = held | rows  # rank 0's parameters first
+        param = next(model.parameters())
+        top_k = getattr(self.config, "experts_per_token", 1)
+        self.meter = Meter(param, flops_per_token(rows, model.config, top_k), self.world)
         if self.first:
-            self.introduce(**parts)
-        self.mesh = parts.get("mesh")
-        self.take_sent()  # what was sent before the first step
-        with tqdm(initial=done, total=self.config.steps, unit="step", disable=not self.first) as self.bar:
-            for step in range(done, self.config.steps):
-                self.began = time.perf_counter()
-                yield step
-                self.save(step + 1, **parts)
+            sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+            total = sum(math.prod(row.whole) for row in rows.values())
+            held = sum(param.numel() for param in model.parameters())
+            updated = sum(master.numel() for master in optimizer.masters.values())
+            print(f"device: {self.world} x {self.meter.device}, {param.dtype}; mesh: {sizes}")
+            if "data" in self.parts:
+                print(self.parts["data"].summary)
+            if self.world > 1:
+                print(parameter_table(rows))
+            print(f"parameters: {total:,}; rank 0 holds {held:,}, and updates {updated:,} of them")
+            sys.stdout.flush()
 
-    def introduce(self, model: torch.nn.Module, mesh: comm.Mesh | None = None, **_: Any):
-        """Print the devices, the mesh, and rank 0's number of parameters."""
-        ranks, some = (mesh.world if mesh else 1), next(model.parameters())
-        backend = f", {torch.distributed.get_backend()}" if ranks > 1 else ""
-        print(f"device: {ranks} x {some.device.type}{backend}; {some.dtype}")
-        print("mesh: " + (" x ".join(f"{dim} {size}" for dim, size in mesh.sizes.items()) if mesh else "none"))
-        print(f"parameters: {sum(param.numel() for param in model.parameters()):,} on rank 0", flush=True)
+    def save_is_due(self, step: int) -> bool:
+        """Whether --save-every asks for a checkpoint after `step` steps."""
+        every = self.config.save_every
+        return every > 0 and (step % every == 0 or step == self.config.steps)
+
+    def save(self, step: int):
+        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
+        state = {}
+        for name, part in self.parts.items():
+            if hasattr(part, "load_state") and part.state():
+                state[name] = part.state()
+        content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
+        content["history"] = self.history if self.first else []
+        folder = self.out / f"checkpoints/step-{step:08d}"
+        pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
+        save(folder, content, pieces, self.ranks)
 
     def take_sent(self) -> dict[str, int]:
         """The bytes that this rank has sent since the last call, by group."""
         sent: Counter = Counter()
-        if self.mesh is not None:
-            for (group, _), nbytes in self.mesh.sent.items():
-                sent[group] += nbytes
-            self.mesh.sent.clear()
+        for (group, _), nbytes in self.mesh.sent.items():
+            sent[group] += nbytes
+        self.mesh.sent.clear()
         return dict(sent)
 
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if one of `numbers` is inf or nan, before the update makes weights nan."""
         for name, value in numbers.items():
             if not math.isfinite(value):
-                raise UserError(f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr")
+                gradients = self.parts["optimizer"].gradients().items()
+                bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
+                raise UserError(
+                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If one "
+                    "device trains well with these flags, the sharding has a bug. Not finite on "
+                    f"rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'})"
+                )
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Record a step: its number of `tokens`, over all ranks, and other numbers by name. Rank 0 writes them."""
+        """Record a step: its `tokens`, of all ranks, and other numbers by name. Rank 0 writes it."""
         seconds = time.perf_counter() - self.began
-        row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
-        self.history.append(row | dict(sent=self.take_sent()))
+        rate = tokens / seconds
+        row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
+        shown = f"loss {numbers['loss']:.4f}  {rate:,.0f} tok/s"
+        row |= self.meter.measure(rate)
+        if "mfu" in row:
+            shown += f"  MFU {row['mfu']:.1%}"
+        if "peak_memory" in row:
+            shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = None  # JSON has no nan
+        row["sent"] = self.take_sent()
+        self.history.append(row)
         if self.first:
-            self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s", refresh=False)
+            self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
-            with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(self.history[-1]) + "\n")
+            with self.writing(), open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def say(self, text: str):
+        """Print on rank 0."""
+        if self.first:
+            print(text, flush=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """In this context, an OSError becomes a UserError that names --out."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"--out {self.out}: cannot write: {error.strerror}") from error
 
 
 def draw_loss(history: list[dict], target: Path):
@@ -160,30 +259,47 @@ def draw_loss(history: list[dict], target: Path):
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
-    axes.plot([row["step"] for row in history], [row["loss"] for row in history])
+    marker = "o" if len(history) == 1 else ""  # a line needs two points
+    axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
     figure.savefig(target, dpi=120)
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
-    """Parse the flags and train. On an error that the user can fix, print one line and exit with status 2."""
-    several, status, run = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None
-    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    """Parse the flags and train. Exit with status 0, or as `report` says.
+
+    With several ranks, the process ends at once: threads of NCCL or gloo can block a normal
+    shutdown, and the other ranks may wait until this one is gone.
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    run = None
+    status = 0
     try:
-        if left and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise UserError(f"no launcher has set {', '.join(left)}: use torchrun, or first unset {' '.join(left)}")
+        check_environment()
         config = parse(cls)
         with run_type(config) as run:
             train(config, run)
         if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
             torch.distributed.destroy_process_group()
-    except (UserError, OSError, torch.distributed.DistError) as error:
-        if getattr(run, "began", 0) and not isinstance(error, UserError):
-            raise  # an error of files or network is the user's to fix only before training begins
-        if several and int(os.environ.get("RANK", 0)):
-            time.sleep(10)  # rank 0 most likely reports the same error; torchrun then ends this process
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        status = 2
-    sys.stdout.flush(), sys.stderr.flush()
-    if several:  # a normal shutdown of Python can abort while gloo's threads run
+    except Exception as error:
+        status = report(error, early=run is None or not run.began)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if several:
         os._exit(status)
     sys.exit(status)
+
+
+def report(error: Exception, early: bool) -> int:
+    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
+
+    `early`: training has not begun, so files and network are the user's, too.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        error = UserError(f"--micro-batch-size: lower it, or use --recompute full: {error}")
+    if not isinstance(error, UserError) and not (early and isinstance(error, OSError | DistError)):
+        traceback.print_exception(error)
+        return 1
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)  # rank 0 most likely reports the same; torchrun then ends this process
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2

@@ -336,7 +336,7 @@ def test_when(stage, layers, tied, recompute):
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
-    step.RECOMPUTE[recompute](model)
+    step.set_up_layers(model, step.Config(recompute=recompute))
     zero.begin(2)
     with Story(zero) as tape:
         for micro in range(2):

@@ -134,21 +134,43 @@ def test_zigzag_positions(n, expected):
 
 def zigzag(n: int, rank: int, length: int) -> Tensor:
     """The positions of a rank's `length` tokens."""
-    chunks = torch.arange(n * length).chunk(2 * n)
-    return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
+    return torch.arange(n * length).view(2 * n, -1)[[rank, -1 - rank]].flatten()
+
+
+def in_turn(n: int, rank: int, length: int) -> Tensor:
+    """The positions of a rank's `length` tokens, if ranks have consecutive ones."""
+    return torch.arange(n * length).view(n, length)[rank]
+
+
+def pairs_of(visible, positions, n: int) -> tuple[Tensor, list[float]]:
+    """How often n ranks compute each pair of a query (row) and a key (column), and how many pairs each rank has."""
+    pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
+    for rank, source in np.ndindex(n, n):
+        for queries, keys, causal in visible(rank, source, 6):
+            these, those = positions(n, rank, 6)[queries], positions(n, source, 6)[keys]
+            seen = torch.ones(len(these), len(those)).tril(0 if causal else 6)
+            pairs[these[:, None], those] += seen
+            work[rank] += seen.sum().item()
+    return pairs, work
+
+
+@task("zigzag", 2)
+@cases("n", [1, 2, 3])
+def test_the_ring_in_order(n):
+    """Rank r has shard r of n. Each query attends once to its own key and each earlier one, and to no later key."""
+    for rank in range(n):
+        close(step.ordered_positions(6 * n, rank, n), in_turn(n, rank, 6), f"the positions of rank {rank} of {n}")
+    pairs, _ = pairs_of(step.ordered_visible, in_turn, n)
+    close(pairs, torch.ones_like(pairs).tril(), "how often each pair is computed")
+    with pytest.raises(UserError):
+        step.ordered_positions(13, 0, n + 1)
 
 
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
     """Each query attends once to its own key and each earlier one, and to no later key. All ranks have equal work."""
-    pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
-    for rank, source in np.ndindex(n, n):
-        for queries, keys, causal in step.zigzag_visible(rank, source, 6):
-            these, those = zigzag(n, rank, 6)[queries], zigzag(n, source, 6)[keys]
-            seen = torch.ones(len(these), len(those)).tril(0 if causal else 6)
-            pairs[these[:, None], those] += seen
-            work[rank] += seen.sum().item()
+    pairs, work = pairs_of(step.zigzag_visible, zigzag, n)
     close(pairs, torch.ones_like(pairs).tril(), "how often the pair of a query (row) and a key (column) is computed")
     close(work, [sum(work) / n] * n, "pairs that each rank computes")
 
@@ -185,8 +207,7 @@ def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tup
     seed, group = next(row[0] for row in rows if mesh.rank in row), mesh["cp"]
     sizes = dict(q=heads, k=kv_heads, v=kv_heads, do=heads)
     whole = [heads_of(name, heads, length * group.size, kind, seed, **size) for name, heads in sizes.items()]
-    in_turn = torch.arange(length) + group.rank * length
-    here = in_turn if rule is in_order else zigzag(group.size, group.rank, length)
+    here = (in_turn if rule is in_order else zigzag)(group.size, group.rank, length)
     return group, whole, here, [x[:, :, here] for x in whole]
 
 
@@ -272,10 +293,18 @@ def test_law_of_live_memory():
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
-    plain = {name: getattr(step, name) for name in ("part_attention", "part_gradients")}
-    watched = {name: lambda *part, f=f: seen.append(live.bytes) or f(*part) for name, f in plain.items()}
-    with Live() as live, mock.patch.multiple(step, **watched):
-        o = forward([x.requires_grad_() for x in mine[:3]], group, ZIGZAG)
+
+    def attention(*part):
+        seen.append(live.bytes)
+        return step.part_attention(*part)
+
+    def gradients(*part):
+        seen.append(live.bytes)
+        return step.part_gradients(*part)
+
+    with Live() as live:
+        kernel = step.Kernel(attention, gradients)
+        o = forward([x.requires_grad_() for x in mine[:3]], group, ZIGZAG, kernel)
         kept = live.bytes
         torch.autograd.grad(o, mine[:3], mine[3], retain_graph=True)
         del o
@@ -326,7 +355,7 @@ def test_what_is_given_to_the_model_and_sent(recompute, again):
     each("tokens targets", [torch.cat(some) for some in found], whole)
     each("1 2 3", positions, [here] * 3, when=": positions of a micro-batch")
     kv = 2 * 8 * 2 * 8 * 8  # k and v: 8 tokens, 2 heads of size 8, 8 bytes
-    expected = 3 * 5 * (1 + again + 1 + 2) * kv + 8  # 3 layers, 5 sequences; 8 bytes of the norm
+    expected = 3 * 5 * (1 + again + 1 + 2) * kv  # 3 layers, 5 sequences
     close(run.history[0]["sent"]["cp"], expected, "bytes over cp")
 
 

@@ -23,33 +23,52 @@ except ModuleNotFoundError as missing:
 
 from extras.pages.pictures import all_pictures
 
-ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 
 
 def blocks(*lines: str) -> str:
     """Put each line into a block of its own, so that a long line wraps under its own indentation."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
-    return "".join(f'<span style="--in: {n}">{line.rstrip()}\n</span>' for n, line in zip(indents, lines, strict=True))
+    return "".join(
+        f'<span style="--in: {n}">{line.rstrip()}\n</span>'
+        for n, line in zip(indents, lines, strict=True)
+    )
 
 
 class Pages:
     """Renders the source files for the template. `lines`: for each module, the lines of its file in HTML."""
 
     def __init__(self, files: dict[str, Path]):
-        self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
+        self.names, self.markdown = (
+            Names(ROOT, files),
+            MarkdownIt("commonmark", dict(html=False)).enable("table"),
+        )
         self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
-        self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
+        self.lines = {
+            module: self.highlight(module, path.read_text()) for module, path in files.items()
+        }
 
     def highlight(self, module: str, source: str) -> list[str]:
         """The lines of `source` in HTML. Each name links to its definition; the name in the definition has an id."""
         lines, column = [""], 0
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
-                place, html, css = (module, len(lines), column), escape(part, quote=False), STANDARD_TYPES[kind]
+                place, html, css = (
+                    (module, len(lines), column),
+                    escape(part, quote=False),
+                    STANDARD_TYPES[kind],
+                )
                 if addresses := self.names.refs.get(place):
-                    ids = [f'id="{a.partition("#")[2]}"' for a in addresses if self.names.homes.get(a) == place]
+                    ids = [
+                        f'id="{a.partition("#")[2]}"'
+                        for a in addresses
+                        if self.names.homes.get(a) == place
+                    ]
                     html = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{" ".join(addresses)}">{html}</a>'
-                lines[-1] += f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
+                lines[-1] += (
+                    f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
+                )
                 column += len(part)
                 if part == "\n":
                     lines.append("")
@@ -63,10 +82,20 @@ class Pages:
         """
 
         def link(match: re.Match) -> str:
-            places = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
-            return f"[{match[0]}]({places[0]})" if 0 < len(places) < 4 and match[1] not in own else match[0]
+            places = sorted(
+                address
+                for address in self.names.named[module]
+                if re.search(rf"[#.]{match[1]}$", address)
+            )
+            return (
+                f"[{match[0]}]({places[0]})"
+                if 0 < len(places) < 4 and match[1] not in own
+                else match[0]
+            )
 
-        text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a figure is a paragraph
+        text = re.sub(
+            r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M
+        )  # a figure is a paragraph
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
@@ -81,11 +110,18 @@ class Pages:
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
         """Split the lines after `before` to the end of `node` at each definition inside, into docstrings and code."""
-        inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
+        inside = [
+            it
+            for it in (node, *getattr(node, "body", ()))
+            if isinstance(it, ast.FunctionDef | ast.ClassDef)
+        ]
         starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
         parts = []
         for it, start, end in zip(
-            inside or [node], [before.end_lineno + 1, *starts], [*starts, node.end_lineno + 1], strict=True
+            inside or [node],
+            [before.end_lineno + 1, *starts],
+            [*starts, node.end_lineno + 1],
+            strict=True,
         ):
             words, code = "", self.lines[module][start - 1 : end - 1]
             own = [of.arg for of in ast.walk(it) if isinstance(of, ast.arg)] if it in inside else ()
@@ -108,7 +144,10 @@ def main():
     parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
     out = parser.parse_args().out
     paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
     shown, pages = all_pictures(), Pages(files)
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
@@ -119,7 +158,9 @@ def main():
     for here in every:
         values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here))
         (out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
-    print(f"{out / 'index.html'}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes in all")
+    print(
+        f"{out / 'index.html'}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes in all"
+    )
 
 
 if __name__ == "__main__":

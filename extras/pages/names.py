@@ -18,17 +18,36 @@ class Names:
     def __init__(self, root: Path, files: dict[str, Path]):
         self.modules = {path: module for module, path in files.items()}
         self.refs, self.homes, self.named = {}, {}, defaultdict(set)
-        jedi.inference.recursion.per_function_execution_limit = 100  # with 6, its default, Jedi gives up on mesh["dp"]
+        jedi.inference.recursion.per_function_execution_limit = (
+            100  # with 6, its default, Jedi gives up on mesh["dp"]
+        )
         project = jedi.Project(root, sys_path=[str(root)])
-        scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
-        names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]
-        known = {it.name for _, it in names if it.is_definition()}.union(*(module.split(".") for module in files))
-        for module, name in [(m, it) for m, it in names if it.name in known]:  # other names are torch's or Python's
+        scripts = {
+            module: jedi.Script(path=path, project=project)
+            for module, path in sorted(files.items())
+        }
+        names = [
+            (m, it)
+            for m, script in scripts.items()
+            for it in script.get_names(all_scopes=True, references=True)
+        ]
+        known = {it.name for _, it in names if it.is_definition()}.union(
+            *(module.split(".") for module in files)
+        )
+        for module, name in [
+            (m, it) for m, it in names if it.name in known
+        ]:  # other names are torch's or Python's
             addresses = {self.address(it) for it in name.goto(follow_imports=True)} - {""}
-            if not addresses and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
-                addresses = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
+            if not addresses and name.get_line_code()[name.column :].startswith(
+                f"{name.name}("
+            ):  # model(x, y)
+                addresses = {
+                    f"{self.address(kind)}.forward" for kind in name.infer()
+                } & self.homes.keys()
             for address in addresses:
-                if name.is_definition() and address.startswith(f"{module}.html#"):  # else it is imported
+                if name.is_definition() and address.startswith(
+                    f"{module}.html#"
+                ):  # else it is imported
                     self.homes.setdefault(address, (module, name.line, name.column))
             self.refs[module, name.line, name.column] = sorted(addresses)
             self.named[module] |= addresses

@@ -8,32 +8,46 @@ choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its k
              label, note, the first moment at which it is shown)
 """
 
-import inspect
 import re
 from itertools import accumulate, product
 from typing import Any
 
 import step05_cp_ring as step05
-from common.schedules import SCHEDULES
-from extras.pages.moving import spans_of
+from extras.__main__ import techniques
+from extras.pages.moving import idle_fraction, spans_of
 from extras.pages.record import RANKS, recorded
-from extras.services.screen import idle_fraction
-from extras.services.seam import plugins
+
+DRAWN = ("afab", "1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
     """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `first`: choice -> initial value."""
     values = zip(*(key.split("/") for key in frames), strict=True)
-    choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
-    return dict(title=title, id="picture-" + re.sub(r"\W+", "-", title.lower()), choices=choices, frames=frames)
+    choices = [
+        (name, [*dict.fromkeys(of)], str(first[name]))
+        for name, of in zip(first, values, strict=False)
+    ]
+    return dict(
+        title=title,
+        id="picture-" + re.sub(r"\W+", "-", title.lower()),
+        choices=choices,
+        frames=frames,
+    )
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
     """Make a table's frame from the ranks' recordings (see record.py). Rank 0 provides texts and the memory curve."""
     states = []
     for now in zip(*(rank["states"] for rank in ranks), strict=True):
-        states.append((now[0][0], {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]}))
-    return dict(text=ranks[0]["text"], columns=columns, states=states, curve=ranks[0].get("curve", {}))
+        states.append(
+            (
+                now[0][0],
+                {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]},
+            )
+        )
+    return dict(
+        text=ranks[0]["text"], columns=columns, states=states, curve=ranks[0].get("curve", {})
+    )
 
 
 def schedule(name: str, p: int, m: int) -> dict:
@@ -47,17 +61,23 @@ def schedule(name: str, p: int, m: int) -> dict:
     for rank in range(p):
         kinds = [action.kind for _, at, _, action in spans if at == rank]
         most.append(max(accumulate((kind == "F") - (kind == "BW"[split]) for kind in kinds)))
-    idle = idle_fraction([(rank, start, stop) for stop, rank, start, _ in spans], p)
+    idle = idle_fraction(spans, p)
     text = f"F forward, B backward, W gradients of weights, R forward again. Ranks are idle for {idle:.1%} of {end} "
     text += f"units of time. Most forwards whose backward is still to come, by rank: {' '.join(map(str, most))}."
-    moments = [f"Time {time}." for time in range(end + 1)]
-    return dict(text=text, boxes=boxes, rows=[f"rank {rank}" for rank in range(p)], width=end, moments=moments)
+    moments = [f"Time {time}." for time in range(int(end) + 1)]
+    return dict(
+        text=text,
+        boxes=boxes,
+        rows=[f"rank {rank}" for rank in range(p)],
+        width=end,
+        moments=moments,
+    )
 
 
 def ring(mode: str) -> dict:
     """Make a frame that shows in which hop each pair of query and key is computed under --cp-mode `mode`."""
-    positions, attention = step05.CONTEXT[mode]
-    visible = inspect.signature(attention).parameters["visible"].default
+    positions, attention, _ = step05.CONTEXT[mode]
+    visible = attention.keywords["visible"]
     own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
     boxes, moments, slowest = [], [], 0
     for hop in range(RANKS):
@@ -67,39 +87,58 @@ def ring(mode: str) -> dict:
             pairs = [
                 (query, key)
                 for queries, keys, causal in visible(rank, source, len(own[rank]))
-                for (i, query), (j, key) in product(enumerate(own[rank][queries]), enumerate(own[source][keys]))
+                for (i, query), (j, key) in product(
+                    enumerate(own[rank][queries]), enumerate(own[source][keys])
+                )
                 if i >= j or not causal
             ]
             work.append(len(pairs))
             says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
             note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
-            boxes += [(query, key, 1, rank, hop, note.format(query, key), hop) for query, key in pairs]
+            boxes += [
+                (query, key, 1, rank, hop, note.format(query, key), hop) for query, key in pairs
+            ]
         slowest += max(work)
-        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}.")
+        moments.append(
+            f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}."
+        )
     text = "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank computes, "
     text += f"it sends the keys that it has to the next. {len(boxes)} pairs in all, {len(boxes) / RANKS:g} a rank if "
     text += f"shared evenly; they take the time of {slowest}, the slowest of each hop."
-    rows = [f"{query}, rank {rank}" for query, rank in sorted((q, rank) for rank in range(RANKS) for q in own[rank])]
+    rows = [
+        f"{query}, rank {rank}"
+        for query, rank in sorted((q, rank) for rank in range(RANKS) for q in own[rank])
+    ]
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make a picture for each course step except step 4, whose docstring has a table instead: module -> picture."""
-    plugins()  # variants add their entries to the menus
+    """Make a picture for each step: module -> picture."""
+    techniques()  # their entries are added to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
     def of(name: str, columns: list[str], title: str, ranks: int = RANKS, **first: Any) -> dict:
         """Make a picture from what each of the first `ranks` ranks has recorded under `name`."""
         who = [recording[name] for recording in seen[:ranks]]
-        return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first)
+        return picture(
+            {key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first
+        )
 
-    batches, timing = [f"micro-batch {n}" for n in (1, 2, 3)], dict(schedule="1f1b", ranks=4, micro_batches=8)
-    schedules = {f"{name}/{p}/{m}": schedule(name, p, m) for name in SCHEDULES for p in (2, 4) for m in (4, 8)}
+    batches, timing = (
+        [f"micro-batch {n}" for n in (1, 2, 3)],
+        dict(schedule="1f1b", ranks=4, micro_batches=8),
+    )
+    schedules = {
+        f"{name}/{p}/{m}": schedule(name, p, m) for name in DRAWN for p in (2, 4) for m in (4, 8)
+    }
     rings = {mode: ring(mode) for mode in ("zigzag", "ring")}
     return dict(
-        step01_single_gpu=of("step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"),
+        step01_single_gpu=of(
+            "step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"
+        ),
         step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
         step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
+        step04_tp_sp=of("block", four, "Which rank has what, from f to g", tokens="sp"),
         step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
         step06_pipeline=picture(schedules, "A schedule, action by action", **timing),
         step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),

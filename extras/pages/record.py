@@ -1,14 +1,15 @@
 """Records the numbers that the pictures show: four ranks run the course's own code on a small model.
 
-`recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all states of the table:
-dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}); `curve` may be missing. A cell is a
-list of texts and chips. A chip (a box) is [label, colour, style]; style: "" (here), "gone" (absent), "way" (under way).
+`recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all states
+of the table: dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}); `curve`
+may be missing. A cell is a list of texts and chips. A chip (a box) is [label, colour, style]; style: ""
+(present), "gone" (absent), "way" (under way).
 """
 
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from functools import partial
@@ -26,18 +27,26 @@ from torch import Tensor, nn
 import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
+import step04_tp_sp as step04
 import step07_moe_ep as step07
 from common.comm import Mesh
-from common.model import PRESETS, ModelConfig
+from common.model import PRESETS, Decoder, ModelConfig
 from common.trainer import Run
-from extras.services.clocks import Clock
-from extras.services.memory import KINDS, MemoryTimeline, MemoryWatch
-from extras.variants import Parts
+from extras.tools.memory import KINDS, Memory
 
 RANKS = 4
-SMALL = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=32, vocab_size=257, seq_len=16)
-FLAGS = dict(model="picture", micro_batch_size=1, steps=1, warmup_steps=0, device="cpu", dtype="fp32")
-FLAGS |= dict(dataset=str(Path(step01.__file__).with_name("requirements-lock.txt")))  # some text
+SMALL = ModelConfig(
+    dim=16, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=32, vocab_size=257, seq_len=16
+)
+FLAGS = dict(
+    model="picture",
+    micro_batch_size=1,
+    steps=1,
+    warmup_steps=0,
+    device="cpu",
+    dtype="fp32",
+    dataset=str(Path(step01.__file__).with_name("requirements-lock.txt")),
+)
 UNITS = {"E": "embedding", "0": "layer 0", "1": "layer 1", "H": "head with norm"}
 WAYS = ("forward", "backward")
 
@@ -47,77 +56,124 @@ def brief(name: str) -> str:
     return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
-class Film:
-    """Runs a course step's `train` on the small model, and records `rows(film)` as a state after each event.
+class Watched(Memory):
+    """Memory of tensors, and a call of `on_collective(name)` after each collective has started."""
 
-    Events: a unit starts its forward or backward; autograd has added to a parameter's gradient; a collective starts; a
-    unit's weights are freed; a method of the sync or the optimizer has returned. `passed` lists the starts of units as
-    (unit, direction), and the names of methods that have returned. `here`: the parameters whose gradients have arrived.
+    def __init__(self, on_collective: Callable[[str], None]):
+        super().__init__()
+        self.on_collective = on_collective
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d":
+            self.on_collective(func.name().partition("::")[2].strip("_").replace("_", "-"))
+        return out
+
+
+class Film(Run):
+    """Runs a step's `train` on the small model, and records `rows(film)` as a state after each event.
+
+    Events: a unit starts its forward or backward; autograd has added to a parameter's gradient; a
+    collective starts; gradients are summed; the update is made; gradients are freed. `passed` lists the
+    starts of units as (unit, direction), and the other events by name. `arrived`: the parameters whose
+    gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
-        self.rows, self.config = rows, step.Config(**FLAGS | flags)
+        super().__init__(step.Config(**FLAGS | flags))
+        self.first = False  # no files, no screen
+        self.rows = rows
         self.states: list[tuple[str, dict]] = []
         self.curve: dict[str, list[int]] = defaultdict(list)  # by kind: bytes in each state
         self.passed: list[Any] = []
-        self.here: set[nn.Parameter] = set()
-        self.run = run = Run(self.config)
-        run.first, steps = False, run.steps
-        run.steps = lambda **parts: (self.attach(Parts(run, **parts)), steps(**parts))[1]
-        run.count = lambda operation, *_: self.tell(f"{operation.replace('_', '-').capitalize()} starts.")
-        with MemoryTimeline() as self.memory:
-            step.train(self.config, run)
+        self.arrived: set[nn.Parameter] = set()
+        self.memory = Watched(lambda name: self.tell(f"{name.capitalize()} starts."))
+        with self.memory:
+            step.train(self.config, self)
 
-    def attach(self, parts: Parts):
-        """Add hooks to the parts that the course step has built. These hooks run after those of the step itself."""
-        self.parts, model = parts, parts.model
-        self.watch = MemoryWatch(parts, self.memory, Clock(parts, host=True))
-        units = zip(UNITS, (model.model.embed_tokens, *model.model.layers.values(), model.lm_head), strict=True)
-        for unit, module in units:
-            module.register_forward_pre_hook(lambda *_, unit=unit: self.reach(unit, "forward"))
-            module.register_full_backward_pre_hook(lambda *_, unit=unit: self.reach(unit, "backward"))
-        for name, param in model.named_parameters():
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Add hooks to the model and to torch's optimizer, which run after those of the step itself.
+
+        Nothing is restored, saved or compared with other ranks.
+        """
+        self.model: Decoder = parts["model"]
+        self.optimizer = parts["optimizer"]
+        self.sync = parts.get("sync")
+        layers = self.model.model.layers.values()
+        modules = (self.model.model.embed_tokens, *layers, self.model.lm_head)
+        for unit, module in zip(UNITS, modules, strict=True):
+            module.register_forward_pre_hook(partial(self.reach, unit, "forward"))
+            module.register_full_backward_pre_hook(partial(self.reach, unit, "backward"))
+        for name, param in self.model.named_parameters():
             param.register_post_accumulate_grad_hook(partial(self.arrive, name))
-        methods = [(parts.sync, "finish")] * (parts.sync is not None)
-        for owner, method in (*methods, (parts.optimizer, "step"), (parts.optimizer, "zero_grad")):
-            parts.around(owner, method, partial(self.follow, f"`{method}` returns.", method), by=__name__)
-        for name, unit in zip(UNITS.values(), parts.units, strict=False):
-            if hasattr(unit, "free"):
-                parts.around(unit, "free", partial(self.follow, f"{name.capitalize()} is freed.", None), by=__name__)
+        self.optimizer.torch_optimizer.register_step_post_hook(
+            lambda *_: self.tell("The update is made.", "update")
+        )
+        yield from range(self.config.steps)
 
-    def reach(self, unit: str, way: str):
+    def reach(self, unit: str, way: str, *_: Any):
         """Hook: a unit starts its forward or its backward."""
         self.tell(f"{way.capitalize()} of {UNITS[unit]}.", (unit, way))
 
     def arrive(self, name: str, param: nn.Parameter):
         """Hook: autograd has added to a parameter's gradient."""
-        self.here.add(param)
-        self.tell(f"The gradient of {brief(name)} is here.")
+        self.arrived.add(param)
+        self.tell(f"The gradient of {brief(name)} has arrived.")
 
-    def follow(self, says: str, event: str | None, call: Callable, *args: Any):
-        """Wrap a method: call it, then record `event`, which `says` describes."""
-        call(*args)
-        self.tell(says, event)
+    def require_finite(self, step: int, **numbers: float):
+        """Called when gradients are complete."""
+        self.tell("Gradients are complete.", "finish")
 
-    def tell(self, says: str, event: Any = None):
-        """Record an event, which `says` describes, and the state after it."""
-        self.passed += [event] if event else []
-        if rows := self.rows(self):
-            self.watch.measure()  # labels all tensors in the timeline
-            self.states.append((says, rows))
-            for kind in KINDS:
-                self.curve[kind].append(self.memory.total[kind])
+    def record(self, step: int, tokens: int, **numbers: float):
+        """Called at the end of a training step."""
+        self.history.append(numbers)
+        self.tell("Gradients are freed.", "end")
+
+    def tell(self, text: str, event: Any = None):
+        """Record an event, which `text` describes, and the state after it."""
+        if event:
+            self.passed.append(event)
+        rows = self.rows(self)
+        if rows:
+            self.states.append((text, rows))
+            for kind, nbytes in self.bytes_by_kind().items():
+                self.curve[kind].append(nbytes)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of each kind of tensor, now."""
+        units = getattr(self.optimizer, "units", [])
+        weights = [param.data for param in self.model.parameters()]
+        gradients = [param.grad for param in self.model.parameters()]
+        for unit in units:
+            weights += [unit.flat, unit.shard]
+            gradients += [unit.local_grad, unit.new_sum, unit.summed_grad]
+        state = list(self.optimizer.masters.values()) + [unit.master for unit in units]
+        for of_master in self.optimizer.torch_optimizer.state.values():
+            state += [value for value in of_master.values() if isinstance(value, Tensor)]
+        with torch._C._DisableTorchDispatch():
+            self.memory.label("weights", weights)
+            self.memory.label("gradients", gradients)
+            self.memory.label("optimizer state", state)
+        return self.memory.held()
 
 
 def accumulation(dtype: str, recompute: str) -> dict:
-    """Chapter 1: record a step of three micro-batches, and the bytes in memory by kind."""
+    """Step 1: record a training step of three micro-batches, and the bytes in memory by kind."""
 
     def rows(film: Film) -> dict:
         def style(i: int, *event: str) -> str:
             n = film.passed.count(event)
-            return "gone" if n < i else "way" if n == i and film.passed[-1] == event else ""
+            if n < i:
+                return "gone"
+            return "way" if n == i and film.passed[-1] == event else ""
 
-        return {way: [[[u, k, style(i, u, way)] for u in UNITS] for i in (1, 2, 3)] for k, way in enumerate(WAYS)}
+        table = {}
+        for colour, way in enumerate(WAYS):
+            table[way] = [
+                [[unit, colour, style(i, unit, way)] for unit in UNITS] for i in (1, 2, 3)
+            ]
+        return table
 
     film = Film(step01, rows, global_batch_size=3, dtype=dtype, recompute=recompute)
     text = "E embedding, 0 and 1 layers, H norm and head. Bars: bytes in memory, moment by moment."
@@ -125,99 +181,199 @@ def accumulation(dtype: str, recompute: str) -> dict:
 
 
 def buckets() -> dict:
-    """Chapter 2: record how buckets fill and are sent during backward. Rank 0 also shows its gradients."""
+    """Step 2: record how buckets fill and are sent during backward. Rank 0 also shows its gradients."""
 
     def rows(film: Film) -> dict:
-        sync, of = film.parts.sync, {}
-        names = {param: brief(name) for name, param in film.parts.model.named_parameters()}
-        for i, bucket in enumerate(sync.buckets):
-            flying = i < len(sync.pending) and "finish" not in film.passed
-            styles = ["gone" if param not in film.here else "way" if flying else "" for param in bucket.params]
-            gradients = [[names[param], i, style] for param, style in zip(bucket.params, styles, strict=True)]
-            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"] if film.here & {*bucket.params} else []
-            of[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [gradients] * (dist.get_rank() == 0) + [number]
-        return of
+        table = {}
+        names = {param: brief(name) for name, param in film.model.named_parameters()}
+        for i, bucket in enumerate(film.sync.buckets):
+            flying = i < len(film.sync.pending) and "finish" not in film.passed
+            gradients = []
+            for param in bucket.params:
+                style = "" if param in film.arrived else "gone"
+                gradients.append([names[param], i, "way" if style == "" and flying else style])
+            number = []
+            if film.arrived & set(bucket.params):
+                number = ["under way" if flying else f"{bucket.flat.sum():.4f}"]
+            left = [gradients] if dist.get_rank() == 0 else []
+            table[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [*left, number]
+        return table
 
     film = Film(step02, rows, global_batch_size=RANKS, bucket_mb=8 / 1024)
-    text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a bucket's buffer."
-    return dict(text=text, states=film.states)
+    text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a "
+    return dict(text=text + "bucket's buffer.", states=film.states)
+
+
+def shards(own: str, others: str) -> list:
+    """A cell with a box for each rank's shard. `own`, `others`: styles of ours and of the other ones."""
+    boxes = []
+    for rank in range(RANKS):
+        boxes.append([str(rank), rank, own if rank == dist.get_rank() else others])
+    return [boxes]
+
+
+def held(stage: int, sync: step03.Zero1, unit: step03.Unit) -> dict[str, list]:
+    """Which shards of a unit this rank has now: of weights, gradient, summed gradient, optimizer."""
+    whole = shards("", "")
+    own = shards("", "gone")
+    gone = shards("gone", "gone")
+    under_way = shards("way", "way")
+    weights = whole
+    if stage == 3 and not unit.gathered:
+        weights = own
+    elif stage == 3 and unit.gathering.works:
+        weights = under_way
+    gradient = gone if unit.local_grad is None else whole
+    sending = [each for each, _ in sync.pending] if stage == 1 else []
+    if stage > 1 and sync.in_flight is not None:
+        sending = [sync.in_flight[0]]
+    if unit in sending:
+        gradient = under_way
+    summed = gone if unit.new_sum is None and unit.summed_grad is None else own
+    return dict(weights=weights, gradient=gradient, summed=summed, optimizer=own)
 
 
 def zero(stage: int) -> dict:
-    """Chapter 3: record the second step of `--zero stage`; the first step creates the moments. Each box is a shard."""
-
-    def shards(own: str, others: str) -> list:
-        return [[[str(r), r, own if r == dist.get_rank() else others] for r in range(RANKS)]]
-
-    here, mine, gone, way = (shards(*styles) for styles in (("", ""), ("", "gone"), ["gone"] * 2, ["way"] * 2))
-
-    def held(parts: Parts, unit: step03.Unit) -> dict[str, list]:
-        weights, gradient = here, gone if unit.gradient is None else here
-        if stage == 3 and not (unit.gathered and not unit.gathering.works):
-            weights = way if unit.gathered else mine
-        if stage >= 2 and parts.sync.in_flight is not None and parts.sync.in_flight[0] is unit:
-            gradient = way
-        summed = gone if unit.reduced_shard is None and unit.grad_shard is None else mine
-        return dict(weights=weights, gradient=gradient, summed=summed, optimizer=mine)
+    """Step 3: record the second training step of `--zero stage`; the first one creates the moments."""
 
     def rows(film: Film) -> dict:
-        of: dict[str, list] = {}
-        for name, unit in zip(UNITS.values(), film.parts.units if film.run.history else (), strict=False):
-            of |= {f"{name}: {kind}": cells for kind, cells in held(film.parts, unit).items()}
-        return of
+        table: dict[str, list] = {}
+        if film.history:
+            for name, unit in zip(UNITS.values(), film.optimizer.units, strict=True):
+                for kind, cells in held(stage, film.sync, unit).items():
+                    table[f"{name}: {kind}"] = cells
+        return table
 
-    film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=stage, dtype="bf16")
-    text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
-    text += " Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the optimizer has masters"
-    text += " and two moments. Bars: bytes on rank 0, moment by moment."
+    film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=str(stage), dtype="bf16")
+    text = "A box is a shard, with the number of the rank that updates it. Empty: absent. Dashed: under "
+    text += (
+        "way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the "
+    )
+    text += "optimizer has masters and two moments. Bars: bytes on rank 0, moment by moment."
     return dict(text=text, states=film.states, curve=film.curve)
+
+
+PLACES = {  # step 4: a moment of a block -> what x is there, by --sp
+    "between blocks": "x between the blocks, where norms and residual sums are",
+    "after f": "after f: all tokens, whole",
+    "after the columns": "after q, k and v, or gate and up: this rank's columns",
+    "before g": "after o_proj or down_proj, before g: a term of the sum",
+    "after g": "after g: the sum",
+}
+
+
+def block(sp: bool) -> dict:
+    """Step 4: record which tokens and channels a rank has at each place of an MLP, forward.
+
+    Row: a place. A box is a quarter of the tokens (with SP) or of the channels. "Partial" is recorded by
+    comparing a rank's numbers with those of one device.
+    """
+    mesh = Mesh(dp=1, tp=RANKS)
+    with torch.device("meta"):
+        model = Decoder(SMALL)
+        whole = Decoder(SMALL)
+    step04.shard_tensors(model, mesh, sp)
+    for each in (model, whole):
+        step01.materialize(each, 0, torch.device("cpu"), torch.float64)
+    x = torch.randn(1, 16, SMALL.dim, generator=torch.Generator().manual_seed(1)).double()
+    x_here = x.chunk(RANKS, 1)[mesh.rank] if sp else x
+    mlp = model.model.layers["0"].mlp
+    seen: dict[str, Tensor] = {"between blocks": x_here}
+    mlp.gate_proj.register_forward_hook(
+        lambda _, inputs, y: seen.update({"after f": inputs[0], "after the columns": y})
+    )
+    mlp.down_proj.register_forward_hook(lambda _, inputs, y: seen.update({"before g": y}))
+    with torch.no_grad():
+        seen["after g"] = mlp(x_here)
+        full = whole.model.layers["0"].mlp
+        expected = {"between blocks": x, "after f": x, "after the columns": full.gate_proj(x)}
+        expected["before g"] = full(x)
+        expected["after g"] = expected["before g"]
+    states = []
+    table = {}
+    for place, text in PLACES.items():
+        table[place] = [[f"{kind_of(seen[place], expected[place])} {list(seen[place].shape)}"]]
+        states.append((text, dict(table)))
+    last = states[-1][1]
+    shown = [(text, {place: rows.get(place, [[]]) for place in last}) for text, rows in states]
+    text = "An MLP of step 4 on four ranks, forward; x is [1, 16, 16], gate and up have 32 columns. Whole: "
+    text += (
+        "as on one device. Shard: a part of that. Partial: a term, and the ranks' terms sum to it."
+    )
+    return dict(text=text, states=shown)
+
+
+def kind_of(found: Tensor, expected: Tensor) -> str:
+    """Whether a rank's tensor is one device's tensor, a shard of it, or a term of a sum."""
+    if found.shape != expected.shape:
+        return "shard"
+    if torch.allclose(found, expected):
+        return "whole"
+    total = found.clone()
+    dist.all_reduce(total)
+    return "partial" if torch.allclose(total, expected) else "wrong"
 
 
 ROUTES = {
     "sorted": "Sorted: a row for each choice of a token, in the order of the experts.",
-    "there": "There: the all-to-all has brought the rows to the experts' ranks, where they are sorted by expert.",
-    "home": "Home: the outputs are back, in the order in which the rows left.",
+    "received": "Received: the all-to-all has brought the rows to the experts' ranks, sorted by expert.",
+    "returned": "Returned: the outputs are back, in the order in which the rows left.",
 }
 
 
 def routing(mesh: Mesh, ep: int) -> dict:
-    """Chapter 7: record a layer of 4 experts that return their input. A rank has 2 tokens; a token chooses 2 experts.
+    """Step 7: record a layer of 4 experts that return their input. A rank has 2 tokens, each chooses 2.
 
-    A row is a token's vector. Its first element is the token's number, which identifies the row after it has been sent.
+    A row is a token's vector. Its first element is the token's number, which identifies the row after it
+    has been sent.
     """
-    config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
-    mesh.join("sequence", "dp")
-    mesh.enter("ep", mesh.ranks.reshape(-1, ep))
-    layer, generator = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh), torch.Generator().manual_seed(2)
+    flags = FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1, balance="none")
+    mesh.add_groups("ep", mesh.ranks.reshape(-1, ep), urgent=False)
+    layer = step07.MoE(SMALL.dim, SMALL.ffn_dim, step07.Config(**flags), mesh)
+    generator = torch.Generator().manual_seed(2)
     layer.router.weight.data.normal_(0.0, 0.3, generator=generator)[:, 0] = 0
     tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
     tokens[:, 0] = torch.arange(len(tokens))
-    rows, here = {}, range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)  # our experts
+    group = mesh["ep"]
+    own_experts = range(group.rank * 4 // ep, (group.rank + 1) * 4 // ep)
+    rows: dict[str, list] = {}
 
-    def show(name: str, of: Tensor, counts: Tensor, experts: range):
-        """Record a box for each row in `of`, labelled with the row's expert and token; returns `of` unchanged."""
-        parts = zip(experts, of[:, 0].int().split(counts.tolist()), strict=True)
-        rows[name] = [[f"e{expert}:t{token}", token // 2, ""] for expert, part in parts for token in part.tolist()]
-        return of
+    def show(name: str, vectors: Tensor, counts: Tensor, experts: range) -> Tensor:
+        """Record a box for each row, labelled with the row's expert and token."""
+        rows[name] = []
+        parts = vectors[:, 0].int().split(counts.tolist())
+        for expert, part in zip(experts, parts, strict=True):
+            for token in part.tolist():
+                rows[name].append([f"e{expert}:t{token}", token // 2, ""])
+        return vectors
 
-    def visit(of: Tensor, counts: Tensor) -> Tensor:
-        show("sorted", of, counts, range(4))
-        there = partial(show, "there", experts=here)
-        return show("home", step07.visit_experts(there, mesh["ep"], of, counts), counts, range(4))
+    def visit(vectors: Tensor, counts: Tensor) -> Tensor:
+        """What step 7 puts in the place of `Experts.forward`, with a look at the rows."""
+        show("sorted", vectors, counts, range(4))
+        received = partial(show, "received", experts=own_experts)
+        returned = step07.visit_experts(
+            lambda some, numbers: received(vectors=some, counts=numbers), group, vectors, counts
+        )
+        return show("returned", returned, counts, range(4))
 
     layer.experts.forward = visit
     with torch.no_grad():
         layer(tokens[2 * mesh.rank :][None, :2])
-    known = {"experts here": [[", ".join(f"e{expert}" for expert in here)]]}
-    shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(ROUTES)} for k in range(len(ROUTES))]
-    text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
-    return dict(text=text, states=[(said, known | of) for said, of in zip(ROUTES.values(), shown, strict=True)])
+    states = []
+    for moment, text in enumerate(ROUTES.values()):
+        table = {"experts here": [[", ".join(f"e{expert}" for expert in own_experts)]]}
+        for number, name in enumerate(ROUTES):
+            table[name] = [rows[name]] if number <= moment else [[]]
+        states.append((text, table))
+    text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose "
+    return dict(text=text + "token it is.", states=states)
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Make all recordings of a rank, by picture and by frame ("fp32/none"). Only rank 0 makes those of chapter 1."""
+    """Make all recordings of a rank, by picture and by frame ("fp32/none"). Step 1's: only rank 0."""
     torch.set_num_threads(1)
-    PRESETS["picture"], where = SMALL, f"file://{folder}/meet"
+    PRESETS["picture"] = SMALL
+    where = f"file://{folder}/meet"
     dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
     try:
         mesh = Mesh(dp=RANKS)
@@ -226,6 +382,7 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
             step={"/".join(choice): accumulation(*choice) for choice in one},
             buckets={"": buckets()},
             zero={str(stage): zero(stage) for stage in (1, 2, 3)},
+            block={name: block(name == "sp") for name in ("sp", "no-sp")},
             routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
         )
     finally:
@@ -234,7 +391,10 @@ def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 
 def recorded() -> list[dict[str, dict[str, Any]]]:
     """Make the recordings of four ranks. Raises the first error of a rank."""
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(RANKS, get_context("fork")) as pool,
+    ):
         ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
         for rank in as_completed(ranks):
             rank.result()  # raises the first error; others fail because this rank has left

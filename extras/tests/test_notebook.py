@@ -18,10 +18,12 @@ def test_every_cell_of_the_notebook_runs(tmp_path):
         shutil.copy(path, tmp_path)
     launch = tmp_path / "extras" / "launch"
     notebook = nbformat.read(launch / "two_t4.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(launch)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(launch)}}
+    ).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     printed = ["".join(out.get("text", "") for out in outs) for outs in outputs]
-    assert "nothing, all of them are here" in printed[1] and "attached: fp16 around" in printed[3]
-    assert "step 10: loss" in printed[3] and (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
+    assert "nothing, all of them are here" in printed[1] and "10/10" in printed[3]
+    assert (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
     assert sum("image/png" in out.get("data", {}) for out in outputs[4]) == 1
     assert "ring: 0 of 7 points" in printed[5], printed[5]

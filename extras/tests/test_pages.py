@@ -18,8 +18,11 @@ from extras.pages import __main__ as site
 
 ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}
-FILES |= {f"common.{path.stem}".removesuffix(".__init__"): path for path in sorted((ROOT / "common").glob("*.py"))}
-PICTURED = [step for step in list(FILES)[:7] if step != "step04_tp_sp"]
+FILES |= {
+    f"common.{path.stem}".removesuffix(".__init__"): path
+    for path in sorted((ROOT / "common").glob("*.py"))
+}
+PICTURED = list(FILES)[:7]
 LARGEST = 4_000_000  # characters of all pages together
 
 
@@ -35,12 +38,21 @@ def pages(tmp_path_factory):
 
 
 HAS = [  # page, a regular expression that its text contains
-    ("index", r'<img class=moving src="schedules.gif"[^>]*>\s*<p><a href="step01_single_gpu.html">Begin with step 1'),
+    (
+        "index",
+        r'<img class=moving src="schedules.gif"[^>]*>\s*<p><a href="step01_single_gpu.html">Begin with step 1',
+    ),
     ("index", r"Seven scripts in plain PyTorch"),
     *((step, r'<h2 id="picture-') for step in PICTURED),
     *((here, f'class=next><a href="{following}.html"') for here, following in pairwise(FILES)),
-    ("step01_single_gpu", r'href="common.model.html#Decoder.forward"[^>]*>model</a></span><span class=p>\(</span>'),
-    ("step05_cp_ring", r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8"),  # * in a docstring is a product, not emphasis
+    (
+        "step01_single_gpu",
+        r'href="common.model.html#Decoder.forward"[^>]*>model</a></span><span class=p>\(</span>',
+    ),
+    (
+        "step05_cp_ring",
+        r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8",
+    ),  # * in a docstring is a product, not emphasis
 ]
 
 
@@ -61,36 +73,90 @@ def test_every_link_leads_somewhere(pages):
                 assert page in pages and (not part or f'id="{part}"' in pages[page]), (name, link)
 
 
-def test_pictures_obey_the_chapters_laws(pages):
-    """The data of the pictures obeys the laws that the steps state."""
-    text = "".join(pages[f"{step}.html"] for step in list(FILES)[:7])
-    recorded = map(json.loads, re.findall("application/json>(.*?)</script>", text, re.DOTALL))
-    step, buckets, zero, ring, schedules, routing = recorded
+@pytest.fixture(scope="module")
+def recorded(pages):
+    """The data of each step's picture, by step."""
+    data = {}
+    for step in PICTURED:
+        (text,) = re.findall("application/json>(.*?)</script>", pages[f"{step}.html"], re.DOTALL)
+        data[step] = json.loads(text)
+    return data
 
-    for choice, frame in step.items():  # 16 bytes a parameter in fp32, 18 in bf16
-        n_bytes, own = (16, 4) if choice.startswith("fp32") else (18, 2)
-        at = next(n for n, (says, _) in enumerate(frame["states"]) if says.startswith("`step`"))
-        state = {kind: row[at] for kind, row in frame["curve"].items() if kind not in ("activations", "other")}
-        assert sum(state.values()) == n_bytes * state["parameters"] / own
-    most = {name: max(frame["curve"]["activations"]) for name, frame in step.items()}
-    assert most["fp32/full"] < most["fp32/none"] / 2
 
-    sums = [{cell[0] for cell in row[1:]} for row in buckets[""]["states"][-1][1].values()]
-    assert all(len(of_ranks) == 1 and "under way" not in of_ranks for of_ranks in sums), "all ranks have one sum"
+STATE = ("weights", "gradients", "optimizer state")
 
-    kinds = ("parameters", "gradients", "masters", "moments")  # bytes a parameter: 2 + 12/4, in stage 3 (2 + 12)/4
-    whole = {stage: sum(frame["curve"][kind][-1] for kind in kinds) for stage, frame in zero.items()}
-    n_params = zero["1"]["curve"]["parameters"][0] / 2
-    assert whole == {"1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}
 
-    for mode, frame in ring.items():  # with zigzag all ranks have the same work in each hop
-        assert sorted((box[0], box[1]) for box in frame["boxes"]) == [(q, k) for q in range(16) for k in range(q + 1)]
-        work = [[sum(box[3:5] == [rank, hop] for box in frame["boxes"]) for rank in range(4)] for hop in range(4)]
-        assert all(len(set(row)) == 1 for row in work) == (mode == "zigzag"), mode
+@pytest.mark.parametrize("choice, n_bytes, own", [("fp32/none", 16, 4), ("bf16/none", 18, 2)])
+def test_step_1_holds_16_or_18_bytes_a_parameter(recorded, choice, n_bytes, own):
+    """At the update: weights, gradients, masters and moments."""
+    frame = recorded["step01_single_gpu"][choice]
+    texts = [text for text, _ in frame["states"]]
+    at = texts.index("The update is made.")
+    held = {kind: frame["curve"][kind][at] for kind in STATE}
+    assert sum(held.values()) == n_bytes * held["weights"] / own
 
-    assert f"idle for {3 / 11:.1%}" in schedules["1f1b/4/8"]["text"], "the bubble is (p - 1) / (m + p - 1)"
-    assert "rank: 4 3 2 1." in schedules["1f1b/4/8"]["text"] and "rank: 8 8 8 8." in schedules["afab/4/8"]["text"]
 
-    for frame in routing.values():  # no row is lost, and outputs return in the rows' order
-        rows = {name: [[chip[0] for chip in cell] for cell in row] for name, row in frame["states"][-1][1].items()}
-        assert rows["home"] == rows["sorted"] and sorted(chain(*rows["there"])) == sorted(chain(*rows["sorted"]))
+def test_recomputation_halves_what_is_saved(recorded):
+    """Of two layers, the most that is held besides state."""
+    frames = recorded["step01_single_gpu"]
+    most = {name: max(frame["curve"]["other"]) for name, frame in frames.items()}
+    assert most["fp32/full"] < 0.7 * most["fp32/none"]
+
+
+def test_buckets_end_with_one_sum(recorded):
+    """In the last state the four ranks' buffers have the same sum."""
+    for row in recorded["step02_ddp"][""]["states"][-1][1].values():
+        sums = {cell[0] for cell in row[1:]}
+        assert len(sums) == 1 and "under way" not in sums
+
+
+@pytest.mark.parametrize("stage, each", [("1", 2 + 12 / 4), ("2", 2 + 12 / 4), ("3", 14 / 4)])
+def test_zero_holds_what_step_3_says(recorded, stage, each):
+    """Between training steps in bf16 on four ranks: 2 + 12/4 bytes a parameter, in stage 3 14/4."""
+    frames = recorded["step03_zero"]
+    n_params = frames["1"]["curve"]["weights"][0] / 2
+    held = sum(frames[stage]["curve"][kind][-1] for kind in STATE)
+    assert held == each * n_params
+
+
+@pytest.mark.parametrize("choice, between", [("sp", "shard"), ("no-sp", "whole")])
+def test_step_4_shows_what_is_whole_sharded_and_partial(recorded, choice, between):
+    """f makes x whole; columns are a shard; before g there is a partial sum."""
+    rows = recorded["step04_tp_sp"][choice]["states"][-1][1]
+    kinds = [{cell[0].split()[0] for cell in row} for row in rows.values()]
+    assert kinds == [{between}, {"whole"}, {"shard"}, {"partial"}, {between}]
+
+
+@pytest.mark.parametrize("mode", ["zigzag", "ring"])
+def test_each_pair_is_computed_once_and_zigzag_is_even(recorded, mode):
+    """16 tokens; with zigzag all ranks have the same work in each hop, in order they have not."""
+    boxes = recorded["step05_cp_ring"][mode]["boxes"]
+    assert sorted((box[0], box[1]) for box in boxes) == [
+        (q, k) for q in range(16) for k in range(q + 1)
+    ]
+    even = True
+    for hop in range(4):
+        work = {sum(box[3:5] == [rank, hop] for box in boxes) for rank in range(4)}
+        even = even and len(work) == 1
+    assert even == (mode == "zigzag")
+
+
+def test_schedules_have_step_6s_bubble_and_memory(recorded):
+    """Four ranks, eight micro-batches: 3 of 11 units idle; 4 3 2 1 graphs in 1F1B, 8 on all in AFAB."""
+    frames = recorded["step06_pipeline"]
+    assert f"idle for {3 / 11:.1%}" in frames["1f1b/4/8"]["text"]
+    assert "rank: 4 3 2 1." in frames["1f1b/4/8"]["text"]
+    assert "rank: 8 8 8 8." in frames["afab/4/8"]["text"]
+
+
+@pytest.mark.parametrize("ep", ["2", "4"])
+def test_no_row_is_lost_and_outputs_return_in_order(recorded, ep):
+    """Step 7's rows: sorted, received and returned."""
+    last = recorded["step07_moe_ep"][ep]["states"][-1][1]
+    rows = {
+        name: [[chip[0] for chip in cell] for cell in row]
+        for name, row in last.items()
+        if name != "experts here"
+    }
+    assert rows["returned"] == rows["sorted"]
+    assert sorted(chain(*rows["received"])) == sorted(chain(*rows["sorted"]))

@@ -1,24 +1,35 @@
-"""A dry run: runs a step's own `train` as one of N ranks, on tensors without data, and counts its work and memory.
+"""A dry run: one step of training as one of N ranks, on tensors without data.
 
-    python -m extras step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
+    python -m extras.tools.dry_run step06_pipeline.py --ranks 16384 --rank 1024 \\
+        --model llama3-405b --tp 8 --pp 16 --global-batch-size 2048 --micro-batch-size 1
 
-Under `FakeTensorMode` a tensor has a shape, a dtype and a device, but no data, and `item()` returns 1.0. With the
-process group "fake", one process can act as any rank of any number of ranks; it sends nothing. Tokens are assumed to
-visit all experts equally often; `levels_of` estimates how many rows are sent to nodes, to ranks and to experts.
+It takes the flags of the step and of the techniques, and runs the step's own `train`. Under
+`FakeTensorMode` a tensor has a shape, a dtype and a device, but no data. With the process group
+"fake", one process can be any rank of any number of ranks, and nothing is sent. Two steps are
+trained, because the first one creates the optimizer's state. Of the second one it counts
 
-It trains two steps, and counts the FLOPs and bytes of each operator in the second. By the roofline model an operator
-takes max(FLOPs / peak, bytes / bandwidth), a lower bound. The peak is that of 16-bit matmuls; messages take no time. Of
-causal attention only half of the scores count, as its kernels skip the others. Operators are counted as on a CPU. Only
-RMSNorm is counted as on a GPU (unless --device is cpu), where it saves less for backward: see `Norm`.
+    memory     of all tensors, by kind: when the gradients are complete, and at the peak
+    sent       the bytes that this rank sends, by group and operation (common/comm.py)
+    operators  calls, FLOPs and bytes. By the roofline model an operator takes max(FLOPs / peak,
+               bytes / bandwidth) of --gpu. The sum bounds the time of a step from below: messages
+               and the bubble of a pipeline are assumed to take no time
+
+Of causal attention only half of the scores count, because kernels skip the others. Where a step
+reads a number, the number is made up: tokens visit all experts equally often. The operators are
+those of a CPU, except RMSNorm, which on a GPU saves less for backward (`GpuNorm`; with --device cpu
+it is a CPU's, too). What a technique moves to the host is counted with the rest.
 """
 
 import gc
-import os
+import importlib
+import json
+import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,117 +38,165 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_iter
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 
-from common import UserError, comm, layout
-from common.data import Data
-from common.trainer import Run, among
-from extras.services.clocks import Clock
-from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table
-from extras.services.seam import OpenRun
-from extras.services.tables import Ledger, human, table, traffic_table
+from common import UserError
+from common.comm import Mesh
+from common.flags import flag, parse
+from common.model import model_shape
+from extras.__main__ import techniques, with_flags
 from extras.plan.gpus import GPUS, Gpu
 from extras.plan.shapes import flops_per_token, shape_of
-from extras.variants.step07.routing import RoutedMoE
-from step07_moe_ep import MoE
+from extras.plan.tables import table
+from extras.tools.memory import KINDS, Memory, human, tensors_of
 
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # index of the first factor
-NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
+# Matmuls, and the place of the first factor among their arguments.
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}
+NO_KERNEL = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+NO_KERNEL |= {"_unsafe_view"}
 WRITES = {"copy_", "zero_", "fill_"}  # these do not read the tensor that they change
-FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # these read next to nothing
-TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}  # these read as much as they return
+# These read next to nothing:
+FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}
+# These read as much as they return:
+TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
 
-
-@dataclass
-class Flags:
-    """The dry run."""
-
-    dry_run: int = 0  # count a step of one rank of N, on tensors without data, instead of training; 0: train
-    rank: str = ""  # with --dry-run: count this rank; default: one rank of each pipeline stage
-    gpu: str = among(GPUS, "h100-80")  # with --dry-run: compute times from this GPU's peak and bandwidth
-
-
-NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError if a dry run is started with several ranks, or if --rank is not one of the ranks 0 to N-1."""
-    if config.dry_run and world > 1:
-        raise UserError("--dry-run is one process that plays any rank: start it with python, not with torchrun")
-    if config.rank not in ("", *map(str, range(config.dry_run))):
-        raise UserError(f"--rank {config.rank} is not a rank of this --dry-run: use 0 to {config.dry_run - 1}")
+FEW = 2**16  # elements of a tensor whose integers may be known
 
 
 def flops_of(name: str, args: tuple, kwargs: dict) -> float:
-    """FLOPs of a matmul or of attention; 0 for other operators, whose time depends on their bytes alone."""
+    """FLOPs of a matmul or of attention; 0 for operators whose time depends on bytes alone."""
     if name in MATMULS:
-        a, b = args[MATMULS[name] :][:2]
+        first = MATMULS[name]
+        a, b = args[first : first + 2]
         return 2.0 * a.numel() * b.shape[-1]
     if not name.startswith("_scaled_dot_product_"):
         return 0.0
     backward = "backward" in name
-    q, k, v = args[backward:][:3]  # [batch, heads, seq, dim]
+    q, k, v = args[1:4] if backward else args[:3]  # [batch, heads, seq, dim]
     causal = kwargs.get("is_causal", any(arg is True for arg in args))
     scores = q.numel() // q.shape[-1] * k.shape[-2] * (0.5 if causal else 1.0)
-    matmuls = (3 * q.shape[-1] + 2 * v.shape[-1]) if backward else q.shape[-1] + v.shape[-1]
-    return 2.0 * scores * matmuls  # backward computes the scores again
+    if backward:  # the scores, once more, dq and dk; dp and dv
+        return 2.0 * scores * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2.0 * scores * (q.shape[-1] + v.shape[-1])
+
+
+def nbytes(values: Any) -> int:
+    """Bytes of the tensors in `values`. Repeated elements of an expanded tensor count once."""
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors_of(values))
 
 
 def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Bytes that a kernel reads and writes; repeated elements of an expanded tensor count once."""
+    """Bytes that the kernel of an operator reads and writes."""
+    name, schema = func.overloadpacket.__name__, func._schema.arguments
+    given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    in_place = {
+        arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write
+    }
+    in_place -= {"grads"}  # AdamW's, which only a GradScaler changes
+    changed = nbytes([given.pop(name) for name in in_place & given.keys()])
+    read = nbytes(given)
+    written = changed or nbytes(out)
+    if name in FILLS:
+        return written
+    if name in TAKES:
+        return written + min(read, written)
+    if name in WRITES or "out" in kwargs:
+        return written + read
+    return written + read + changed
 
-    def total(values: Any) -> int:
-        return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_iter(values) if isinstance(t, Tensor))
 
-    name, arguments = func.overloadpacket.__name__, func._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    marked = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    changed = {key: given.pop(key) for key in marked & given.keys() - {"grads"}}  # written only with a GradScaler
-    written = total(changed or out)
-    read = 0 if name in FILLS else total(given) + total(changed) * (name not in WRITES and "out" not in kwargs)
-    return written + (min(read, written) if name in TAKES else read)
+class Meter(Memory):
+    """Counts the calls, FLOPs, bytes and seconds of each operator, and knows a few integers.
 
-
-class Meter(MemoryTimeline):
-    """Counts the calls, FLOPs, bytes and seconds of each operator, and the bytes that are allocated on the device."""
+    Step 7 must know how many rows each expert gets. So `known` has the integers of small tensors
+    that were computed from such counts, which are made up, or from constants.
+    """
 
     def __init__(self, gpu: Gpu):
-        super().__init__(lambda: self.seconds)
-        self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # rows that the current dispatch has still to send: to nodes, to ranks, to experts
-        self.rows = 0  # rows that visit experts
-        self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
+        super().__init__()
+        self.gpu = gpu
+        self.counting = False
+        # By operator: calls, flops, bytes, seconds.
+        self.operators: dict[str, Counter] = defaultdict(Counter)
+        self.known: dict[int, Tensor] = {}  # address of a storage -> its integers [elements]
+        self.rows = self.experts = 1  # tokens' choices, and among how many experts they choose
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and count it."""
-        out, name = super().__torch_dispatch__(func, types, args, kwargs), func.overloadpacket.__name__
-        if self.counting and func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
-            self.book(name, bytes_of(func, args, kwargs or {}, out), flops_of(name, args, kwargs or {}))
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name == "device":  # asked most often
+            return args[0].fake_device
+        if name == "_local_scalar_dense":  # of `item()`
+            return self.number(args[0])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d":
+            self.label("messages", tensors_of(args))
+            self.exchange(name, args)
+        elif func.namespace == "aten":
+            if self.counting and not func.is_view and name not in NO_KERNEL:
+                self.book(name, bytes_of(func, args, kwargs, out), flops_of(name, args, kwargs))
+            if isinstance(out, Tensor) and out.dtype == torch.int64 and out.numel() <= FEW:
+                self.compute(func, args, kwargs, out)
+        if name == "topk" and torch._C._current_graph_task_id() < 0:  # in forward: of experts
+            self.experts, self.rows = args[0].shape[-1], out[1].numel()
         return out
 
     def book(self, name: str, n_bytes: int, flops: float = 0.0):
-        """Count one kernel: its bytes, its FLOPs, and the seconds that it takes by the roofline model."""
-        if self.counting:
-            seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
-            self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
-            self.seconds += seconds
+        """Count one kernel, and the seconds that it takes by the roofline model."""
+        seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
+        self.operators[name].update(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
 
-    def begin(self):
-        """Start counting. First collect the garbage of everything that ran before, as it would count as memory."""
-        gc.collect()
-        self.counting, self.start = True, len(self.events)
+    def release(self, address: int):
+        """Forget a storage that has been freed."""
+        super().release(address)
+        self.known.pop(address, None)
 
-    def peak(self) -> dict[str, int]:
-        """Bytes by kind, at the moment of the step when their sum is largest."""
-        _, curves = self.curves()
-        sums = [sum(column) for column in zip(*curves.values(), strict=True)]
-        at = max(range(self.start, len(sums)), key=sums.__getitem__)
-        return {name: curve[at] for name, curve in curves.items()}
+    def value(self, tensor: Tensor) -> Tensor:
+        """A tensor's integers. Raises KeyError if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        flat = self.known[tensor.untyped_storage()._cdata]
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def number(self, tensor: Tensor) -> float:
+        """What `tensor.item()` returns: if it is not known, 1.0, or of integers all rows."""
+        if tensor.is_floating_point():
+            return 1.0
+        with no_dispatch():
+            try:
+                return self.value(tensor).item()
+            except KeyError:
+                return self.rows
+
+    def compute(self, func: Any, args: tuple, kwargs: dict, out: Tensor):
+        """Compute the integers of an operator's result, if those of its arguments are known."""
+        address = out.untyped_storage()._cdata
+        with no_dispatch():
+            try:
+                real = func(*tree_map_only(Tensor, self.value, args), **kwargs)
+                size = real.untyped_storage().nbytes() // real.itemsize
+                self.known.setdefault(address, real.as_strided([size], [1], 0))
+            except KeyError:
+                self.known.pop(address, None)
+                if func is torch.ops.aten.sum.dim_IntList and args[0].shape[0] == self.rows:
+                    ends = torch.arange(len(out) + 1).clamp(max=self.experts)
+                    self.known[address] = (ends * self.rows // self.experts).diff()
+
+    def exchange(self, name: str, args: tuple):
+        """After a collective. In an all-to-all, other ranks send the integers that this one has."""
+        for tensor in tensors_of(args[0]):  # received
+            address = tensor.untyped_storage()._cdata
+            self.known.pop(address, None)
+            source = args[1].untyped_storage()._cdata if name.startswith("alltoall_base") else None
+            if source in self.known:
+                self.known[address] = self.known[source]
 
 
-class Norm(torch.autograd.Function):
-    """RMSNorm as on a GPU: one kernel in each direction. It saves its input, its weight and a number for each token."""
+class GpuNorm(torch.autograd.Function):
+    """RMSNorm on a GPU, one kernel each way. It saves input, weight and a number for each token."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, meter: Meter) -> Tensor:
@@ -155,137 +214,177 @@ class Norm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-def levels_of(config: Any) -> list[float]:
-    """How many nodes, ranks and experts a token visits on average, over 4,096 tokens with random scores.
+class CountedRun:
+    """The `run` that `train` gets: two steps, of which the second is counted. It writes nothing."""
 
-    --ep-mode decides which of the three are returned. Scores are drawn, so call this outside `FakeTensorMode`.
-    """
-    if not getattr(config, "experts", 0):
-        return []
-    layer, draw = SimpleNamespace(config=config, top_k=config.experts_per_token), torch.Generator().manual_seed(0)
-    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=draw))
-    there = F.one_hot(chosen, config.experts).sum(1)
-    parts = dict(rows=[config.ep], nodes=[config.ep // config.ep_inside, config.ep]).get(config.ep_mode, [])
-    room = min(1.0, config.capacity_factor or 1.0)  # the fraction of choices that experts have room for
-    return [room * there.unflatten(1, (n, -1)).any(-1).sum().item() / len(there) for n in (*parts, config.experts)]
+    def __init__(self, meter: Meter):
+        self.meter = meter
 
-
-def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Let each MoE layer tell `meter` how many rows go to nodes, ranks and experts, by the averages in `levels`."""
-
-    def told(_layer: MoE, given: tuple):
-        meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
-        meter.rows = meter.found[-1]
-
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.register_forward_pre_hook(told)
-
-
-class Counted(OpenRun):
-    """A run of two steps, which writes no files and keeps the counts of the second step.
-
-    `taken`: how many calls sent how many bytes. `tokens`: the tokens of all ranks. `held`: most bytes held, by kind.
-    """
-
-    def __init__(self, config: Any, meter: Meter):
-        super().__init__(config)
-        self.first, self.meter, self.ledger, self.levels = False, meter, Ledger(), levels_of(config)
-
-    def steps(self, **parts: Any) -> Iterator[int]:
-        """Attach the counters, then yield two steps, of which only the second is counted."""
-        parts = self.open(**parts)
-        self.held = MemoryWatch(parts, self.meter, Clock(parts, host=True)).most
-        route(self.meter, parts.model, self.levels)
-        comm.observer = self.ledger.book
-        yield 0  # the first update creates the moments
-        self.ledger.take()
-        self.meter.begin()
+    def steps(
+        self, model: nn.Module, optimizer: Any, mesh: Mesh | None = None, **parts: Any
+    ) -> Iterator[int]:
+        """Yield two steps, and start to count between them. Raises UserError. `parts`: not used."""
+        if mesh is None and dist.is_initialized():
+            raise UserError("--ranks: step 1 knows one device: leave it out, or take a later step")
+        self.model, self.optimizer = model, optimizer
+        sent = mesh.sent if mesh else Counter()
+        yield 0
+        shards = [getattr(unit, "shard", None) for unit in getattr(optimizer, "units", ())]  # ZeRO
+        states = [*optimizer.masters.values(), *optimizer.torch_optimizer.state.values()]
+        self.meter.label("weights", [*model.parameters(), *model.buffers(), *shards])
+        self.meter.label("optimizer state", tensors_of(states))
+        gc.collect()  # garbage of the first step would count as memory
+        before = Counter(sent)
+        self.start = len(self.meter.events)
+        self.meter.operators.clear()
+        self.meter.counting = True
         yield 1
+        self.sent = {" ".join(key): n for key, n in (sent - before).items()}
+
+    def require_finite(self, step: int, **numbers: float):
+        """Called when the gradients are complete."""
+        self.meter.label("gradients", [param.grad for param in self.model.parameters()])
+        self.meter.label("gradients", self.optimizer.gradients().values())
+        self.held = self.meter.held()
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Stop counting, and keep the step's traffic and tokens."""
-        self.meter.counting, self.taken, self.tokens = False, self.ledger.take(), tokens
+        """Called at the end of a step, in which all ranks together trained on `tokens` tokens."""
+        self.tokens, self.meter.counting = tokens, False
 
 
 @contextmanager
-def without_numbers(meter: Any, rank: int, world: int, gpu: bool = False) -> Iterator[None]:
-    """In this context, the process is `rank` of `world` ranks, on tensors without data. If `gpu`, RMSNorm is `Norm`."""
-    make_group = dist.new_group
+def as_rank(rank: int, ranks: int, meter: Meter, gpu: bool) -> Iterator[None]:
+    """Be `rank` of `ranks`, with tensors that have no data. `gpu`: RMSNorm is a GPU's."""
 
-    def evenly(tensor: Tensor) -> list:
-        n, both = tensor.shape[-1], tensor.dim() == 2  # 2-D: rows [sent, received]; 1-D: rows of each expert
-        rows = meter.found.pop(0) if both else meter.rows
-        counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
-        return [counts, counts] if both else counts
+    def save(tensor: Tensor) -> Tensor:
+        meter.label("activations", [tensor])
+        return tensor
 
-    def tokens(data: Data, step: int) -> tuple[Tensor, Tensor]:
-        return tuple(torch.zeros(data.batch_size, data.shape.seq_len, dtype=torch.int64) for _ in range(2))
+    def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
+        return GpuNorm.apply(x, weight, meter)
 
-    def empty_data(data: Data, _source: str, shape: Any, batch_size: int, _seed: int):
-        data.shape, data.batch_size = shape, batch_size
+    def tolist(tensor: Tensor) -> list:
+        with no_dispatch():
+            try:
+                return meter.value(tensor).tolist()
+            except KeyError:
+                raise UserError("a technique here needs data, which a dry run lacks") from None
 
-    replaced = [
-        (Tensor, "item", lambda tensor: 1.0),
-        (FakeTensor, "tolist", evenly),
-        (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
-        (dist, "new_group", lambda row: make_group(row) if rank in row else None),
-        (Data, "__init__", empty_data),
-        (Data, "batch", tokens),
-    ]
-    if gpu:
-        replaced.append((F, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight, meter)))
     with ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        if world > 1:
-            stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world)))
-            dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        if ranks > 1:
+            dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
+        if gpu:
+            stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
+        stack.enter_context(saved_tensors_hooks(save, lambda tensor: tensor))
         yield
 
 
-def run_rank(train: Callable, config: Any, rank: int) -> Counted:
-    """Train two steps as `rank` of `config.dry_run`; returns the run with its counts. Raises what `train` raises."""
-    run = Counted(replace(config, steps=2), Meter(GPUS[config.gpu]))
-    with without_numbers(run.meter, rank, config.dry_run, config.device != "cpu"), run:
-        train(run.config, run)
-    return run
+def count_step(train: Callable, config: Any) -> dict[str, Any]:
+    """Train as rank `config.rank` of `config.ranks`. Raises what `train` raises. Returns
+
+    held, peak      bytes by kind of memory: when the gradients are complete, and at the peak
+    sent            bytes by group and operation
+    operators       by name: calls, flops, bytes, seconds
+    flops, seconds  sums of these
+    mfu             the model's FLOPs over those that the GPU could do in this time: an upper bound
+    """
+    gpu, as_gpu = GPUS[config.gpu], config.device != "cpu"
+    dtype = "bf16" if as_gpu and config.dtype == "auto" else config.dtype
+    meter = Meter(gpu)
+    run = CountedRun(meter)
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder, "text.txt")
+        text.write_text("a" * 3 * model_shape(config.model).seq_len)
+        config = replace(config, device="cpu", dtype=dtype, dataset=str(text))
+        with as_rank(config.rank, config.ranks, meter, as_gpu):
+            train(config, run)
+    flops, seconds = (
+        sum(count[key] for count in meter.operators.values()) for key in ("flops", "seconds")
+    )
+    needed = flops_per_token(shape_of(run.model.config, config)) * run.tokens / config.ranks
+    return dict(
+        held=run.held,
+        peak=meter.peak(run.start),
+        sent=run.sent,
+        operators=meter.operators,
+        flops=flops,
+        seconds=seconds,
+        mfu=needed / gpu.flops / seconds,
+    )
 
 
-def report(seen: dict[int, Counted], config: Any) -> str:
-    """Make tables: a row for each counted rank; then memory, traffic and operators of the rank with most memory."""
-    rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
-    for rank, one in seen.items():
-        sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
-        sizes = sum(one.meter.peak().values()), sum(one.held.values()), sent
-        flops = sum(count["flops"] for count in one.meter.count.values())
-        rows.append([f"{rank:,}", *map(human, sizes), f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"])
-    rank, one = max(seen.items(), key=lambda entry: sum(entry[1].meter.peak().values()))
-    total = one.meter.seconds
-    texts = [f"dry run of {config.model} on {config.dry_run:,} ranks, at the speed of {config.gpu}", table(rows)]
-    texts += [f"rank {rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.held)]
-    texts += [traffic_table(one.taken)] * bool(one.taken["traffic"])
-    rows = [["operator", "calls", "FLOPs", "bytes", "ms", "of the time"]]
-    for name, c in sorted(one.meter.count.items(), key=lambda entry: -entry[1]["seconds"])[:12]:
-        rows.append([name.removeprefix("_scaled_dot_product_"), f"{c['calls']:,}", f"{c['flops']:.3g}"])
-        rows[-1] += [human(c["bytes"]), f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
-    flops = flops_per_token(shape_of(one.parts.model.config, config))[0] * one.tokens / config.dry_run  # the model's
-    mfu = flops / one.meter.gpu.flops / total
-    texts += [table(rows), f"MFU is at most {mfu:.1%}: these operators take {total:.3f} s, before bubbles and messages"]
+def operators_table(operators: dict[str, Counter]) -> str:
+    """A row for each of the twelve operators that take the most time."""
+    rows = [["operator", "calls", "TFLOP", "bytes", "ms"]]
+    by_time = sorted(operators.items(), key=lambda entry: -entry[1]["seconds"])
+    for name, count in by_time[:12]:
+        calls, tflop = f"{count['calls']:,}", f"{count['flops'] / 1e12:,.3f}"
+        rows.append([name, calls, tflop, human(count["bytes"]), f"{1e3 * count['seconds']:,.3f}"])
+    return table(rows)
+
+
+def report(counts: dict[str, Any], config: Any) -> str:
+    """The result of `count_step` as text."""
+    memory = [["memory", "gradients complete", "at the peak"]]
+    for kind in KINDS:
+        memory.append([kind, human(counts["held"][kind]), human(counts["peak"][kind])])
+    memory.append(["sum", *(human(sum(counts[key].values())) for key in ("held", "peak"))])
+    texts = [f"{config.model}: rank {config.rank:,} of {config.ranks:,}", table(memory)]
+    if counts["sent"]:
+        sent = [[key, human(n)] for key, n in counts["sent"].items()]
+        texts.append(table([["sent", "bytes"], *sent]))
+    texts.append(operators_table(counts["operators"]))
+    texts.append(
+        f"{counts['flops'] / 1e12:,.3f} TFLOP. On {config.gpu}, a step takes at least "
+        f"{counts['seconds']:.3f} s, so MFU is at most {counts['mfu']:.1%}"
+    )
     return "\n\n".join(texts)
 
 
-def instead_of(train: Callable) -> Callable:
-    """Wrap `train`: with --dry-run, only print the counts of --rank, or by default of one rank of each stage."""
+def config_type(step: Any) -> type:
+    """The flags of a step, of the techniques and of the dry run."""
 
-    def train_or_count(config: Any, run: Run):
-        if not config.dry_run:
-            return train(config, run)
-        pp = getattr(config, "pp", 1)
-        ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // pp for stage in range(pp)]
-        print(report({rank: run_rank(train, config, rank) for rank in ranks}, config))
+    @dataclass
+    class Config(with_flags(step.Config, techniques())):
+        """The dry run."""
 
-    return train_or_count
+        ranks: int = flag(1, "ranks of the run, of which this process is one")
+        rank: int = flag(0, "which of them")
+        gpu: str = flag("h100-80", "the GPU whose peak and bandwidth bound the time", GPUS)
+        json: bool = flag(False, "print JSON instead of tables")
+
+    return Config
+
+
+def check(config: Any):
+    """Raise UserError for flags with which a dry run is not possible."""
+    if config.rank >= config.ranks:
+        last = config.ranks - 1
+        raise UserError(f"--rank {config.rank}: with --ranks {config.ranks} it is 0 to {last}")
+    if getattr(config, "compile", False):
+        raise UserError("--compile: a dry run counts PyTorch's own operators: leave it out")
+
+
+def main(argv: list[str]) -> int:
+    """Count a step, and print the report; return the exit status."""
+    try:
+        if not argv or not Path(argv[0]).exists():
+            raise UserError("give a step's file first, such as step01_single_gpu.py")
+        step = importlib.import_module(argv[0].removesuffix(".py").replace("/", "."))
+        config = parse(config_type(step), argv[1:])
+        check(config)
+        gc.freeze()  # imported modules are no garbage; to scan them takes a quarter of the time
+        counts = count_step(step.train, config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(counts, indent=1) if config.json else report(counts, config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""What a run measures: its FLOPs, how its parameters are sharded, and a profile.
+
+MFU (model FLOPs utilisation) is the part of the GPUs' peak that the model's own FLOPs take. We use
+step 1's law: 6 for each token and matrix weight (of the experts, those that a token visits), and
+7 x seq x dim for each token and layer: causal attention, in which half of all pairs count, and the
+scores once more in backward, as FlashAttention recomputes them. --recompute adds nothing to it.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, schedule
+
+from common import UserError
+from common.checkpoint import place_of
+from common.comm import Mesh
+from common.layout import data_group, layout_of
+from common.model import ModelConfig
+
+# Dense TFLOP/s in bf16, and in fp32 without TF32, from data sheets, by the GPU's exact name. (A MIG
+# slice, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", has another name, and no peak here.)
+PEAKS = {
+    "Tesla T4": (0, 8.1),
+    "NVIDIA L4": (121, 30.3),
+    "NVIDIA A100-SXM4-40GB": (312, 19.5),
+    "NVIDIA A100-SXM4-80GB": (312, 19.5),
+    "NVIDIA A100 80GB PCIe": (312, 19.5),
+    "NVIDIA H100 80GB HBM3": (989, 66.9),
+    "NVIDIA H100 PCIe": (756, 51.2),
+    "NVIDIA H200": (989, 66.9),
+    "NVIDIA GH200 480GB": (989, 66.9),
+    "NVIDIA B200": (2250, 75),
+    "NVIDIA GB200": (2500, 80),
+}
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float:
+    """The peak of a GPU in FLOP/s; 0.0 if it is not known."""
+    bf16, fp32 = PEAKS.get(name, (0, 0))
+    peaks = {torch.bfloat16: bf16, torch.float32: fp32}
+    return peaks.get(dtype, 0) * 1e12
+
+
+class Row(NamedTuple):
+    """A parameter in the table: `a rank` is one that holds it."""
+
+    whole: tuple[int, ...]  # shape
+    shard: tuple[int, ...]  # shape on a rank
+    nbytes: int  # on a rank
+    sharded: str  # for example "dim 0 over tp 2"
+    summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
+
+
+def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
+    """The rows of the parameters that this rank holds, by name."""
+    rows = {}
+    for name, param in model.named_parameters():
+        record = layout_of(param)
+        whole, _, shape = place_of(param)
+        cuts = [
+            f"dim {shard.dim} over {shard.over} {mesh[shard.over].size}" for shard in record.shards
+        ]
+        groups = [data_group(param, mesh), *(mesh[name] for name in record.partial_over)]
+        sums = [f"{group.name} {group.size}" for group in groups if group.size > 1]
+        if record.stage_copies > 1:
+            sums.append("first and last stage")
+        rows[name] = Row(whole, shape, param.nbytes, ", ".join(cuts), ", ".join(sums))
+    return rows
+
+
+def parameter_table(rows: dict[str, Row]) -> str:
+    """The rows as text; parameters that differ only in the number of their layer share one."""
+    layers = defaultdict(list)
+    for name, row in rows.items():
+        layers[re.sub(r"\.\d+\.", ".*.", name)].append(row)
+    lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
+    for name, (row, *others) in layers.items():
+        whole, shard = ("x".join(map(str, shape)) for shape in row[:2])
+        number = f"{1 + len(others)} x"
+        lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    form = "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join(form.format(*line).rstrip() for line in lines)
+
+
+def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
+    """FLOPs of forward and backward. `top_k`: how many experts a token visits."""
+    weights = 0.0
+    for name, row in rows.items():
+        size = math.prod(row.whole)
+        if len(row.whole) == 3:  # [experts, out, in]
+            weights += size * top_k / row.whole[0]
+        elif len(row.whole) == 2 and ("embed_tokens" not in name or shape.tied):
+            weights += size
+    return 6 * weights + 7 * shape.seq_len * shape.dim * shape.n_layers
+
+
+class Meter:
+    """Compares each step with the GPUs' peak, and looks at this GPU's memory."""
+
+    def __init__(self, param: Tensor, flops: float, world: int):
+        """`param`: of the model. `flops`: per token. `world`: the number of ranks."""
+        self.device = torch.cuda.get_device_name(param.device) if param.is_cuda else "cpu"
+        self.peak = world * peak_flops(self.device, param.dtype)
+        self.flops = flops
+
+    def measure(self, tokens_per_second: float) -> dict[str, float]:
+        """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes so far."""
+        found = {}
+        if self.peak:
+            found["mfu"] = self.flops * tokens_per_second / self.peak
+        if self.device != "cpu":
+            found["peak_memory"] = torch.cuda.max_memory_allocated()
+        return found
+
+
+@contextmanager
+def profiling(n: int, steps: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
+    """Trace n of `steps` steps, after the first two. Yields a function to call after each step.
+
+    OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators and messages, and
+    ranges: `wait tp` (for messages), F0.1 (the forward of micro-batch 0 through stage 1), the
+    optimizer's step. On a GPU, OUT/memory-RANK.pickle has what was allocated where, for
+    https://pytorch.org/memory_viz. A signal may end the trace early. Raises UserError.
+    """
+    if n == 0 or steps == 0:
+        yield bool  # nothing to do
+        return
+    if steps < n + 2:
+        raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
+
+    def write(profiler: torch.profiler.profile):
+        profiler.export_chrome_trace(str(out / f"trace-{rank}.json.gz"))
+        if gpu:
+            torch.cuda.memory._dump_snapshot(str(out / f"memory-{rank}.pickle"))
+
+    if gpu:
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
+    when = schedule(wait=1, warmup=1, active=n, repeat=1)
+    with torch.profiler.profile(activities=activities, schedule=when, on_trace_ready=write) as now:
+        yield now.step

@@ -1,0 +1,89 @@
+"""From step 2 on: what all ranks must agree on, at the launch and during a run.
+
+A launcher (torchrun) starts the same script on every rank, perhaps on several machines. If one has
+other flags or another version of the code, messages no longer match: the run hangs, or trains on
+nonsense. So ranks compare how they were started before they create any group.
+
+Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
+`Ranks` lets all know, so that all decide alike. Its messages are sent by the CPUs, and are so small
+that `sent` does not count them.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common import UserError
+
+NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # torchrun sets these
+LAUNCHED = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # others: the number of processes
+
+
+def check_environment():
+    """Raise UserError if another launcher than torchrun has started this process with others."""
+    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    if present and not os.environ.keys() >= NEEDED:
+        names = " ".join(present)
+        raise UserError(f"no launcher has set {names}: use torchrun, or first unset {names}")
+    for name in LAUNCHED:
+        if not present and os.environ.get(name, "1") != "1":
+            advice = f"start torchrun, once on each node; or unset {name} to use one device"
+            raise UserError(f"{name} is {os.environ[name]}, but RANK is not set: {advice}")
+
+
+class Ranks:
+    """All ranks of a run. Every method is a collective."""
+
+    def __init__(self):
+        """On GPUs, create a group for the CPUs, whose messages do not wait for kernels."""
+        self.rank = 0
+        self.world = 1
+        self.group = None
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.world = dist.get_world_size()
+            if dist.get_backend() != "gloo":
+                self.group = dist.new_group(backend="gloo")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value, self.group)
+        return values
+
+    def require_same(self, value: Any, what: str):
+        """Raise UserError on all ranks, naming the first that differs, unless `value` is the same."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(f"{what}: {other} on rank {rank}, but {values[0]} on rank 0")
+
+    def attempt(self, action: Callable, *args: Any, first_only: bool = False):
+        """Call `action` on all ranks, or on rank 0. If one raises OSError, raise UserError on all."""
+        problem = ""
+        try:
+            if self.rank == 0 or not first_only:
+                action(*args)
+        except OSError as error:
+            problem = f"rank {self.rank}: {error.strerror or error}"
+        problem = max(self.gather(problem))
+        if problem:
+            raise UserError(problem)
+
+
+def compare_launches():
+    """Raise UserError on all ranks unless all have the same flags, source files and torch."""
+    ranks = Ranks()
+    digest = hashlib.sha256(torch.__version__.encode())
+    root = Path(__file__).parents[1]
+    for path in sorted([*root.glob("step*.py"), *root.glob("common/*.py")]):
+        digest.update(path.read_bytes())
+    ranks.require_same(" ".join(sys.orig_argv[1:]), "the flags differ")
+    ranks.require_same(digest.hexdigest()[:8], "torch or the source files differ")

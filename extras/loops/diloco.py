@@ -1,0 +1,152 @@
+"""DiLoCo: the ranks of dp synchronise once in H steps. Step 4's loop, changed.
+
+Links between some ranks may be slow, as between data centres. So each rank of dp trains alone for H
+*inner steps* on its share of the batch, with moments of its own. Then all take an *outer step*:
+they average how far they have moved from w, the weights after the last outer step. This mean is the
+gradient of SGD with Nesterov momentum:
+
+    each of n ranks    w_r = w after H inner steps          w = 4, w_0 = 6, w_1 = 10
+    one all-reduce     d = 1/n sum_r (w - w_r)              d = (-2 - 6) / 2 = -4
+    each rank          m = mu m + d                         mu = 0.9: m = -4 (m was 0)
+                       w = w - eta (d + mu m)               eta = 0.7: w = 4 + 0.7 x 7.6 = 9.32
+
+With eta = 1 and mu = 0, weights are averaged (local SGD). If also H = 1, with plain SGD and without
+clipping, it is step 2.
+
+THE LAW. If masters have S bytes, an outer step sends 2 (n-1)/n S over dp, on average 1/H of step
+2's gradients: for tiny on 4 ranks with H = 10, 4,825,344 bytes once in 10 steps, and the loss in
+each. A rank holds 2 S more, w and m. The price: H > 1 needs more tokens to reach the same loss.
+
+Between outer steps there are n models. The loss is the mean of theirs, and the norm the root mean
+square, by which all clip. With tp, the tp ranks that hold one model share its matrices as in step
+4.
+
+Source: Douillard et al. 2023, "DiLoCo", with H = 500, eta = 0.7, mu = 0.9; Stich 2018 (local SGD).
+
+Run it:    torchrun --nproc_per_node=4 -m extras.loops.diloco --inner-steps 10
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import step01_single_gpu as step01
+from common import UserError
+from common.comm import Group, Mesh, all_reduce
+from common.data import Data
+from common.flags import SEVERAL, flag
+from common.layout import global_norm, materialize
+from common.model import IGNORE, Decoder, model_shape
+from common.trainer import Run, choose_device, main
+from step01_single_gpu import (
+    Optimizer,
+    clip_coefficient,
+    learning_rate,
+    scale,
+    set_up_layers,
+)
+from step02_ddp import join_ranks
+from step04_tp_sp import shard_tensors, sum_partial_gradients
+
+
+class OuterStep:
+    """The outer step over dp, and what it must remember: w and the momentum m of each master."""
+
+    def __init__(self, optimizer: Optimizer, config: "Config", dp: Group):
+        self.optimizer = optimizer
+        self.config = config
+        self.dp = dp
+        self.weights = {name: master.clone() for name, master in optimizer.masters.items()}
+        self.momenta = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+
+    def take(self):
+        """Move the masters of all ranks of dp to the same new values."""
+        for name, master in self.optimizer.masters.items():
+            w = self.weights[name]
+            d = (w - master) / self.dp.size
+            all_reduce(d, self.dp).wait()
+            m = self.momenta[name].mul_(self.config.outer_momentum).add_(d)
+            w.sub_(d + self.config.outer_momentum * m, alpha=self.config.outer_lr)
+            master.copy_(w)
+        self.optimizer.publish()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs: also masters and moments, which differ between ranks of dp."""
+        state: dict[str, Tensor] = {}
+        for name, master in self.optimizer.masters.items():
+            tensors = dict(master=master, w=self.weights[name], m=self.momenta[name])
+            tensors |= self.optimizer.torch_optimizer.state[master]
+            state |= {f"{name} {kind}": tensor for kind, tensor in tensors.items()}
+        return state
+
+    def load_state(self, state: dict[str, Tensor]):
+        """Restore them. (Otherwise a checkpoint has one rank's masters and moments for all.)"""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self.optimizer.publish()
+
+
+@dataclass
+class Config(step01.Config):
+    """DiLoCo."""
+
+    inner_steps: int = flag(10, "steps from one outer step to the next")
+    outer_lr: float = flag(0.7, "learning rate of the outer step")
+    outer_momentum: float = flag(0.9, "Nesterov momentum of the outer step")
+    tp: int = flag(1, "ranks that share each matrix")
+    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": SEVERAL})
+    tp_overlap: bool = flag(
+        False,
+        "hide two of backward's messages behind matrix products",
+        needs={"tp": SEVERAL, "sp": [True]},
+    )
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    if config.steps % config.inner_steps:  # new: else the ranks would end with n models
+        steps = f"--inner-steps {config.inner_steps}"  # new
+        raise UserError(f"--steps {config.steps} must be a multiple of {steps}")  # new
+    device, dtype = choose_device(config)
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+    shape = model_shape(config.model)
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    set_up_layers(model, config)
+    materialize(model, config.seed, device, dtype)  # new
+    optimizer = Optimizer(model, config, mesh)  # new: each rank of dp updates all of its model
+    outer = OuterStep(optimizer, config, mesh["dp"])  # new
+
+    parts = dict(model=model, optimizer=optimizer, outer=outer, data=data, mesh=mesh)  # new
+    for step in run.steps(**parts):  # new
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        n_targets = n_targets / mesh["dp"].size  # new: of one rank, on average
+        xs = tokens[own].to(device).split(config.micro_batch_size)
+        ys = targets[own].to(device).split(config.micro_batch_size)
+        loss = 0.0
+        # new: no sync, because each rank of dp has its own gradients
+        for x, y in zip(xs, ys, strict=True):
+            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum
+            loss = loss + micro_loss.detach() / mesh["dp"].size  # new: the mean of n models
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms, with SP
+        all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
+
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        lr = learning_rate(step, config)
+        optimizer.step(lr)
+        optimizer.zero_grad()
+        if (step + 1) % config.inner_steps == 0:  # new
+            outer.take()  # new
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

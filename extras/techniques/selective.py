@@ -1,0 +1,59 @@
+"""Recompute only what costs little (`--recompute selective`, `--recompute all-but-attention`).
+
+`--recompute full` keeps a layer's input and computes everything else again, about a quarter more
+FLOPs. But some results take much memory and few FLOPs, and others the opposite. So a layer keeps
+the results of operators that it names, and backward computes the rest again:
+
+    --recompute         keeps besides the input          computes again
+    selective           matrix products, attention       norms, RoPE, SiLU: number by number
+    all-but-attention   attention                        also matrix products, except down_proj
+
+THE LAW. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e bytes a number, a
+layer keeps, in bytes for each token (and what step 1 says of norms on a CPU):
+
+    none                  e (6 h + 2 k + 4 f) + 4 a + 8      tiny in bf16:  4,648
+    selective             e (5 h + 2 k + 2 f) + 4 a                         2,976
+    all-but-attention     e 2 h + 4 a                                         544
+    full                  e h                                                 256
+
+Attention takes 4 h FLOPs for each pair of tokens, so in long sequences it is what should be kept.
+Without a fused kernel it would be the opposite: softmax(q k^T / sqrt(d)) has a s scores for each of
+s tokens, many bytes and few FLOPs. What Korthikanti et al. call selective recomputation keeps all
+but these: for GPT-3, 34 h bytes in place of (34 + 80) h, for less than 3 % more FLOPs. A fused
+kernel (FlashAttention) does this by itself, tile by tile.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 5; in PyTorch
+torch.utils.checkpoint.create_selective_checkpoint_contexts, which step 1 uses.
+
+Run it:    python -m extras step01_single_gpu.py --recompute selective
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from common.model import Decoder
+from step01_single_gpu import RECOMPUTE, recompute_layers
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = [aten.mm.default]
+ATTENTION = [  # one for each kind of kernel that F.scaled_dot_product_attention chooses from
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def selective(model: Decoder, keep: Sequence[Callable] = ()):
+    """Recompute what is computed number by number."""
+    recompute_layers(model, [*keep, *MATRIX_PRODUCTS, *ATTENTION])
+
+
+def all_but_attention(model: Decoder, keep: Sequence[Callable] = ()):
+    """Recompute everything except attention."""
+    recompute_layers(model, [*keep, *ATTENTION])
+
+
+RECOMPUTE["selective"] = selective
+RECOMPUTE["all-but-attention"] = all_but_attention

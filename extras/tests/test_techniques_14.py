@@ -1,0 +1,553 @@
+"""The techniques of steps 1 to 4: each trains to one process's numbers, and keeps its law.
+
+ROWS is a table of layouts. Each row trains a step with the flags of some techniques; losses, norms,
+gradients and weights must equal those of one process, to 1e-10 (tests/equal.py). Lossy techniques
+are bounded further below, and have a row in which nothing is lost.
+
+This module is also a step: its Config has the flags of all techniques.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import step01_single_gpu as step01
+import step02_ddp as step02
+import step03_zero as step03
+import step04_tp_sp as step04
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Mesh
+from common.flags import flag, parse
+from common.model import PRESETS, Decoder, ModelConfig, summed_cross_entropy
+from common.trainer import Run
+from extras.__main__ import techniques, with_flags
+from extras.techniques import adafactor, muon, zero_offload, zero_replicas
+from tests.equal import Watch, close, decoder, draw, equals_step1
+from tests.equal import train as train_with
+from tests.tape import Live, Tape
+
+ranks = pytest.mark.ranks
+cases = pytest.mark.parametrize
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+TECHNIQUES = techniques()  # imports all of them
+
+
+@dataclass
+class Config(with_flags(step07.Config, TECHNIQUES)):
+    """All flags."""
+
+    script: str = flag("step01_single_gpu", "the step whose `train` runs")
+
+
+def train(config: Config, run: Run):
+    """Train as a step does."""
+    importlib.import_module(config.script).train(config, run)
+
+
+# --- One process's numbers -----------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A layout: ranks, step, its flags, and those that the one process beside it has, too."""
+
+    ranks: int
+    step: str
+    layout: str
+    base: str = ""
+
+    def __str__(self):
+        return f"{self.step[:6]} {self.layout} | {self.base}"
+
+
+STEP1, STEP2, STEP3, STEP4 = "step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp"
+STEP5, STEP6, STEP7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
+SGD = "optimizer=sgd lr=0.5"  # it shows a wrong scale of gradients, which AdamW hides
+MUON = "optimizer=muon"
+ROWS = [
+    Row(3, STEP2, "sync=tree", SGD),
+    Row(3, STEP2, "sync=server", SGD),
+    Row(3, STEP2, "sync=topk topk_fraction=1 bucket_mb=0.001", SGD),  # nothing is lost
+    Row(2, STEP3, "zero=0", "optimizer=adafactor"),
+    # Muon: matrices on all ranks, parts of ZeRO, padded shards of tp, experts of ep, stages of pp
+    Row(3, STEP3, "zero=0", MUON),
+    Row(3, STEP3, "zero=2", MUON),
+    Row(4, STEP4, "zero=0 tp=4", MUON + " ffn_dim=50"),
+    Row(4, STEP4, "zero=2+offload tp=2 recompute=full,logits", MUON + " tied=1"),
+    Row(4, STEP5, "zero=3+replicas cp=2 tp=2 recompute=logits", MUON),
+    Row(4, STEP7, "zero=1 pp=2 ep=2 recompute=selective", MUON + " experts=4"),
+    # ZeRO with replicas of shards, on the host, and both
+    Row(4, STEP3, "zero=1+replicas", SGD),
+    Row(4, STEP3, "zero=2+replicas replicas=4", SGD),
+    Row(3, STEP3, "zero=1+offload", SGD),
+    Row(3, STEP3, "zero=3+offload-all recompute=full,offload", SGD + " tied=1"),
+    Row(4, STEP7, "zero=3+replicas+offload ep=2", SGD + " tied=1 experts=4"),
+    # four ranks of tp for two key/value heads, and two ranks for one
+    Row(4, STEP4, "zero=1 tp=4", SGD),
+    Row(4, STEP4, "zero=1 tp=2", SGD + " n_kv_heads=1"),
+    # what backward computes again, or fetches
+    Row(2, STEP4, "tp=2 recompute=all-but-attention,logits", SGD),
+    Row(2, STEP3, "zero=3 recompute=offload", "tied=1"),
+    Row(4, STEP6, "zero=2+offload pp=2 tp=2 recompute=selective,logits", SGD + " tied=1"),
+]
+ZERO = ("1+offload", "3+offload-all", "1+replicas", "3+replicas+offload")
+RECOMPUTE = ("full,offload", "selective,logits")
+MESHES = ("ep=4", "cp=2 ep=2", "tp=2 ep=4", "pp=2 tp=2 ep=2")
+SWEEP = [
+    Row(4, STEP4, f"zero={zero} tp={tp} recompute={recompute}", base)
+    for zero, tp, recompute, base in product(ZERO, (1, 2), RECOMPUTE, (MUON, SGD + " tied=1"))
+]
+SWEEP += [
+    Row(4, STEP7, f"zero={zero} {mesh}", MUON + " experts=4 n_layers=4")
+    for zero, mesh in product("013", MESHES)
+]
+
+
+class Both(zero_replicas.Zero3Replicas, zero_offload.Zero3Offload):
+    """ZeRO 3 with replicas and on the host: two entries of one menu, combined by their classes."""
+
+
+step03.ZERO["3+replicas+offload"] = Both
+
+
+def values(text: str) -> dict[str, Any]:
+    """Flags, and sizes of the model, such as "tp=2 tied=1", by name and in their types."""
+    kinds = get_type_hints(ModelConfig) | get_type_hints(Config)
+    pairs = [word.split("=") for word in text.split()]
+    return {name: kinds[name](value) for name, value in pairs}
+
+
+def check_row(pools, row: Row):
+    """Compare a row with one process, which trains step 1, or step 7 if there are experts."""
+    base = values(row.base)
+    if "experts" in base:
+        base["script"] = STEP7
+    layout = values(row.layout) | dict(script=row.step)
+    equals_step1(pools, row.ranks, __name__, base, beside=__name__, **layout)
+
+
+@cases("row", ROWS, ids=str)
+def test_a_layout_trains_to_one_process_numbers(pools, row):
+    """Losses, norms, gradients and weights equal those of one process, to 1e-10 in fp64."""
+    check_row(pools, row)
+
+
+@pytest.mark.exhaustive
+@cases("row", SWEEP, ids=str)
+def test_more_layouts_train_to_one_process_numbers(pools, row):
+    """The same for many more combinations."""
+    check_row(pools, row)
+
+
+@cases("flags", [f"script={STEP2} sync=int8", f"script={STEP3} zero=2 {MUON}"])
+def test_a_resumed_run_computes_the_same(pools, tmp_path, flags):
+    """A run that resumes after 2 of 3 steps computes the same losses: it also owes the same."""
+    flags = values(flags)
+    whole = pools(2).run(train_with, __name__, flags | dict(out=f"{tmp_path}/whole", save_every=2))
+    saved = f"{tmp_path}/whole/checkpoints/step-00000002"
+    rest = pools(2).run(train_with, __name__, flags | dict(out=f"{tmp_path}/rest", resume=saved))
+    close([losses for losses, *_ in rest], [losses[2:] for losses, *_ in whole], "losses of step 3")
+
+
+# --- Gradient sums (step 2) ----------------------------------------------------------------------
+
+
+class Sums:
+    """One gradient of `length` numbers in fp32, summed over all ranks by a sync class."""
+
+    def __init__(self, sync: str, length: int, **flags: Any):
+        self.model = nn.Module()
+        self.model.weight = nn.Parameter(torch.zeros(length))
+        self.model.weight.grad_dtype = torch.float32
+        config = Config(**flags)
+        self.mesh = Mesh(dp=dist.get_world_size())
+        self.sync = step02.SYNCS[sync](self.model, config, self.mesh)
+
+    def terms(self, step: int) -> list[Tensor]:
+        """The ranks' gradients of a step."""
+        length = len(self.model.weight)
+        return [draw(f"{step}", r, length, dtype=torch.float32) for r in range(self.mesh.world)]
+
+    def sum(self, step: int) -> Tensor:
+        """The sum of a step, as the sync class finds it."""
+        self.sync.begin(1)
+        (self.model.weight * self.terms(step)[self.mesh.rank]).sum().backward()
+        self.sync.finish()
+        found = self.model.weight.grad.clone()
+        self.model.weight.grad = None
+        return found
+
+
+@ranks(4)
+@cases("sync, gradients_sent", [("tree", [2, 1, 2, 1]), ("server", [3, 1, 1, 1])])
+def test_law_of_trees(sync, gradients_sent):
+    """Each rank but 0 sends the gradient up, and each rank sends it down to all its children."""
+    sums = Sums(sync, 10)
+    with Tape() as tape:
+        found = sums.sum(0)
+    close(found, sum(sums.terms(0)), "the sum", 4, 1e-6)
+    close(tape.sent, gradients_sent[sums.mesh.rank] * 40, "bytes that this rank sends")
+    close(tape.left, [], "messages that were never waited for")
+
+
+# Kind, bytes of a number that is sent, and the error of five sums' total without what is owed.
+MESSAGES = [("bf16", 2, 0.1), ("int8", 1 + 4 * 4 / 1000, 0.3), ("topk", 0.25 * 8, 10.0)]
+
+
+@ranks(3)
+@cases("sync, nbytes, loss", MESSAGES)
+def test_what_is_lost_is_owed(sync, nbytes, loss):
+    """The total of five sums, with what all ranks owe, is the true total; the law of bytes."""
+    sums = Sums(sync, 3000, topk_fraction=0.25)
+    missing = torch.zeros(3000)
+    with Tape() as tape:
+        for step in range(5):
+            missing += sum(sums.terms(step)) - sums.sum(step)
+    close(tape.sent, 5 * round(2 * 2 / 3 * 3000 * nbytes), "bytes: 2 (n-1)/n of the messages")
+    owed = sums.sync.state()["owed.0"].flatten()
+    dist.all_reduce(owed)
+    assert (missing - owed).abs().max() < 1e-4 < missing.abs().max() < loss
+
+
+LOSSY = dict(bucket_mb=0.001, optimizer="sgd", lr=0.1)
+
+
+@cases("sync, fraction, bound", [("bf16", 1.0, 1e-3), ("int8", 1.0, 5e-3), ("topk", 0.8, 2e-2)])
+def test_lossy_sums_stay_near(pools, sync, fraction, bound):
+    """The losses of a run in fewer bits are near one process's, and not equal to them."""
+    (plain,) = pools(1).run(train_with, __name__, dict(optimizer="sgd", lr=0.1))
+    flags = LOSSY | dict(script=STEP2, sync=sync, topk_fraction=fraction)
+    for losses, *_ in pools(3).run(train_with, __name__, flags):
+        errors = [abs(a - b) for a, b in zip(losses, plain[0], strict=True)]
+        assert 0 < max(errors) < bound, errors
+
+
+# --- Updates (step 1) ----------------------------------------------------------------------------
+
+
+def test_law_of_adafactor():
+    """Adafactor keeps n + m numbers of a matrix [n, m], and n of a norm [n], in fp32."""
+    model = decoder(dtype=torch.float32, **vars(PRESETS["tiny"]))
+    optimizer = step01.Optimizer(model, step01.Config(optimizer="adafactor"))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step(0.1)
+    states = optimizer.torch_optimizer.state.values()
+    held = sum(x.nbytes for state in states for x in state.values() if x.dim())
+    close(held, 4 * sum(sum(param.shape) for param in model.parameters()), "bytes of the state")
+    assert f"{held:,} bytes" in adafactor.__doc__
+
+
+def test_muon_is_torchs():
+    """Four updates equal those of torch.optim.Muon, which here does not round to bf16."""
+    model = nn.Module()
+    model.up_proj = nn.Linear(4, 6, bias=False, dtype=torch.float64)
+    model.down_proj = nn.Module()  # three experts, of which each is a matrix
+    model.down_proj.weight = nn.Parameter(draw("down", 0, 3, 4, 6))
+    model.norm = nn.RMSNorm(4, dtype=torch.float64)  # AdamW's
+    up, down = (x.weight.detach().clone() for x in (model.up_proj, model.down_proj))
+    matrices = [up, *down]
+    optimizer = step01.Optimizer(model, Config(optimizer="muon", weight_decay=0.3))
+    torch_muon = torch.optim.Muon(
+        matrices, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+    )
+    for turn in range(4):
+        for name, param in model.named_parameters():
+            param.grad = draw(f"{name} {turn}", 0, *param.shape)
+        for matrix, grad in zip(
+            matrices, (model.up_proj.weight.grad, *model.down_proj.weight.grad), strict=True
+        ):
+            matrix.grad = grad.clone()
+        optimizer.step(0.1)
+        with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+            torch_muon.step()
+    close(model.up_proj.weight, up, "a matrix")
+    close(model.down_proj.weight, torch.stack(matrices[1:]), "three experts")
+
+
+MATRICES = [(128, 128), (128, 128), (64, 128), (64, 128), *[(128, 352)] * 3]  # of a layer of tiny
+S = 4 * sum(2 * r * c for r, c in MATRICES)  # bytes, in bf16
+WORK = 4 * sum(5 * (4 * r * r * c + 2 * r**3) for r, c in MATRICES)
+
+
+def muon_costs(zero: str, tp: int) -> tuple[int, int, Any]:
+    """One update of tiny by Muon on all ranks: bytes sent, FLOPs, and the optimizer."""
+    mesh = Mesh(dp=dist.get_world_size() // tp, tp=tp)
+    with torch.device("meta"):
+        model = Decoder(PRESETS["tiny"])
+    step04.shard_tensors(model, mesh, sp=True)
+    config = step04.Config(zero=zero, optimizer="muon")
+    optimizer, sync = step03.make_optimizer(model, config, mesh, CPU, torch.float32)
+    sync.begin(1)
+    if zero == "0":
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+    sync.finish()
+    optimizer.publish = mock.Mock()
+    with Tape() as tape, FlopCounterMode(display=False) as counter:
+        optimizer.step(0.1)
+    close(tape.left, [], "messages that were never waited for")
+    return tape.sent, counter.get_total_flops(), optimizer
+
+
+def written(*numbers: int) -> bool:
+    """Whether Muon's docstring has these numbers in a row."""
+    return re.search(r"\D+".join(f"{number:,}" for number in numbers), muon.__doc__) is not None
+
+
+@ranks(4)
+def test_law_of_muon_without_zero():
+    """The ranks share the work equally. Over dp O is sent, and over tp parts of U and of O."""
+    over_dp = 3 * S // 4
+    over_tp = 2 * 3 * S // 16
+    close(muon_costs("0", 1)[:2], (over_dp, WORK // 4), "bytes and FLOPs over dp")
+    close(muon_costs("0", 4)[:2], (over_tp, WORK // 4), "bytes and FLOPs over tp")
+    assert written(over_dp, WORK // 4) and written(over_tp, WORK // 4)
+
+
+@ranks(4)
+def test_law_of_muon_with_zero():
+    """What the owner lacks of a matrix travels twice; no rank has 10 % more work than the mean."""
+    found, flops, zero = muon_costs("1", 1)
+    expected = torch.zeros(4, dtype=torch.int64)
+    work = [0] * 4
+    for unit in zero.units:
+        holder = torch.arange(len(unit.flat)) // unit.length
+        for name in unit.trained.keys() & zero.torch_optimizer.hidden.keys():
+            (matrix,) = zero.torch_optimizer.hidden[name]
+            held = holder[slice(*unit.span[name])].bincount(minlength=4)
+            held[matrix.owner] = 0
+            expected += 2 * held
+            expected[matrix.owner] += 2 * held.sum()
+            work[matrix.owner] += matrix.flops()
+    expected = expected.tolist()
+    own = zero.units[0].group.rank
+    close((found, flops), (expected[own], work[own]), "bytes and FLOPs")
+    assert sum(work) == WORK and max(work) < 1.1 * WORK / 4
+    assert written(min(expected), max(expected), min(work), max(work))
+
+
+# --- Recomputation (step 1) ----------------------------------------------------------------------
+
+SHAPE = dict(dim=32, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
+
+
+def forward(recompute: str, n_layers: int, dtype: torch.dtype = torch.float32) -> tuple:
+    """The model's forward on one sequence: the loss, and the bytes that it keeps."""
+    model = decoder(dtype=dtype, n_layers=n_layers, **SHAPE)
+    step01.set_up_layers(model, Config(recompute=recompute))
+    tokens = torch.arange(16)[None]
+    with Live() as live:
+        loss = model(tokens, tokens)
+        return loss, live.bytes
+
+
+# With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads: the numbers that a layer keeps of a
+# token, in the model's dtype and in fp32, and how many of its 7 matrix products backward repeats.
+H, K, F, A = 32, 16, 48, 4
+KEPT = [
+    ("none", 6 * H + 2 * K + 4 * F + 2 * H, A + 2, 0),  # 2 h: norms on a CPU
+    ("selective", 5 * H + 2 * K + 2 * F, A, 0),
+    ("all-but-attention", 2 * H, A, 6),
+    ("full", H, 0, 6),
+    ("offload", 10 * H + 2 * K + 4 * F + 4 * H, A + 4, 0),  # 4 h: norms on a CPU
+    ("full,offload", H, 0, 6),
+]
+
+
+@cases("recompute, numbers, statistics, repeated", KEPT)
+def test_law_of_recomputation(recompute, numbers, statistics, repeated):
+    """What one more layer keeps for backward, and the products that backward repeats."""
+    forward(recompute, 1)  # RoPE's tables and such are made in the first
+    loss, two = forward(recompute, 2)
+    three = forward(recompute, 3)[1]
+    close((three - two) // 16, 4 * numbers + 4 * statistics, "bytes of a token")
+    with Tape() as tape:
+        loss.backward()
+    matrices = tape.events.count("matmul")
+    close(matrices, 2 * (7 * 2 + 1) + 2 * repeated, "matrix products of backward")
+
+
+@cases("recompute", ["selective", "all-but-attention"])
+def test_what_others_keep_is_kept(recompute):
+    """Operators that a step keeps, such as a router's topk, are kept besides those of the flag."""
+    topk = torch.ops.aten.topk.default
+    with mock.patch("extras.techniques.selective.recompute_layers") as recompute_layers:
+        step01.RECOMPUTE[recompute](None, [topk])
+    (_, kept) = recompute_layers.call_args.args
+    assert topk in kept and len(kept) > 1
+
+
+def test_law_of_logits():
+    """Logits exist for an eighth of the tokens at a time, in forward and again in backward."""
+    shapes = []
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        shapes.append(list(logits.shape))
+        return summed_cross_entropy(logits, targets)
+
+    model = decoder(n_layers=1, **SHAPE)
+    model.loss = loss_of
+    step01.set_up_layers(model, Config(recompute="logits"))
+    tokens = torch.arange(32).view(2, 16)
+    model(tokens, tokens).backward()
+    close(shapes, [[2, 2, 259]] * 16, "shapes of the logits of 32 tokens")
+
+
+def test_heads_gradients_add_up_in_fp32():
+    """In bf16, the head's gradient is the sum in fp32 of the chunks' gradients."""
+    model = decoder(dtype=torch.bfloat16, n_layers=1, **SHAPE)
+    step01.set_up_layers(model, Config(recompute="logits"))
+    step01.Optimizer(model, step01.Config())
+    hidden = draw("hidden", 0, 1, 16, 32, dtype=torch.bfloat16)
+    targets = torch.arange(16)[None]
+    model.loss(hidden, targets).backward()
+    found = model.lm_head.weight.grad
+    total = torch.zeros(259, 32)
+    for x, y in zip(hidden.chunk(8, 1), targets.chunk(8, 1), strict=True):
+        weight = model.lm_head.weight.detach().requires_grad_()
+        summed_cross_entropy(x @ weight.T, y).backward()
+        total += weight.grad.float()
+    close(found.dtype, torch.float32, "dtype of the gradient")
+    close(found, total, "the gradient", bound=1e-6)
+
+
+# --- ZeRO (step 3) -------------------------------------------------------------------------------
+
+
+def zero_run(zero: str, m: int = 1, **flags: Any) -> tuple:
+    """A step of ZeRO with m micro-batches on all ranks, in fp32: the optimizer, and the tape."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**SHAPE, n_layers=2))
+    mesh = Mesh(dp=dist.get_world_size())
+    config = Config(zero=zero, **flags)
+    optimizer, sync = step03.make_optimizer(model, config, mesh, CPU, torch.float32)
+    tokens = torch.arange(16)[None]
+    with Tape() as tape:
+        sync.begin(m)
+        for _ in range(m):
+            model(tokens, tokens).backward()
+        sync.finish()
+        optimizer.step(0.1)
+    return optimizer, tape, mesh
+
+
+@ranks(4)
+@cases("stage, shard_elements", [(1, 1 + 1), (2, 2 + 1), (3, 2 * 3)])
+def test_law_of_replicas(stage, shard_elements):
+    """Over "replicas" 2 (R-1)/R P R/n elements, over "shard" step 3's table for n/R ranks."""
+    optimizer, tape, mesh = zero_run(f"{stage}+replicas", m=2, replicas=2)
+    sizes = [unit.length * 2 for unit in optimizer.units]  # with padding
+    gathered_once = sizes[0] + sizes[-1]  # in stage 3, units E and H
+    elements = shard_elements * sum(sizes) - 2 * gathered_once * (stage == 3)
+    close(mesh.sent["replicas", "all_reduce"], 4 * sum(sizes) // 2, "bytes over replicas")
+    close(tape.sent, 4 * sum(sizes) // 2 + 4 * elements // 2, "bytes over both")
+    close(tape.left, [], "messages that were never waited for")
+
+
+@ranks(2)
+@cases("zero", ["1+offload", "2+offload", "3+offload", "3+offload-all"])
+def test_what_is_on_the_host(zero):
+    """Masters, and gradients in an update, are copies by `to_host`; with -all weights are, too."""
+    on_host = []
+    plain = zero_offload.to_host
+
+    def to_host(tensor: Tensor) -> Tensor:
+        on_host.append(plain(tensor))
+        return on_host[-1]
+
+    with mock.patch.object(zero_offload, "to_host", to_host):
+        optimizer, *_ = zero_run(zero)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in on_host}
+    for unit in optimizer.units:
+        kinds = dict(master=unit.master, gradient=unit.summed_grad, shard=unit.shard)
+        found = {kind for kind, x in kinds.items() if x.untyped_storage().data_ptr() in storages}
+        expected = {"master", "gradient"} | ({"shard"} if zero == "3+offload-all" else set())
+        close(found, expected, "what is on the host")
+
+
+# --- Tensor parallelism (step 4) -----------------------------------------------------------------
+
+
+@ranks(4)
+@cases("kv_heads", [1, 2])
+def test_law_of_few_heads(kv_heads):
+    """The gradient of a rank's head of k_proj is summed over the copies: 2 (c-1)/c of its bytes."""
+    mesh = Mesh(dp=1, tp=4)
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**SHAPE | dict(n_layers=1, n_kv_heads=kv_heads)))
+    step04.shard_tensors(model, mesh, sp=False)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    gradients = {name: torch.ones(model.get_parameter(name).shape, dtype=torch.float64)}
+    with Tape() as tape:
+        step04.sum_partial_gradients(model, gradients, mesh)
+    copies = 4 // kv_heads
+    close(gradients[name], torch.full((8, 32), float(copies)).double(), "sum of ones", copies)
+    close(tape.sent, 2 * (copies - 1) * 8 * 8 * 32 // copies, "bytes that a rank sends")
+
+
+# --- Flags ---------------------------------------------------------------------------------------
+
+REFUSED = [
+    (STEP2, "--sync topk --topk-fraction 1.5", "--topk-fraction 1.5 must be above 0"),
+    (STEP2, "--topk-fraction 0.5", "--topk-fraction has no effect without --sync topk"),
+    (STEP3, "--sync tree", "--sync has no effect without --zero 0"),
+    (STEP3, "--replicas 2", "--replicas has no effect without --zero 1+replicas or"),
+    (STEP3, "--zero 2+replicas --replicas 3", "--replicas 3 must divide the 2 ranks of dp x cp"),
+    (STEP3, "--optimizer adafactor", "--optimizer adafactor needs whole matrices: use --zero 0"),
+    (STEP4, "--tp 2 --zero 0 --optimizer adafactor", "--optimizer adafactor needs whole"),
+]
+
+
+def refusal(step: str, flags: str) -> str:
+    """Runs on every rank: the message with which a step refuses flags."""
+    module = importlib.import_module(step)
+    words = [*flags.split(), "--device=cpu", "--model=debug"]
+    try:
+        with Watch(parse(with_flags(module.Config, TECHNIQUES), words)) as run:
+            module.train(run.config, run)
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+@cases("step, flags, message", REFUSED)
+def test_a_mistake_is_one_line(pools, step, flags, message):
+    """Flags that cannot work, or would have no effect, are refused on every rank."""
+    for found in pools(2).run(refusal, step, flags):
+        assert found.startswith(message), found
+
+
+OURS = [module for module in TECHNIQUES if re.search("-m extras step0[1-4]", module.__doc__)]
+
+
+@cases("technique", OURS)
+def test_launch_lines(technique):
+    """The launch line of each technique has flags that its step accepts; the table names it."""
+    pattern = r"^Run it: .*? -m extras (\w+)\.py (.*)$"
+    ((step, flags),) = re.findall(pattern, technique.__doc__, re.MULTILINE)
+    module = importlib.import_module(step)
+    parse(with_flags(module.Config, TECHNIQUES), flags.split())
+    table = (ROOT / "extras/techniques/README.md").read_text()
+    assert f"({Path(technique.__file__).name})" in table
+
+
+def test_a_launch(tmp_path):
+    """`python -m extras STEP` trains with the flags of techniques of several menus."""
+    flags = "--optimizer muon --recompute selective,logits --model debug --steps 2 --device cpu"
+    words = [sys.executable, "-m", "extras", "step01_single_gpu.py", *flags.split()]
+    subprocess.run([*words, f"--out={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,453 @@
+"""The techniques of steps 5 to 7: one process's numbers, alone and combined; and their laws.
+
+This module is also a step: its `Config` has the flags of all techniques.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate, product
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import step06_pipeline as step06
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Group, Mesh
+from common.flags import flag, parse
+from common.model import PRESETS, ModelConfig
+from common.schedules import Action, draw, simulate
+from common.trainer import Run
+from extras.__main__ import techniques, with_flags
+from extras.techniques import gpipe, int8_pipeline, zero_bubble
+from step05_cp_ring import CONTEXT
+from step06_pipeline import SCHEDULES
+from tests.equal import BASE, SHAPE, STEP1, close, decoder, equals_step1
+from tests.equal import draw as numbers
+from tests.tape import Live, Tape
+
+ranks, cases = pytest.mark.ranks, pytest.mark.parametrize
+
+
+@dataclass
+class Config(with_flags(step07.Config, techniques())):
+    """All flags."""
+
+    experts: int = flag(0, "MLPs in each layer that has experts; 0: train step 6")
+
+
+def train(config: Config, run: Run):
+    """Step 7 or, without experts, step 6."""
+    step = step07 if config.experts else step06
+    step.train(config, run)
+
+
+# --- Equality -----------------------------------------------------------------------------------
+
+
+class Unrounded(int8_pipeline.Int8Pipeline):
+    """1f1b-int8 without the rounding."""
+
+    buffer = step06.Pipeline.buffer
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
+
+    unpack = pack
+
+
+SCHEDULES["unrounded"] = Unrounded
+
+PLAIN = dict(n_layers=4, micro_batch_size=3)
+TIED = PLAIN | dict(tied=True, optimizer="sgd")
+EXPERTS = PLAIN | dict(experts=4, aux_loss_coeff=0.3)
+DEEPSEEK = PLAIN | dict(experts=8, balance="deepseek", bias_rate=0.1)
+CAPACITY = EXPERTS | dict(balance="capacity", capacity_factor=0.6)
+SHARED = EXPERTS | dict(balance="shared", shared_experts=2)
+GROUPS = EXPERTS | dict(balance="groups")
+FULL = "--zero 3 --recompute full"
+ROWS = [  # ranks, flags of both runs, the layout
+    (4, PLAIN, "--cp 4 --cp-mode allgather --zero 2"),
+    (4, TIED, f"--cp 2 --tp 2 --cp-mode allgather-flash {FULL}"),
+    (4, PLAIN, "--cp 4 --cp-mode ulysses --zero 1"),  # fewer key/value heads than ranks
+    (4, TIED, "--cp 2 --tp 2 --cp-mode ulysses --no-sp"),
+    (4, PLAIN, "--cp 4 --cp-mode flash"),
+    (4, PLAIN, "--pp 4 --schedule gpipe"),
+    (4, TIED, f"--pp 2 --cp 2 --schedule gpipe --cp-mode ulysses {FULL}"),
+    (4, PLAIN, "--pp 4 --schedule zb-h1"),
+    (4, PLAIN, f"--pp 2 --cp 2 --schedule zb-h1 --cp-mode flash {FULL}"),
+    (4, TIED, "--pp 2 --tp 2 --schedule zb-h2 --sync naive --tp-overlap"),
+    (4, TIED, "--pp 2 --schedule zbv"),  # with --sync bucket, which counts additions
+    (4, TIED, f"--pp 2 --schedule zbv {FULL}"),
+    (4, TIED, "--pp 2 --cp 2 --schedule dualpipev --zero 2 --cp-mode allgather"),
+    (1, TIED, "--schedule zbv"),
+    (2, PLAIN, "--pp 2 --schedule unrounded"),
+    (4, EXPERTS, "--ep 2 --ep-mode overlap --zero 2"),
+    (4, DEEPSEEK, f"--pp 2 --ep 2 --schedule zb-h1 --ep-mode overlap {FULL}"),
+    (4, DEEPSEEK, "--cp 2 --tp 2 --ep 4 --zero 1"),
+    (4, CAPACITY, "--cp 2 --tp 2 --ep 2 --zero 2"),
+    (4, SHARED, "--tp 2 --no-sp --ep 2"),
+    (4, GROUPS, "--pp 2 --tp 2 --schedule gpipe"),
+]
+
+
+@cases("n, base, words", ROWS, ids=str)
+def test_techniques_train_to_one_processs_numbers(pools, n, base, words):
+    """Losses, norms, gradients and weights are those of step 1 or, with experts, of one rank."""
+    config, default = parse(Config, words.split()), Config()
+    layout = {name: x for name, x in vars(config).items() if x != getattr(default, name)}
+    beside = __name__ if "experts" in base else STEP1
+    equals_step1(pools, n, __name__, base, beside=beside, **layout)
+
+
+def sweep() -> list[tuple]:
+    """Schedules x context modes x ZeRO on dense models, and schedules x routing with experts."""
+    rows = []
+    schedules = ("gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev", "unrounded")
+    modes = ("allgather", "ulysses", "flash")
+    for schedule, mode, zero, base in product(schedules, modes, "0123", (PLAIN, TIED)):
+        words = f"--pp 2 --cp 2 --schedule {schedule} --cp-mode {mode} --zero {zero}"
+        rows.append((4, base, words))
+        rows.append((4, base, words + " --recompute full"))
+    for schedule, base in product(schedules, (EXPERTS, DEEPSEEK, CAPACITY, SHARED, GROUPS)):
+        words = f"--pp 2 --tp 2 --ep 2 --ep-mode overlap --schedule {schedule}"
+        rows.append((4, base, f"{words} {FULL}"))
+        rows.append((4, base, f"{words} --no-sp --zero 1"))
+    return rows
+
+
+@pytest.mark.exhaustive
+@cases("n, base, words", sweep(), ids=str)
+def test_combinations_train_to_one_processs_numbers(pools, n, base, words):
+    """The same for combinations."""
+    test_techniques_train_to_one_processs_numbers(pools, n, base, words)
+
+
+def test_int8_is_near(pools):
+    """Rounding moves losses, gradients and weights by less than 2 %, but by more than 1e-5."""
+    row = (pools, 2, __name__, TIED)
+    equals_step1(*row, bound=2e-2, pp=2, schedule="1f1b-int8")
+    with pytest.raises(AssertionError):
+        equals_step1(*row, bound=1e-5, pp=2, schedule="1f1b-int8")
+
+
+# --- Schedules ----------------------------------------------------------------------------------
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 7, 8, 12, 19)]
+COSTS = list(product((2, 3, 5), repeat=3))
+KINDS = {"gpipe": "FRB", "zb-h1": "FBW", "zb-h2": "FBW", "zbv": "FBW", "dualpipev": "FBW"}
+
+
+def made(name: str, p: int, m: int) -> tuple[list[list[Action]], list[int]]:
+    """Each rank's list of actions, and the rank of each stage."""
+    (schedule_of,) = SCHEDULES[name].args
+    schedule = schedule_of(None)
+    v = schedule.v if p > 1 else 1
+    return [schedule.actions(p, m, v, rank) for rank in range(p)], schedule.ranks(p, v)
+
+
+def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
+    """How long a rank is idle in a step; and once it has begun, until its end (at most)."""
+    lists, places = made(name, p, m)
+    spans = simulate(lists, places, dict(zip(KINDS[name], costs, strict=True)))
+    longest = 0
+    for rank in range(p):
+        own = [span for span in spans if span[1] == rank]
+        longest = max(longest, own[-1][0] - own[0][2])
+    work = m * sum(costs) * len(places) // p
+    return spans[-1][0] - work, longest - work
+
+
+PICTURES = [("zb-h1", 4, 6), ("zb-h2", 3, 5), ("zbv", 3, 5), ("dualpipev", 2, 4), ("gpipe", 4, 4)]
+
+
+@cases("name, p, m", PICTURES)
+def test_the_picture_is_the_schedule(name, p, m):
+    """The docstring shows the schedule as `draw` draws it."""
+    module = gpipe if name == "gpipe" else zero_bubble
+    costs = dict(F=1, R=1, B=2) if name == "gpipe" else dict(F=1, B=1, W=1)
+    missing = set(draw(*made(name, p, m), costs).split()) - set(module.__doc__.split())
+    close(missing, set(), "lines that the docstring does not have")
+
+
+@cases("name", KINDS)
+def test_a_list_is_complete(name):
+    """In each of its stages a rank does each action once, in order. No rank waits for ever."""
+    for p, m in SIZES:
+        lists, places = made(name, p, m)
+        simulate(lists, places, dict(F=5, R=5, B=2, W=3))  # raises ValueError for a deadlock
+        for rank, actions in enumerate(lists):
+            kinds = Counter()
+            for kind, i, stage in actions:
+                assert places[stage] == rank and i < m
+                kinds[i, stage] = (kinds[i, stage] or "") + kind
+            close(set(kinds.values()), {KINDS[name]}, f"p={p} m={m}: the order of the actions")
+            close(len(kinds), m * places.count(rank), f"p={p} m={m}: micro-batches x stages")
+
+
+def test_laws_of_time():
+    """Idle times are those of the papers, if F, B and W (or R) take f, b and w."""
+    for (p, m), (f, b, w) in product(SIZES, COSTS):
+        sizes = (p, m, f, b, w)
+        if m >= p and w <= min(f, b):
+            close(idle("zb-h1", *sizes)[0], (p - 1) * (f + b - w), f"zb-h1, {sizes}")
+        if m >= 2 * p - 1 and w <= f and 2 * w <= f + b:
+            close(idle("zb-h2", *sizes)[1], (p - 1) * (f + b - 2 * w), f"zb-h2, {sizes}")
+        close(idle("gpipe", p, m, f, w, b)[0], (p - 1) * (f + b), f"gpipe, {sizes}")
+        if p > 1 and f == b == w:
+            if m >= 2 * p - 1:
+                close(idle("zbv", *sizes), ((p - 1) * f, 0), f"zbv, {sizes}")
+            if m >= 2 * p:
+                close(idle("dualpipev", *sizes)[0], (p - 1) * f, f"dualpipev, {sizes}")
+
+
+def test_laws_of_memory():
+    """The most pairs (micro-batch, stage) of which a rank holds the activations."""
+    for p, m in SIZES:
+        most = {"zb-h1": min(m, p), "zb-h2": min(m, 2 * p - 1), "gpipe": 1}
+        most |= {"zbv": min(2 * m, 2 * p), "dualpipev": min(2 * m, 2 * p + 1)} if p > 1 else {}
+        for name, limit in most.items():
+            first, _, last = KINDS[name] if name != "gpipe" else "R B"
+            change = {first: 1, last: -1}
+            lists, _ = made(name, p, m)
+            held = [max(accumulate(change.get(a.kind, 0) for a in actions)) for actions in lists]
+            close(max(held), limit, f"{name}, p={p} m={m}")
+
+
+def of_pytorch(cls: type, p: int, m: int, rank: int) -> list[Action]:
+    """PyTorch's own list of a rank, without W."""
+    schedule = cls.__new__(cls)
+    schedule.pp_group_size = p
+    schedule.num_stages = 2 * p
+    schedule._n_microbatches = m
+    kinds = {"F": "F", "I": "B", "B": "B"}  # I: the gradient of the input alone
+    actions = []
+    for action in filter(None, schedule._calculate_single_rank_operations(rank)):
+        for part in action.sub_actions or [action]:
+            kind = kinds.get(part.computation_type)
+            if kind:
+                actions.append(Action(kind, part.microbatch_index, part.stage_index))
+    return actions
+
+
+@cases("name, cls", [("zbv", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])
+def test_a_vee_is_pytorchs(name, cls):
+    """Forwards and backwards are in the order of torch.distributed.pipelining."""
+    for p, m in SIZES[8:]:
+        if m >= 2 * p or name == "zbv":
+            for rank, actions in enumerate(made(name, p, m)[0]):
+                expected = of_pytorch(getattr(torch_schedules, cls), p, m, rank)
+                close([a for a in actions if a.kind != "W"], expected, f"p={p} m={m} rank {rank}")
+
+
+# --- Stages -------------------------------------------------------------------------------------
+
+
+def stages_of(cls: type, *layers: range, **shape) -> tuple[nn.Module, list]:
+    """A model of four layers, and some of its stages, which have begun a step of two batches."""
+    stages = []
+
+    def shard(model: nn.Module):
+        for number, some in enumerate(layers):
+            stages.append(cls(model, some, torch.arange(6), number))
+
+    model = decoder(shard, n_layers=4, **shape)
+    xs = [torch.arange(12).view(2, 6), torch.arange(12).flip(0).view(2, 6)]
+    for stage in stages:
+        stage.begin(xs, xs, torch.tensor(24.0))
+    return model, stages
+
+
+@cases("tied", [False, True])
+def test_b_adds_nothing_and_w_adds_once(tied):
+    """B changes no `.grad`. W calls hooks once, a tied matrix's in a V once in each stage."""
+    model, (down, up) = stages_of(zero_bubble.SplitStage, range(2), range(2, 4), tied=tied)
+    whole = decoder(n_layers=4, tied=tied)
+    calls = Counter()
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
+    for i, tokens in enumerate(down.xs):
+        up.forward(i, down.forward(i, None))
+        down.backward(i, up.backward(i, None))
+        (whole(tokens, tokens) / 24).backward()
+    assert all(param.grad is None for param in model.parameters()), "B has changed a gradient"
+    for i in range(2):
+        up.run_action("W", i, None)
+        down.run_action("W", i, None)
+    for name, param in whole.named_parameters():
+        close(model.get_parameter(name).grad, param.grad, name)
+        stages = 1 + (tied and "embed" in name)
+        close(calls[name], 2 * stages, f"calls of the hook of {name}, in two micro-batches")
+
+
+def test_gpipe_keeps_inputs_and_one_graph():
+    """After F only the outputs are alive. R makes as many bytes as a usual forward."""
+    _, (stage,) = stages_of(gpipe.ForwardTwice, range(2))
+    with Live() as live:
+        outputs = [stage.run_action("F", i, None) for i in range(2)]
+        close(live.bytes, sum(y.nbytes for y in outputs), "bytes after two F")
+        del outputs
+        stage.run_action("R", 1, None)
+        again = live.bytes
+    _, (usual,) = stages_of(step06.Stage, range(2))
+    with Live() as live:
+        usual.forward(1, None)
+        close(again, live.bytes, "bytes after R, and after a usual forward")
+
+
+# --- Messages -----------------------------------------------------------------------------------
+
+# k and v have B = 1024 bytes in bf16 (2 sequences, 4 tokens, 4 heads of 8 numbers), their gradients
+# in fp32 G = 2048. q has twice as many heads: Q = 1024.
+LAWS = {
+    "allgather": (3072, 6144),  # 3 B; 3 G
+    "allgather-flash": (3072, 6144),
+    "ulysses": (2304, 2304),  # 3/4 (2 Q + B)
+    "flash": (3072, 11264),  # 3 B; 3 B + 4 G
+}
+
+
+@ranks(4)
+@cases("mode, law", LAWS.items())
+def test_law_of_bytes_over_cp(mode, law):
+    """A rank of four sends these bytes forward and backward, and waits for all messages."""
+    group = Mesh(cp=4)["cp"]
+    qkv = []
+    for heads in (8, 4, 4):
+        x = numbers("x", group.rank, 2, 4, heads, 8, dtype=torch.bfloat16)
+        qkv.append(x.requires_grad_())
+    with Tape() as tape:
+        o = CONTEXT[mode].attention(*qkv, group)
+        forward = tape.sent
+        o.sum().backward()
+    close((forward, tape.sent - forward, tape.left), (*law, []), "bytes")
+
+
+def test_a_message_of_int8():
+    """A message has dim + 4 bytes for a token, and each number is at most half a step off."""
+    pipeline = object.__new__(int8_pipeline.Int8Pipeline)
+    pipeline.model = decoder()
+    x = numbers("x", 0, 2, 3, 16)
+    x[0, 0] = 0.0
+    message = pipeline.pack(x)
+    close(message.nbytes, 2 * 3 * (16 + 4), "bytes")
+    off = (pipeline.unpack(message) - x).abs()
+    assert (off <= x.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
+
+
+def overlapping(tape: Tape) -> list[int]:
+    """The numbers of the collectives that were in flight while a matmul ran."""
+    in_flight, found = set(), set()
+    for event in tape.events:
+        word, _, number = event.partition(" ")
+        if word == "matmul":
+            found |= in_flight
+        else:
+            in_flight ^= {int(number)}  # it starts or ends
+    return sorted(found)
+
+
+@ranks(2)
+@cases("counts", [[3, 2, 4, 1], [0, 1, 0, 5]])
+def test_expert_messages_are_hidden(counts):
+    """All exchanges but the first and the last of each pass overlap. Bytes are alltoall's."""
+    group = Mesh(ep=2)["ep"]
+    experts = step07.Experts(2, 8, 12).double()
+    rows = numbers("rows", group.rank, sum(counts), 8).requires_grad_()
+    tapes = []
+    for mode in ("alltoall", "overlap"):
+        with Tape() as tape:
+            step07.DISPATCH[mode](experts, group, rows, torch.tensor(counts)).sum().backward()
+        tapes.append(tape)
+    usual, tape = tapes
+    close((tape.sent, tape.left), (usual.sent, []), "bytes")
+    # 0: counts. 1, 2: dispatches. 3, 4: combines. 5 to 8: their gradients, in reverse order.
+    close((overlapping(usual), overlapping(tape)), ([], [2, 3, 6, 7]), "hidden exchanges")
+
+
+# --- Routing ------------------------------------------------------------------------------------
+
+
+def layer(name: str, **flags) -> step07.MoE:
+    """A layer of --balance `name` in groups of one rank, with 8 experts, of which 4 are chosen."""
+    PRESETS["test"] = ModelConfig(**SHAPE | dict(dim=8, seq_len=8))
+    flags = BASE | dict(model="test", balance=name, experts=8, experts_per_token=4) | flags
+    alone = {group: Group(group, 0, 1, None) for group in ("sequence", "stage", "cp")}
+    moe = step07.BALANCE[name](8, 10, Config(**flags), alone)
+    for key, param in moe.named_parameters():
+        param.data = numbers(key, 0, *param.shape)
+    return moe
+
+
+def test_deepseek_is_deepseeks():
+    """The output is that of DeepSeek-V3's layer in transformers, whatever the bias (fp32)."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
+
+    ours = layer("deepseek", shared_experts=2).float()
+    sizes = dict(hidden_size=8, moe_intermediate_size=10, n_routed_experts=8, n_shared_experts=2)
+    sizes |= dict(num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=1.0)
+    theirs = hf.DeepseekV3MoE(hf.DeepseekV3Config(**sizes))
+    router, gate, up, *others = ours.parameters()
+    values = [torch.cat((gate, up), 1), others[0], router, *others[1:]]
+    for param, value in zip(theirs.parameters(), values, strict=True):
+        param.data = value.data
+    theirs.gate.e_score_correction_bias = ours.bias
+    x = numbers("x", 0, 2, 8, 8, dtype=torch.float32)
+    for scale in (0.0, 0.5):
+        ours.bias.copy_(numbers("bias", 0, 8) * scale)
+        close(ours(x), theirs(x), f"the output, with a bias of about {scale}", bound=1e-5)
+
+
+@torch.no_grad()
+def test_capacity_by_definition():
+    """An expert takes the first ceil(c K T / E) choices. A later one costs no row, and gives 0."""
+    moe = layer("capacity", capacity_factor=0.7)
+    x_TD = numbers("x", 0, 16, 8)
+    load = Counter()
+    expected = torch.zeros(16, 8).double()
+    for t, x in enumerate(x_TD):
+        p = (moe.router.weight @ x).softmax(-1)
+        chosen = p.argsort(descending=True)[:4].tolist()
+        for e in chosen:
+            load[e] += 1
+            if load[e] <= 6:  # 0.7 x 4 x 16 / 8 = 5.6
+                (y,) = moe.experts(x[None], F.one_hot(torch.tensor(e), 8))
+                expected[t] += p[e] / p[chosen].sum() * y
+    with mock.patch.object(moe.experts, "forward", wraps=moe.experts.forward) as experts:
+        close(moe(x_TD.view(2, 8, 8)), expected.view(2, 8, 8), "the output")
+    close(experts.call_args.args[1].tolist(), [min(6, load[e]) for e in range(8)], "rows computed")
+    assert max(load.values()) > 6, "nothing was dropped"
+
+
+# --- Mistakes -----------------------------------------------------------------------------------
+
+
+@cases("groups, most", [(3, 1), (4, 4), (4, 1)])
+def test_groups_that_cannot_work(groups, most):
+    """3 groups of 8 experts; all groups for each token; 2 experts for 4 choices."""
+    with pytest.raises(UserError, match=f"--expert-groups {groups} must divide --experts 8"):
+        layer("groups", expert_groups=groups, groups_per_token=most)
+
+
+REFUSED = [
+    ("flash", torch.float32, 64, (9, 0), "--dtype bf16"),
+    ("flash", torch.bfloat16, 64, (7, 5), "Ampere"),
+    ("allgather-flash", torch.bfloat16, 36, (9, 0), "head_dim"),
+    ("ulysses", torch.bfloat16, 64, (9, 0), "--cp 3 must divide a rank's 4 heads"),
+]
+
+
+@cases("mode, dtype, head_dim, capability, error", REFUSED)
+def test_a_context_mode_that_cannot_work(mode, dtype, head_dim, capability, error):
+    """On a GPU the check, which comes before any collective, names what to change."""
+    shape = SimpleNamespace(head_dim=head_dim, n_heads=8, n_kv_heads=2)
+    mesh = dict(cp=Group("cp", 0, 3, None), tp=Group("tp", 0, 2, None))
+    gpu = mock.patch("torch.cuda.get_device_capability", return_value=capability)
+    with gpu, pytest.raises(UserError, match=error):
+        CONTEXT[mode].check(shape, mesh, torch.device("cuda"), dtype)

@@ -1,0 +1,171 @@
+"""extras/tools/tokens.py: text -> token ids -> text, and a step that trains on the ids.
+
+Expected ids come from transformers, which reads the same tokenizer.json, or from a vocabulary that
+is written out here.
+"""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from common import UserError
+from common.data import Data
+from common.model import ModelConfig
+from tests.pool import ROOT
+from extras.tools import tokens
+
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "Grüße 🙂 an alle\r\n\tund\0mehr",
+    "",
+    "a <|endoftext|> b </s>",
+]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A file with the documents TEXTS, 20 times."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in 20 * TEXTS))
+    return path
+
+
+def words(*names: str) -> Tokenizer:
+    """A tokenizer whose tokens are whole words: the first has id 0, and so on."""
+    vocabulary = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=names[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def opened(path: str, vocab_size: int) -> Data:
+    """The data of a run on token ids, in windows of four."""
+    shape = ModelConfig(8, 1, 1, 1, 8, vocab_size=vocab_size, seq_len=4)
+    return Data(path, shape, 3, 0)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "\x00\x7fé\u2028 " + chr(0x10FFFF), "  a\n\n\n b"])
+@pytest.mark.parametrize("kind", ["trained", "bytes"])
+def test_text_comes_back(text, kind):
+    """Decoding the ids of any text returns the text, also one with the name of a special token."""
+    tokenizer = tokens.train_tokenizer(20 * TEXTS, 300) if kind == "trained" else None
+    ids = tokens.encode(tokenizer, text)
+    assert tokens.decode(tokenizer, ids) == text
+    assert tokenizer is None or tokens.end_of(tokenizer) not in ids
+
+
+def test_documents_become_ids_with_an_end_after_each(corpus, tmp_path):
+    """OUT.bin has each document's ids, as transformers reads the tokenizer, and END after them."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+    out = str(tmp_path / "new/small")
+    tokens.run(tokens.Config(dataset=str(corpus), out=out, train=300))
+    file = f"{out}.tokenizer.json"
+    peer = PreTrainedTokenizerFast(tokenizer_file=file, split_special_tokens=True)
+    end = peer.convert_tokens_to_ids("<|endoftext|>")
+    expected = [i for text in 20 * TEXTS for i in (*peer.encode(text), end)]
+    assert np.fromfile(f"{out}.bin", np.uint16).tolist() == expected
+    assert opened(f"{out}.bin", 300).tokens.tolist() == expected
+    assert tokens.tokenizer_of(f"{out}.bin").to_str() == Tokenizer.from_file(file).to_str()
+
+
+def test_a_large_vocabulary_is_uint32(tmp_path):
+    """Ids above 65,535 are written in 32 bits, and read back as such."""
+    tokenizer = words("</s>", *(f"word{i}" for i in range(70_000)))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("word69999 word0 " * 10)
+    out = str(tmp_path / "a")
+    config = tokens.Config(str(tmp_path / "a.txt"), out, str(tmp_path / "tokenizer.json"))
+    tokens.run(config)
+    assert (tmp_path / "a.bin").stat().st_size == 4 * 21
+    assert opened(f"{out}.bin", 70_001).tokens.tolist() == [70_000, 1] * 10 + [0]
+
+
+def test_a_document_is_never_cut_nor_begun(tmp_path):
+    """A tokenizer.json may shorten, pad and mark what it encodes: this is switched off."""
+    tokenizer = words("<s>", "a", "b", "end")
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    marks = dict(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(**marks)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a b a b a")
+    out = str(tmp_path / "a")
+    config = tokens.Config(
+        str(tmp_path / "a.txt"), out, str(tmp_path / "tokenizer.json"), end="end"
+    )
+    tokens.run(config)
+    assert np.fromfile(f"{out}.bin", np.uint16).tolist() == [1, 2, 1, 2, 1, 3]
+
+
+def test_an_interrupted_run_leaves_no_ids(tmp_path):
+    """OUT.bin appears when it is complete, so a part of the data is not mistaken for the whole."""
+
+    def texts():
+        yield from ["a"] * 1000
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokens.write_ids(texts(), words("</s>", "a"), 0, str(tmp_path / "a"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.part"]
+
+
+def test_replaced_bytes_are_reported(tmp_path, capsys):
+    """Bytes that are not UTF-8 are replaced in a text, and the tool says how many."""
+    (tmp_path / "latin.txt").write_bytes(("où " * 400).encode("latin-1"))
+    tokens.run(tokens.Config(str(tmp_path / "latin.txt"), str(tmp_path / "a"), train=300))
+    assert "400 U+FFFD mark bytes that are not UTF-8\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--train 300", "--out: give the path"),
+        ("--out a", "either --train VOCAB_SIZE or --tokenizer"),
+        ("--out a --train 300 --tokenizer b.json", "either --train VOCAB_SIZE or --tokenizer"),
+        ("--out a --train 256", "--train 256: the 256 bytes and the end token are 257 tokens"),
+        ("--out a --train 300 --end </s>", "--end: the tokenizer has no token </s>"),
+        ("--out a --tokenizer b.json", "--tokenizer b.json: cannot be read"),
+        ("--out a --tokenizer corpus.jsonl", "--tokenizer corpus.jsonl: not a tokenizer.json"),
+        ("--out a --train 300 --dataset trian.txt", "--dataset trian.txt: no such file"),
+        ("--out a --train 300 --dataset ids.bin", "--dataset ids.bin: it has token ids already"),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, corpus, flags, reason):
+    """A user's mistake is one line that names the flag, with exit status 2; nothing is written."""
+    monkeypatch.chdir(corpus.parent)
+    np.arange(9, dtype=np.uint16).tofile("ids.bin")
+    before = sorted(corpus.parent.iterdir())
+    arguments = flags if "--dataset" in flags else f"{flags} --dataset corpus.jsonl"
+    monkeypatch.setattr(sys, "argv", ["tokens", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        tokens.main()
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and reason in message
+    assert sorted(corpus.parent.iterdir()) == before
+
+
+def test_a_missing_tokenizer_of_token_ids_is_named(tmp_path):
+    """Ids that another tool wrote, such as nanoGPT's, have no tokenizer beside them."""
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=r"train\.tokenizer\.json: cannot be read"):
+        tokens.tokenizer_of(str(tmp_path / "train.bin"))
+
+
+def test_a_step_trains_on_the_ids(corpus, tmp_path):
+    """Step 1 trains on OUT.bin. Its first loss is that of a guess among the vocabulary's tokens."""
+    out = str(tmp_path / "small")
+    tokens.run(tokens.Config(dataset=str(corpus), out=out, train=290))
+    vocab_size = json.loads((tmp_path / "small.bin.json").read_text())["vocab_size"]
+    line = [sys.executable, "step01_single_gpu.py", "--dataset", f"{out}.bin", "--steps=3"]
+    line += [f"--model=debug,vocab_size={vocab_size},seq_len=32", "--global-batch-size=4"]
+    line += ["--device=cpu", f"--out={tmp_path}/run"]
+    subprocess.run(line, cwd=ROOT, check=True)
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 3
+    assert abs(json.loads(rows[0])["loss"] - math.log(vocab_size)) < 0.1

@@ -1,0 +1,428 @@
+"""Checkpoints: common/checkpoint.py, resume.py and ranks.py. Read them after step 3.
+
+Small exact cases come first, then runs that are resumed in other layouts, damaged, and interrupted.
+"""
+
+import math
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common import UserError, checkpoint
+from common.checkpoint import Checkpoint, Piece, candidates, place_of, save, whole_parameters, write
+from common.layout import ParamLayout, Shard, shard_of
+from common.ranks import Ranks
+from common.resume import check_flags, choose_checkpoint
+from tests.equal import STEP1, Watch, close, draw, run_of, together, train
+from tests.pool import RankError
+
+cases = pytest.mark.parametrize
+
+# --- Pieces and boxes
+
+
+def param_of(whole: tuple, *shards: Shard) -> nn.Parameter:
+    """This rank's shard of a parameter whose elements are 1, 2, 3, ..."""
+    value = torch.arange(1.0, math.prod(whole) + 1).view(whole)
+    for shard in shards:
+        value = shard_of(value, shard)
+    param = nn.Parameter(value)
+    param.parallel_layout = ParamLayout(shards)
+    return param
+
+
+RECORDS = {
+    "not sharded": ((3, 4), []),
+    "rows": ((6, 4), [Shard(0, "tp", 2, 4, 6)]),
+    "columns": ((3, 7), [Shard(1, "tp", 4, 8, 7)]),  # 7 columns on 2 ranks: one is padding
+    "only padding": ((3, 4), [Shard(0, "tp", 4, 6, 3)]),
+    "experts and rows": ((4, 6, 2), [Shard(0, "ep", 2, 4, 4), Shard(1, "tp", 3, 6, 6)]),
+    "rows twice": ((10, 2), [Shard(0, "ep", 5, 10, 10), Shard(0, "tp", 3, 6, 5)]),
+}
+
+
+@cases("whole, shards", RECORDS.values(), ids=RECORDS)
+def test_box_is_where_shard_of_takes_elements_from(whole, shards):
+    """A shard's box in the whole tensor has exactly the elements that `shard_of` keeps of it."""
+    param = param_of(whole, *shards)
+    found, box, shape = place_of(param)
+    close((found, shape), (whole, tuple(param.shape)), "shapes of whole and shard")
+    inside = param_of(whole).detach()[tuple(slice(start, stop) for start, stop in box)]
+    close(sorted(inside.flatten().tolist()), sorted(param[param > 0].tolist()), "elements")
+
+
+def saved_pieces(whole: torch.Tensor, tp: int, dim: int, zero: int) -> list[Piece]:
+    """What tp x zero ranks save of a tensor: shards along `dim`, each cut into `zero` spans."""
+    pieces = []
+    length = math.ceil(whole.shape[dim] / tp)
+    for rank in range(tp):
+        shard = Shard(dim, "tp", rank * length, (rank + 1) * length, whole.shape[dim])
+        local = shard_of(whole, shard)
+        param = nn.Parameter(local)
+        param.parallel_layout = ParamLayout((shard,))
+        step = math.ceil(local.numel() / zero)
+        for start in range(0, local.numel(), step):
+            span = (start, min(start + step, local.numel()))
+            tensors = {"master": local.flatten()[slice(*span)].clone()}
+            pieces.append(Piece(*place_of(param), span, tensors))
+    return pieces
+
+
+@cases("tp, dim, zero", [(1, 0, 1), (2, 0, 3), (3, 1, 2), (5, 1, 4)])
+@cases("to_tp, to_dim", [(1, 0), (2, 1), (4, 0)])
+def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to_dim):
+    """Each shard of a new layout gets the elements that `shard_of` takes from the whole tensor."""
+    whole = draw("whole", 0, 7, 6)
+    saved = Checkpoint.__new__(Checkpoint)
+    saved.pieces = dict(weight=saved_pieces(whole, tp, dim, zero))
+    length = math.ceil(whole.shape[to_dim] / to_tp)
+    for rank in range(to_tp):
+        shard = Shard(to_dim, "tp", rank * length, (rank + 1) * length, whole.shape[to_dim])
+        param = nn.Parameter(shard_of(whole, shard))
+        param.parallel_layout = ParamLayout((shard,))
+        _, box, shape = place_of(param)
+        close(saved.shard("weight", "master", box, shape), param, f"shard of rank {rank}")
+    close(saved.whole("weight"), whole, "the whole tensor")
+
+
+def test_a_rank_finds_its_own_piece_first(tmp_path):
+    """Copies that differ, as DiLoCo's between two outer steps, go back to their ranks."""
+    place = ((2,), ((0, 2),), (2,), (0, 2))
+    for rank in range(2):
+        piece = Piece(*place, dict(master=torch.full((2,), float(rank))))
+        write(tmp_path / f"rank-0000{rank}.pt", dict(state={}), dict(weight=piece))
+    for rank in range(2):
+        own = Piece(*place, dict(master=torch.zeros(2)))
+        found = Checkpoint(tmp_path, rank).tensor("weight", "master", own)
+        close(found.tolist(), [rank, rank], f"rank {rank}")
+
+
+# --- Resumed runs
+
+DENSE = dict(steps=4, save_every=2, n_layers=4)
+LAYOUTS = [
+    (1, STEP1, {}),
+    (2, "step02_ddp", dict(sync="ring")),
+    (3, "step03_zero", dict(zero="3", micro_batch_size=2)),
+    (4, "step03_zero", dict(zero="2", recompute="full")),
+    (4, "step04_tp_sp", dict(tp=2, sp=False, zero="1")),
+    (4, "step05_cp_ring", dict(cp=2, tp=2, zero="0")),
+    (4, "step06_pipeline", dict(pp=2, zero="0", sync="naive")),
+    (8, "step06_pipeline", dict(pp=2, cp=2, tp=2, zero="3", schedule="interleaved")),
+]
+EXPERTS = DENSE | dict(experts=4, aux_loss_coeff=0.3)
+S7 = "step07_moe_ep"
+ROWS = [
+    (DENSE | dict(tied=True), LAYOUTS[7], LAYOUTS[2]),
+    (EXPERTS, (1, S7, {}), (4, S7, dict(cp=2, ep=4, zero="2"))),
+    (
+        EXPERTS | dict(balance="bias", bias_rate=0.3),
+        (4, S7, dict(pp=2, tp=2, ep=2, zero="3")),
+        (1, S7, {}),
+    ),
+]
+MATRIX = [(DENSE, one, other) for one in LAYOUTS for other in LAYOUTS]
+
+
+@cases(
+    "base, saved, resumed",
+    ROWS + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in MATRIX],
+)
+def test_a_run_resumes_in_another_layout(pools, tmp_path, base, saved, resumed):
+    """Losses, norms and final weights are those of the uninterrupted run, to 1e-10 in fp64."""
+    n, step, flags = saved
+    whole = pools(n).run(train, step, base | flags | dict(out=f"{tmp_path}/a"))
+    n, step, flags = resumed
+    flags = flags | dict(out=f"{tmp_path}/b", resume=f"{tmp_path}/a/checkpoints/step-00000002")
+    rest = pools(n).run(train, step, base | flags)
+    for i, what in enumerate(("losses", "norms")):
+        close(torch.tensor(rest[0][i]), torch.tensor(whole[0][i][2:]), what)
+    expected = together([piece for rank in whole for piece in rank[3]])
+    found = together([piece for rank in rest for piece in rank[3]])
+    close(sorted(found), sorted(expected), "names")
+    for name, value in expected.items():
+        close(found[name], value, name)
+
+
+BIAS = EXPERTS | dict(balance="bias", bias_rate=0.3, pp=2, tp=2, ep=2, zero="3")
+
+
+def test_whole_parameters_of_several_ranks(pools, tmp_path):
+    """They are the masters that the ranks updated, put together, and buffers, by their names."""
+    ranks = pools(4).run(train, S7, BIAS | dict(out=f"{tmp_path}"))
+    flags, named = whole_parameters(tmp_path)
+    found = dict(named)
+    close(flags["balance"], "bias", "a flag of the run")
+    for name, value in together([piece for rank in ranks for piece in rank[3]]).items():
+        close(found.pop(name), value, name)
+    biases = [f"model.layers.{n}.mlp.bias" for n in range(4)]
+    close(sorted(found), biases, "buffers")
+    steps_of_rate = torch.stack([found[name] for name in biases]) / 0.3
+    close(steps_of_rate, steps_of_rate.round(), "biases, in steps of the rate")
+    assert steps_of_rate.abs().max() > 0.9, "no bias has moved"
+
+
+class WithState(Watch):
+    """A run with a part that has state: a number that is another one on each rank."""
+
+    def steps(self, **parts: Any):
+        self.restored = None
+        yield from super().steps(mark=self, **parts)
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(number=torch.tensor(10 + self.rank))
+
+    def load_state(self, state: dict[str, Tensor]):
+        self.restored = int(state["number"])
+
+
+def restored_state(options: dict[str, Any]) -> int | None:
+    """Train step 2 by `WithState`; returns the number that this rank has restored."""
+    return run_of("step02_ddp", options, WithState).restored
+
+
+def test_state_is_restored_in_the_same_layout_only(pools, tmp_path):
+    """Each rank gets its own state back; with another number of ranks, one line names the flag."""
+    flags = dict(out=f"{tmp_path}/a", save_every=2)
+    close(pools(2).run(restored_state, flags), [None, None], "restored by a new run")
+    flags = dict(out=f"{tmp_path}/b", resume=f"{tmp_path}/a/checkpoints/step-00000002")
+    close(pools(2).run(restored_state, flags), [10, 11], "restored by rank")
+    with pytest.raises(RankError, match="--nproc-per-node was 2: keep it"):
+        pools(3).run(restored_state, flags)
+
+
+# --- Which checkpoint, and with which flags
+
+
+def saved_run(out: Path, *names: str) -> Path:
+    """A run directory with checkpoints of these names, whose files are empty."""
+    for name in names:
+        (out / "checkpoints" / name).mkdir(parents=True)
+        (out / "checkpoints" / name / "rank-00000.pt").touch()
+    return out
+
+
+def test_a_users_copy_is_no_checkpoint_of_the_run(tmp_path):
+    """Only names that a run gives count, and the newest is first."""
+    names = ["step-00000002", "step-00000010", "step-best", "step-00000010-copy", ".step-00000012"]
+    saved_run(tmp_path, *names)
+    found = [path.name for path in candidates(tmp_path)]
+    close(found, ["step-00000010", "step-00000002"], "checkpoints")
+    copy = tmp_path / "checkpoints/step-best"
+    close(candidates(copy), [copy], "a copy that --resume names")
+
+
+def test_the_last_two_checkpoints_stay(tmp_path):
+    """Saving removes earlier ones, and later ones, which were damaged; it leaves users' copies."""
+    folder = saved_run(tmp_path, "step-00000009", "step-best") / "checkpoints"
+    for step in (2, 4, 6):
+        save(folder / f"step-0000000{step}", dict(state={}), {}, Ranks())
+    found = sorted(path.name for path in folder.iterdir())
+    close(found, ["step-00000004", "step-00000006", "step-best"], "folders")
+
+
+REFUSED = [
+    ("", "--out .* has checkpoints: set --resume .* to continue, or another --out"),
+    ("OUT/checkpoints/step-00000002", "--out .* has checkpoints"),
+    ("OTHER", "--out .* has checkpoints"),
+    ("MISSING", "--resume MISSING: no checkpoint is there"),
+]
+
+
+@cases("name, text", REFUSED)
+def test_runs_do_not_mix(tmp_path, monkeypatch, name, text):
+    """A directory with checkpoints is continued from its newest one, or left alone."""
+    monkeypatch.chdir(tmp_path)
+    saved_run(Path("OUT"), "step-00000002", "step-00000004")
+    saved_run(Path("OTHER"), "step-00000002")
+    with pytest.raises(UserError, match=text):
+        choose_checkpoint(name, Path("OUT"), Ranks())
+
+
+def test_where_resume_looks(tmp_path, monkeypatch):
+    """`auto` starts anew without checkpoints; a link to --out, or to its newest, is --out itself."""
+    monkeypatch.chdir(tmp_path)
+    close(choose_checkpoint("auto", Path("OUT"), Ranks()), None, "auto in an empty place")
+    newest = Path("OUT/checkpoints/step-00000004")
+    save(newest, dict(state={}), {}, Ranks())
+    Path("link").symlink_to("OUT")
+    for name in ("auto", "OUT", "link", str(newest), f"link/checkpoints/{newest.name}"):
+        found = choose_checkpoint(name, Path("OUT"), Ranks())
+        close(found.resolve(), newest.resolve(), f"--resume {name}")
+
+
+FLAGS = dict(lr=0.1, tp=2, dataset="a.txt", micro_batch_size=4, experts=8)
+CHANGES = [
+    (dict(lr=0.2), {}, "--lr was 0.1: keep it"),
+    (dict(tp=1, dataset="b.txt", micro_batch_size=2), {}, ""),
+    (dict(new_flag=1), {}, ""),  # another script's, with the same computation
+    (dict(micro_batch_size=2), dict(balance="loss"), "--micro-batch-size was 4: keep it"),
+    (dict(micro_batch_size=2), dict(balance="bias"), ""),
+    (dict(fingerprint="other"), {}, "--dataset has other tokens"),
+    (dict(tp=1), dict(state=True), "--tp was 2: keep it"),
+    (dict(dtype="bf16"), dict(state=True), ""),
+]
+
+
+@cases("changed, more, text", CHANGES)
+def test_a_resumed_run_computes_the_same(changed, more, text):
+    """Flags that change results must stay, those of layout and of files may change."""
+    flags = FLAGS | {key: value for key, value in more.items() if key != "state"}
+    about = dict(flags=flags, fingerprint="abc")
+    saved = SimpleNamespace(folder=Path("X"), has_state="state" in more, about=about)
+    flags = flags | changed
+    fingerprint = flags.pop("fingerprint", "abc")
+    if not text:
+        check_flags(saved, flags, fingerprint)
+        return
+    with pytest.raises(UserError, match=f"--resume X: {text}"):
+        check_flags(saved, flags, fingerprint)
+
+
+# --- Damage, full disks, and ranks that die
+
+TWO = "step03_zero"
+
+
+def damage(folder: Path, random_: random.Random) -> str:
+    """Damage a checkpoint of two ranks in one of several ways; returns which."""
+    path = folder / f"rank-0000{random_.randrange(2)}.pt"
+    content = bytearray(path.read_bytes())
+    way = random_.choice(["bytes", "truncated", "empty", "missing", "of the other rank", "longer"])
+    if way == "bytes":
+        start = random_.randrange(len(content))
+        length = random_.randrange(1, 64)
+        content[start : start + length] = random_.randbytes(length)
+    elif way == "truncated":
+        del content[random_.randrange(len(content)) :]
+    elif way == "empty":
+        content.clear()
+    elif way == "of the other rank":
+        content = (folder / f"rank-0000{1 - int(path.stem[-1])}.pt").read_bytes()
+    elif way == "longer":
+        content += random_.randbytes(1000)
+    path.write_bytes(content)
+    if way == "missing":
+        path.unlink()
+    return way
+
+
+@cases("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.exhaustive)])
+def test_a_damaged_checkpoint_is_skipped(pools, tmp_path, seeds):
+    """Whatever happens to the newest one, the run ends with the same weights, from the one before."""
+    flags = dict(steps=6, save_every=2, zero="1", n_layers=1)
+    whole = pools(2).run(train, TWO, flags | dict(out=f"{tmp_path}/a"))
+    for seed in seeds:
+        out = tmp_path / str(seed)
+        shutil.copytree(tmp_path / "a", out)
+        way = damage(out / "checkpoints/step-00000006", random.Random(seed))
+        resumed = pools(2).run(train, TWO, flags | dict(out=str(out), resume="auto"))
+        for rank in range(2):
+            steps = len(resumed[rank][0])
+            assert steps == 2 or way in ("bytes", "longer"), f"{seed}: {way} was not noticed"
+            for (name, *_, found), (*_, expected) in zip(
+                resumed[rank][3], whole[rank][3], strict=True
+            ):
+                close(found.tobytes(), expected.tobytes(), f"{seed}, {way}: {name}")
+        shutil.rmtree(out)
+
+
+def test_without_a_sound_checkpoint_there_is_one_line(pools, tmp_path):
+    """If all are damaged, every rank says so; nothing is trained anew in silence."""
+    flags = dict(steps=2, save_every=1, out=str(tmp_path))
+    pools(2).run(train, TWO, flags)
+    for path in tmp_path.glob("checkpoints/*/rank-00001.pt"):
+        path.write_bytes(b"")
+    with pytest.raises(RankError, match=r"no checkpoint in .* is sound: .* another --out"):
+        pools(2).run(train, TWO, flags | dict(resume="auto"))
+
+
+def train_and_die(options: dict[str, Any]):
+    """Train; when rank 1 saves step 4, it writes half of its file, and is killed."""
+
+    def write_half(path: Path, content: dict, pieces: dict):
+        write(path, content, pieces)
+        if content["rank"] == 1 and content["step"] == 4:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(checkpoint, "write", write_half):
+        train(TWO, options)
+
+
+def test_a_rank_killed_while_saving_costs_only_that_checkpoint(pools, tmp_path):
+    """The next run, on another number of ranks, takes the one before, and saves the step again."""
+    flags = dict(steps=4, save_every=2, out=f"{tmp_path}/a")
+    expected = together(pools(1).run(train, STEP1, dict(steps=4))[0][3])
+    with pytest.raises(RankError, match=r"reset|closed|died"):
+        pools(2).run(train_and_die, flags)
+    close([path.name for path in candidates(tmp_path / "a")], ["step-00000002"], "checkpoints")
+    ranks = pools(3).run(train, TWO, flags | dict(resume="auto"))
+    for name, value in together([piece for rank in ranks for piece in rank[3]]).items():
+        close(value, expected[name], name)
+    names = sorted(path.name for path in (tmp_path / "a/checkpoints").iterdir())
+    close(names, ["step-00000002", "step-00000004"], "folders")
+
+
+def train_apart(options: dict[str, Any]):
+    """Train with a directory of its own for each rank, as nodes without a shared disk have."""
+    train(TWO, options | dict(out=f"{options['out']}/{os.environ['RANK']}"))
+
+
+def test_without_a_shared_disk_no_checkpoint_gets_a_name(pools, tmp_path):
+    """The first save ends the run with one line."""
+    text = "--out: cannot save .*: rank 0: the file of rank 1 is not there: nodes must share"
+    with pytest.raises(RankError, match=text):
+        pools(2).run(train_apart, dict(save_every=2, out=str(tmp_path)))
+    close(list(tmp_path.glob("*/checkpoints/step-*")), [], "checkpoints")
+
+
+def test_a_full_disk_is_an_oserror(tmp_path):
+    """`write` raises the error of the file, not that of torch.save, which follows it."""
+    path = tmp_path / "rank-00000.pt"
+    path.symlink_to("/dev/full")  # a file that is always full
+    piece = Piece((1000, 1000), (), (), (0, 10**6), dict(master=torch.zeros(1000, 1000)))
+    for pieces in ({}, dict(weight=piece)):
+        with pytest.raises(OSError, match="No space left on device"):
+            write(path, {}, pieces)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
+    """The hidden folder goes, and earlier checkpoints stay."""
+    folder = tmp_path / "checkpoints"
+    save(folder / "step-00000002", dict(state={}), {}, Ranks())
+    full = mock.patch.object(checkpoint, "write", side_effect=OSError(28, "No space left"))
+    with full, pytest.raises(UserError, match=r"--out: .*step-00000004: rank 0: No space left"):
+        save(folder / "step-00000004", dict(state={}), {}, Ranks())
+    close([path.name for path in folder.iterdir()], ["step-00000002"], "folders")
+
+
+@pytest.mark.ranks(3)
+def test_an_error_of_one_rank_is_that_of_all():
+    """`attempt` raises on every rank what one rank's disk says."""
+
+    def fail_on_rank_1():
+        if ranks.rank == 1:
+            raise OSError(28, "No space left on device")
+
+    ranks = Ranks()
+    with pytest.raises(UserError, match="rank 1: No space left on device"):
+        ranks.attempt(fail_on_rank_1)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_differ_are_named():
+    """`require_same` names the rank, its value and rank 0's, on every rank."""
+    ranks = Ranks()
+    ranks.require_same("a", "letters")
+    with pytest.raises(UserError, match="letters: b on rank 2, but a on rank 0"):
+        ranks.require_same("b" if ranks.rank == 2 else "a", "letters")

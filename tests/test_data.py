@@ -1,0 +1,399 @@
+"""common/data.py: what each kind of --dataset becomes, which batches are made of it, and what is
+refused in one line.
+
+The expected tokens are the bytes of the texts, written out by Python's own `encode`.
+"""
+
+import gzip
+import http.server
+import json
+import threading
+from pathlib import Path
+from unittest import mock
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+
+from common import UserError, data
+from common.data import END, Data
+from common.model import ModelConfig
+
+TEXTS = ["Hello, world.\n", "Grüße, Welt!", "", "third " * 20]
+TOKENS = [END if byte == 0 else byte for text in TEXTS for byte in text.encode() + b"\0"]
+
+
+def opened(source: str | Path, seq_len: int = 8, vocab_size: int = 257, seed: int = 0) -> Data:
+    """The data of a run whose batches have three sequences."""
+    shape = ModelConfig(8, 1, 1, 1, 8, vocab_size=vocab_size, seq_len=seq_len)
+    with mock.patch.dict(data.READERS, hub=data.read_hub):  # other tests replace this reader
+        return Data(str(source), shape, 3, seed)
+
+
+def refused(source: str | Path, **options: int) -> str:
+    """The error for a data set that cannot be used: a UserError of one line."""
+    with pytest.raises(UserError) as caught:
+        opened(source, **options)
+    return " ".join(str(caught.value).split())
+
+
+def lines(*rows: object) -> bytes:
+    """Rows as JSON lines."""
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def write_parquet(path: Path, **columns: list):
+    """Write a .parquet file with these columns."""
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+
+
+# --- Batches ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """A function that opens a text of 43 windows, "0000" to "0042", of which 41 are trained on."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i:04d}" for i in range(43)))
+    return lambda **options: opened(path, **dict(seq_len=4) | options)
+
+
+def test_targets_are_the_next_tokens(numbered):
+    """The targets of a window are the bytes one place further on, and END after the last one."""
+    tokens, targets = numbered().read([7, 42])
+    assert tokens.tolist() == [[*b"0007"], [*b"0042"]]
+    assert targets.tolist() == [[*b"0070"], [*b"042", END]]
+
+
+def test_each_epoch_has_every_window_once_in_another_order(numbered):
+    """Each epoch has every training window once, in an order that depends on seed and epoch."""
+    orders = []
+    for seed in range(2):
+        batches = [numbered(seed=seed).batch(step)[0] for step in range(41)]
+        for epoch in torch.cat(batches).split(41):
+            orders.append(tuple(int(bytes(row.tolist())) for row in epoch))
+    assert [sorted(order) for order in orders] == [[*range(41)]] * 6
+    assert len(set(orders)) == 6
+
+
+def test_batches_do_not_depend_on_earlier_ones(numbered):
+    """A batch is a pure function of (seed, step): a resumed run reads what it would have read."""
+    one = numbered()
+    in_order = [one.batch(step)[0].tolist() for step in range(41)]
+    for step in 40, 3, 14, 13:
+        assert one.batch(step)[0].tolist() == in_order[step]
+
+
+def test_held_out_windows_are_the_last_twentieth(numbered):
+    """`held_out` returns the windows that no batch has: here two of 43, fewer than asked for."""
+    tokens, targets = numbered().held_out(99)
+    assert tokens.tolist() == [[*b"0041"], [*b"0042"]]
+    assert targets.tolist() == [[*b"0410"[:3], *b"0"], [*b"042", END]]
+    assert numbered().held_out(1)[0].tolist() == [[*b"0041"]]
+
+
+def test_two_windows_are_the_fewest(numbered):
+    """One window to train on and one to hold out are enough; with fewer, an error says so."""
+    assert numbered(seq_len=86).batch(1)[0].shape == (3, 86)
+    with pytest.raises(UserError, match=r"--dataset .* are less than two sequences of 87"):
+        numbered(seq_len=87)
+
+
+# --- Kinds -----------------------------------------------------------------------------------
+
+
+def test_every_kind_of_documents_gives_the_same_tokens(tmp_path):
+    """The same texts are the same tokens in each kind of file: their bytes, and END after each."""
+    rows = lines(*(dict(text=text) for text in TEXTS))
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows))
+    write_parquet(tmp_path / "a.parquet", text=TEXTS)
+    for name in "a.jsonl", "a.jsonl.gz", "a.parquet":
+        assert opened(tmp_path / name).tokens.tolist() == TOKENS, name
+
+
+def test_a_data_set_of_the_hub(monkeypatch):
+    """NAME:CONFIG is the column `text` of that configuration's split `train`."""
+    asked = []
+
+    def load_dataset(*words, **options):
+        asked.append((words, options))
+        return datasets.Dataset.from_dict(dict(url=["u"] * 4, text=TEXTS))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert opened("owner/name:part").tokens.tolist() == TOKENS
+    assert asked == [(("owner/name", "part"), dict(split="train"))]
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".jsonl"])
+def test_files_of_a_folder_may_differ_in_other_columns(tmp_path, kind):
+    """Only `text` is read, so files of one folder may have other columns of any type."""
+    more = [dict(), dict(meta=[dict(url="u")]), dict(meta=[5])]
+    for i, columns in enumerate(more):
+        if kind == ".parquet":
+            write_parquet(tmp_path / f"{i}{kind}", text=["text"], **columns)
+        else:
+            row = dict(text="text") | {name: values[0] for name, values in columns.items()}
+            (tmp_path / f"{i}{kind}").write_bytes(lines(row))
+    assert opened(tmp_path, seq_len=4).tokens.tolist() == [*b"text", END] * 3
+
+
+def test_a_folder_names_every_file_that_it_reads(tmp_path):
+    """A folder is read with its subfolders, linked ones too, without hidden files; the summary
+    names each file."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/c.txt").write_text("third")
+    folder = tmp_path / "corpus"
+    (folder / "part").mkdir(parents=True)
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    for name, text in {"a.txt": "first", "part/b.txt": "second", ".hidden": "no"}.items():
+        (folder / name).write_text(text)
+    found = opened(folder, seq_len=4)
+    documents = bytes((found.tokens % END).tolist()).split(b"\0")
+    assert sorted(documents) == [b"", b"first", b"second", b"third"]
+    names = ", ".join(str(folder / name) for name in ("a.txt", "linked/c.txt", "part/b.txt"))
+    assert found.summary == f"data: 19 tokens of {names}"
+
+
+def test_bytes_that_are_not_utf_8_are_counted(tmp_path):
+    """A text in Latin-1 is read, and the summary says how many of its bytes were replaced."""
+    text = "Élève à l'école, où était-il? "
+    (tmp_path / "latin.txt").write_bytes(400 * text.encode("latin-1"))
+    (tmp_path / "utf.txt").write_bytes(400 * text.encode())
+    assert "2,400 U+FFFD mark bytes that are not UTF-8" in opened(tmp_path / "latin.txt").summary
+    assert "U+FFFD" not in opened(tmp_path / "utf.txt").summary
+
+
+@pytest.mark.parametrize("dtype, facts", [("uint16", None), ("uint32", dict(dtype="uint32"))])
+def test_token_ids_are_mapped_into_memory(tmp_path, dtype, facts):
+    """A .bin file is uint16, as nanoGPT writes it, unless its .json says uint32. It is mapped."""
+    ids = np.arange(100) * 650  # the last is 64,350, which a signed int16 could not hold
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    if facts:
+        (tmp_path / "train.bin.json").write_text(json.dumps(facts | dict(tokens=100)))
+    found = opened(tmp_path / "train.bin", vocab_size=64351)
+    tokens, targets = found.read([11])
+    assert tokens.tolist() == [ids[88:96].tolist()] and targets.tolist() == [ids[89:97].tolist()]
+    assert isinstance(found.tokens, np.memmap)
+
+
+# --- What is refused -------------------------------------------------------------------------
+
+GOOD = lines(*(dict(text=f"a text with the number {i}") for i in range(9)))
+FILES = [  # name, content, a part of the error
+    ("empty.txt", b"", "it has no text"),
+    ("wide.txt", "a text in UTF-16".encode("utf-16"), "convert it to UTF-8"),
+    ("table.csv", b"text\nhello\n", "this kind of file cannot be read"),
+    ("README", b"text", "this kind of file cannot be read"),
+    ("empty.jsonl", b"", "it has no text"),
+    ("blank.jsonl", b"\n\n", "it has no text"),
+    ("half.jsonl", GOOD[:-9], "near row 8: Unterminated string"),
+    ("null.jsonl", lines(dict(text="a"), dict(text=None)), "near row 2: a row needs a string"),
+    ("number.jsonl", lines(dict(text=5)), "a row needs a string `text`, not 5"),
+    ("column.jsonl", lines(dict(body="hello")), "a row needs a string `text`, not None"),
+    ("list.jsonl", lines(["text"]), "a row needs a string `text`, not None"),
+    ("latin.jsonl", '{"text": "où"}'.encode("latin-1"), "can't decode byte 0xf9"),
+    ("wide.jsonl", GOOD.decode().encode("utf-16"), "near row 0"),
+    ("plain.jsonl.gz", GOOD, "Not a gzipped file"),
+    ("half.jsonl.gz", gzip.compress(GOOD)[:-12], "Compressed file ended"),
+    ("empty.jsonl.gz", b"", "it has no text"),
+    ("empty.parquet", b"", "Parquet file size is 0 bytes"),
+    ("damaged.parquet", b"PAR1 and so on", "Parquet magic bytes not found in footer"),
+    ("odd.bin", b"12345", "odd.bin.json is damaged: Size of available data"),
+    ("empty.bin", b"", "empty.bin.json is damaged: cannot mmap an empty file"),
+]
+
+
+@pytest.mark.parametrize("name, content, reason", FILES)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a folder"])
+def test_an_unusable_file_is_named(tmp_path, name, content, reason, alone):
+    """A file that cannot be read is refused in a line that names it, also in a folder."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    message = refused(path if alone else tmp_path)
+    assert name in message and message.startswith(f"--dataset {tmp_path}")
+    if alone:
+        assert reason in message, message
+
+
+@pytest.mark.parametrize(
+    "columns, reason",
+    [
+        (dict(text=["a", None]), "near row 2: a row needs a string `text`, not None"),
+        (dict(text=[1, 2]), "near row 1: a row needs a string `text`, not 1"),
+        (dict(text=[dict(a="b")]), "a row needs a string `text`, not {'a': 'b'}"),
+        (dict(body=["hello"]), "No match for FieldRef.Name(text) in body: string"),
+        (dict(text=[]), "it has no text"),
+    ],
+)
+def test_a_parquet_file_without_texts_is_named(tmp_path, columns, reason):
+    """A .parquet file is refused, by name, unless each row has a string in the column `text`."""
+    write_parquet(tmp_path / "a.parquet", **columns)
+    message = refused(tmp_path / "a.parquet")
+    assert message.startswith(f"--dataset {tmp_path}/a.parquet: ") and reason in message
+
+
+@pytest.mark.parametrize("names", ["a.txt b.jsonl", "a.txt notes.md", "a.csv", "a.txt b.bin", ""])
+def test_a_folder_of_several_kinds_is_refused(tmp_path, names):
+    """A folder is refused unless one kind fits all its files; the line names one of each kind."""
+    for name in names.split():
+        (tmp_path / name).write_text('{"text": "text"}' * 9)
+    message = refused(tmp_path)
+    assert "the files of a folder must be of one kind (.txt, .jsonl, .jsonl.gz, .par" in message
+    assert all(name in message for name in names.split() or ["no file"])
+
+
+def test_a_link_to_nowhere_is_named(tmp_path):
+    """A file of a folder that cannot be opened is refused, not left out."""
+    (tmp_path / "a.txt").write_text("a text of more than two windows")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
+    assert f"{tmp_path}/b.txt: unreadable" in refused(tmp_path)
+
+
+MISSING = ["data/trian.jsonl", "trian.txt", "train.bin", "a/b.parquet", "/nowhere/at/all"]
+MISSING += ["./corpus", "../corpus", "~/corpus", "corpus/", "a/b/c", "C:\\corpus", "a corpus"]
+
+
+@pytest.mark.parametrize("source", MISSING)
+def test_a_missing_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path, source):
+    """What has a file's suffix, or a form that no name of the hub has, is just not there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "read_hub", lambda _source: pytest.fail("the hub was asked"))
+    assert refused(source) == f"--dataset {source}: no such file"
+
+
+@pytest.mark.parametrize(
+    "files, reason",
+    [
+        ({"train.bin": b"1234" * 99}, "token id 13363 needs a --model with vocab_size=13364 or m"),
+        ({"train.bin": b"1" * 99, "train.bin.json": b'{"dty'}, "train.bin.json is damaged: Unte"),
+        ({"train.bin": b"1" * 99, "train.bin.json": b"[]"}, "train.bin.json is damaged: list"),
+        ({"train.bin": b"1" * 99, "train.bin.json": b"{}"}, "train.bin.json is damaged: 'dtype'"),
+        (
+            {"train.bin": b"1" * 96, "train.bin.json": b'{"dtype": "uint32", "tokens": 25}'},
+            "it has 24 tokens, and had 25",
+        ),
+    ],
+)
+def test_token_ids_that_do_not_fit_are_refused(tmp_path, files, reason):
+    """Ids outside the vocabulary, and ids that are not those described, are found at the start."""
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    message = refused(tmp_path / "train.bin")
+    assert message.startswith(f"--dataset {tmp_path}/train.bin: ") and reason in message
+
+
+def test_text_needs_a_vocabulary_with_its_end(tmp_path):
+    """A vocabulary of 256 has room for all bytes, but not for the token that ends a document."""
+    (tmp_path / "a.txt").write_text("a text of more than two windows")
+    assert "its token id 256 needs a --model with" in refused(tmp_path / "a.txt", vocab_size=256)
+
+
+# --- The hub ---------------------------------------------------------------------------------
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that has no data set."""
+
+    def do_HEAD(self):
+        self.send_response(200 if self.path == "/" else 404)
+        if self.path != "/":
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def empty_hub(monkeypatch):
+    """The hub is a server of this process, which has no data set."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        at_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}", False)
+        yield
+        server.shutdown()
+
+
+def at_hub(monkeypatch: pytest.MonkeyPatch, address: str, offline: bool):
+    """Let `datasets` and huggingface_hub work with the hub at this address, or offline."""
+    url = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+    for config in huggingface_hub.constants, datasets.config:
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", offline)
+
+
+def test_a_name_that_the_hub_does_not_know(empty_hub):
+    """The hub's answer that it has no such data set is one line."""
+    expected = "hub: Dataset 'owner/name' doesn't exist on the Hub or cannot be accessed."
+    assert expected in refused("owner/name")
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_without_network_the_error_is_one_line(monkeypatch, capfd, offline):
+    """Without the hub, the error comes at once: nothing is tried again."""
+    at_hub(monkeypatch, "http://127.0.0.1:9", offline)  # nobody listens at this port
+    message = refused("owner/name")
+    assert message.startswith("--dataset owner/name: no such file, and as a data set of the hub")
+    assert ("OfflineModeIsEnabled" if offline else "Connection refused") in message
+    assert "Retry" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, file, reason",
+    [
+        ("owner/name:other", "train.jsonl", "BuilderConfig 'other' not found"),
+        ("owner/name", "train.jsonl", "Column name ['text'] not in the dataset"),
+        ("owner/name", "test.jsonl", 'Unknown split "train"'),
+    ],
+)
+def test_what_a_data_set_lacks_is_named(monkeypatch, tmp_path, source, file, reason):
+    """A configuration, column or split that a data set lacks is named, in the words of the
+    library."""
+    (tmp_path / file).write_bytes(lines(dict(body="hello")))
+    load = datasets.load_dataset
+
+    def load_folder(_name: str, *words: str, **options: str) -> datasets.Dataset:
+        return load(str(tmp_path), *words, **options, cache_dir=tmp_path / "cache")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_folder)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = refused(source)
+    assert message.startswith(f"--dataset {source}: ") and reason in message
+
+
+# --- Fingerprints ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_a_changed_token_changes_the_fingerprint(tmp_path, place):
+    """Equal tokens have equal fingerprints; one other token, or one more, has another."""
+    ids = np.arange(1000, dtype=np.uint16) % 250
+    changed = ids.copy()
+    changed[place] += 1
+    found = []
+    for name, tokens in dict(a=ids, b=ids, c=changed, d=np.append(ids, ids[:1])).items():
+        tokens.tofile(tmp_path / f"{name}.bin")
+        found.append(opened(tmp_path / f"{name}.bin").fingerprint())
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
+def test_a_large_file_is_sampled(monkeypatch, tmp_path):
+    """Of a stream of more than 64 blocks, the fingerprint reads only the blocks: it misses a
+    change between two of them."""
+    monkeypatch.setattr(data, "BLOCK", 10)
+    ids = np.zeros(64 * 100, np.uint16)
+    found = []
+    for place in 0, 6309, 6310, 50:
+        tokens = ids.copy()
+        tokens[place] = 1
+        tokens.tofile(tmp_path / "a.bin")
+        found.append(opened(tmp_path / "a.bin").fingerprint())
+    assert len(set(found)) == 3 and found[2] == found[3]

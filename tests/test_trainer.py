@@ -1,0 +1,326 @@
+"""Runs: common/trainer.py, watch.py, meter.py and compare.py. Read them after step 2."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import step04_tp_sp as step04
+from common import UserError, compare
+from common.comm import Mesh
+from common.data import Data
+from common.meter import flops_per_token, parameter_table, peak_flops, rows_of
+from common.model import PRESETS, Decoder, ModelConfig
+from common.ranks import check_environment
+from common.trainer import Run
+from common.watch import Signals
+from tests.equal import SHAPE, STEP1, Watch, close, decoder, run_of
+from tests.pool import ROOT, RankError
+
+cases = pytest.mark.parametrize
+
+
+def rows_in(out: Path) -> list[dict]:
+    """The rows of metrics.jsonl, which must be JSON: no NaN."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"metrics.jsonl has {constant}, which is no JSON")
+
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+# --- How a run ends
+
+
+class Interrupted(Watch):
+    """A run of which rank 1 gets a signal in step 2."""
+
+    def require_finite(self, step: int, **numbers: float):
+        super().require_finite(step, **numbers)
+        if step == 1 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def interrupted(options: dict) -> int:
+    """Train step 2 by `Interrupted`; returns the number of steps."""
+    return len(run_of("step02_ddp", options, Interrupted).history)
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(pools, tmp_path):
+    """A checkpoint is saved then, also with --save-every 0."""
+    found = pools(3).run(interrupted, dict(steps=5, out=str(tmp_path)))
+    close(found, [2, 2, 2], "steps of each rank")
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    close(names, ["step-00000002"], "checkpoints")
+
+
+def test_a_second_ctrl_c_ends_the_process():
+    """The first is noted. torchrun may repeat it at once, which does not count."""
+    times = iter([100.0, 100.1, 103.0])
+    clock = mock.patch.object(time, "monotonic", lambda: next(times))
+    ending = mock.patch.object(os, "_exit", side_effect=SystemExit)
+    with Signals() as signals, clock, ending as ends:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        close((signals.received, ends.call_count), (100.0, 0), "after two within a second")
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGINT)
+    close(ends.call_args.args, (130,), "status")
+
+
+SCRIPT = """
+import sys, threading, time, step01_single_gpu as step01
+from common.trainer import main
+
+def wait_for_ever():
+    time.sleep(1000)
+
+def train(config, run):
+    {}
+
+main(train, step01.Config)
+"""
+
+
+def ran(body: str, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own, whose `train` has this body."""
+    words = [sys.executable, "-c", SCRIPT.format(body), *flags]
+    environment = os.environ | variables
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+TWO_RANKS = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+
+
+def test_a_hang_is_explained(tmp_path):
+    """After --timeout, the process prints where it waits, and ends with status 1."""
+    body = "run.watch.start(); wait_for_ever()"
+    done = ran(body, "--timeout=1", f"--out={tmp_path}", **TWO_RANKS | dict(RANK="3"))
+    close(done.returncode, 1, "status")
+    assert "error: rank 3: a step has taken 1 s (--timeout)" in done.stderr, done.stderr
+    assert "in wait_for_ever" in done.stderr, done.stderr
+
+
+def test_a_bug_keeps_its_traceback_and_ends_its_rank():
+    """Although another thread runs on, so the other ranks' launcher notices it at once."""
+    body = "threading.Thread(target=wait_for_ever).start(); run.no_such_method()"
+    done = ran(body, **TWO_RANKS)
+    close(done.returncode, 1, "status")
+    assert "Traceback" in done.stderr and "no attribute 'no_such_method'" in done.stderr
+
+
+def test_a_users_mistake_is_one_line():
+    """With status 2, from the code of a step as well as from the flags."""
+    done = ran("raise __import__('common').UserError('--tp: lower it')")
+    close((done.returncode, done.stderr), (2, "error: --tp: lower it\n"), "status and text")
+
+
+def test_a_finished_run_that_is_started_again_is_done(tmp_path, capsys):
+    """With --resume auto it trains nothing, says so, and keeps its metrics."""
+    flags = dict(steps=2, save_every=1, out=str(tmp_path))
+    run_of(STEP1, flags, Run)
+    before = rows_in(tmp_path)
+    run_of(STEP1, flags | dict(resume="auto"), Run)
+    assert "2 of 2 steps are done" in capsys.readouterr().out
+    close(rows_in(tmp_path), before, "rows of metrics.jsonl")
+
+
+class Moved(Run):
+    """A run whose directory is renamed while it trains."""
+
+    def require_finite(self, step: int, **numbers: float):
+        self.out.rename(f"{self.out}-moved")
+
+
+def test_a_directory_that_is_moved_is_named(tmp_path):
+    """One line names --out."""
+    with pytest.raises(UserError, match=f"--out {tmp_path}/a: cannot write: No such file"):
+        run_of(STEP1, dict(out=f"{tmp_path}/a"), Moved)
+
+
+# --- What ranks must have in common
+
+OTHERS = [
+    (dict(SLURM_NTASKS="2"), "SLURM_NTASKS is 2.* torchrun"),
+    (dict(OMPI_COMM_WORLD_SIZE="4"), "OMPI_COMM_WORLD_SIZE is 4.* torchrun"),
+    (dict(RANK="0"), "no launcher has set RANK: use torchrun, or first unset RANK"),
+    (dict(SLURM_NTASKS="2") | TWO_RANKS, ""),
+    (dict(SLURM_NTASKS="1"), ""),
+]
+
+
+@cases("variables, text", OTHERS)
+def test_processes_that_would_not_find_one_another_are_refused(monkeypatch, variables, text):
+    """Launchers that do not set RANK are named; under torchrun they may have started the job."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not text:
+        check_environment()
+        return
+    with pytest.raises(UserError, match=text):
+        check_environment()
+
+
+def test_step_1_on_two_ranks_is_refused():
+    """Two processes that do not communicate would train the same run twice."""
+    text = "--nproc_per_node: this script trains on one device"
+    with mock.patch.dict(os.environ, WORLD_SIZE="2"), pytest.raises(UserError, match=text):
+        run_of(STEP1, {})
+
+
+def test_ranks_with_other_flags_are_named(tmp_path):
+    """Both say which flags differ, before they form groups: with other groups they would hang."""
+    processes = []
+    port = str(20000 + os.getpid() % 10000)
+    for rank in range(2):
+        variables = dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+        words = [sys.executable, "step04_tp_sp.py", "--device=cpu", f"--out={tmp_path}"]
+        words += ["--tp=2"] * rank
+        how = dict(cwd=ROOT, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
+        processes.append(subprocess.Popen(words, **how))
+    for process in processes:
+        line = process.communicate()[1].strip().splitlines()[-1]
+        close(process.returncode, 2, "status")
+        words = f"step04_tp_sp.py --device=cpu --out={tmp_path}"
+        text = f"error: the flags differ: {words} --tp=2 on rank 1, but {words} on rank 0"
+        close(line, text, "what a rank says")
+
+
+def other_data(options: dict):
+    """Train step 2, with other data on rank 1."""
+    with mock.patch.object(Data, "fingerprint", lambda data: "ab"[int(os.environ["RANK"]) == 1]):
+        run_of("step02_ddp", options)
+
+
+def test_ranks_with_other_data_are_named(pools):
+    """One line names --dataset."""
+    text = "--dataset: .* differ: b on rank 1, but a on rank 0"
+    with pytest.raises(RankError, match=text):
+        pools(2).run(other_data, {})
+
+
+# --- What a run shows
+
+
+class NotFinite(Run):
+    """A run that records a number that is not finite."""
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        super().record(step, tokens, load=float("nan"), **numbers)
+
+
+def test_metrics_are_json(tmp_path):
+    """A nan becomes null."""
+    run_of(STEP1, dict(out=str(tmp_path)), NotFinite)
+    close([row["load"] for row in rows_in(tmp_path)], [None] * 3, "nan")
+
+
+def test_a_picture_of_one_step_has_a_point(tmp_path):
+    """A line through one point would be empty."""
+    run_of(STEP1, dict(steps=1, out=str(tmp_path)), Run)
+    blue = np.array([0x1F, 0x77, 0xB4]) / 255
+    distance = abs(imread(tmp_path / "loss.png")[..., :3] - blue).max(-1)
+    assert (distance < 0.1).sum() > 10, "there is no point"
+
+
+GPUS = [
+    ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, 0.0),
+    ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+    ("NVIDIA B200", torch.bfloat16, 2250e12),
+    ("NVIDIA GB200", torch.bfloat16, 2500e12),
+    ("Tesla T4", torch.float32, 8.1e12),
+    ("NVIDIA A100-SXM4-40GB", torch.float64, 0.0),
+    (None, torch.float32, 0.0),
+]
+
+
+@cases("name, dtype, expected", GPUS)
+def test_peaks_are_those_of_exact_names(name, dtype, expected):
+    """A GPU whose name contains another's does not get its peak; an unknown one gets none."""
+    close(peak_flops(name, dtype), expected, "peak")
+
+
+@cases("tied", [False, True])
+def test_flops_are_those_that_torch_counts(tied):
+    """6 per weight and token, and causal attention: half of all pairs, in 7 matrix products."""
+    shape = dict(SHAPE, tied=tied)
+    model = decoder(dtype=torch.float32, **shape)
+    tokens = torch.randint(shape["vocab_size"], (2, shape["seq_len"]))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    counts = counter.get_flop_counts()["Global"]
+    attention = counts[torch.ops.aten.bmm]  # forward 2 products of all pairs, backward 4
+    causal = attention / 2 * 7 / 6  # FlashAttention computes the scores again in backward
+    expected = (counts[torch.ops.aten.mm] + causal) / tokens.numel()
+    rows = rows_of(model, Mesh(dp=1))
+    close(float(flops_per_token(rows, ModelConfig(**shape), 1)), expected, "FLOPs of a token")
+
+
+def table_of_tp() -> str:
+    """The table of a model that is sharded over tp."""
+    mesh = Mesh(dp=2, tp=2)
+    with torch.device("meta"):
+        model = Decoder(PRESETS["debug"])
+    step04.shard_tensors(model, mesh, sp=True)
+    return parameter_table(rows_of(model, mesh))
+
+
+def test_the_table_says_how_each_parameter_is_sharded(pools):
+    """Two layers share a row. 257 rows on two ranks: 129 each, one of which is padding."""
+    lines = [" ".join(line.split()) for line in pools(4).run(table_of_tp)[0].splitlines()]
+    close(lines[0], "parameter whole on a rank bytes sharded gradient summed over", "header")
+    expected = [
+        "1 x model.embed_tokens.weight 257x64 129x64 33,024 dim 0 over tp 2 dp 2",
+        "2 x model.layers.*.input_layernorm.weight 64 64 256 dp 2, tp 2",
+        "2 x model.layers.*.self_attn.q_proj.weight 64x64 32x64 8,192 dim 0 over tp 2 dp 2",
+        "2 x model.layers.*.mlp.down_proj.weight 64x176 64x88 22,528 dim 1 over tp 2 dp 2",
+    ]
+    close([line for line in expected if line not in lines], [], f"rows that are not in {lines}")
+
+
+def test_a_profile_covers_the_steps_asked_for(tmp_path):
+    """--profile 2 traces steps 3 and 4, with the optimizer's step."""
+    run_of(STEP1, dict(steps=5, profile=2, out=str(tmp_path)), Run)
+    trace = json.loads(gzip.decompress((tmp_path / "trace-0.json.gz").read_bytes()))
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    found = sorted({name for name in names if name.startswith("ProfilerStep")})
+    close(found, ["ProfilerStep#2", "ProfilerStep#3"], "steps, from 0")
+    close(sum(name == "Optimizer.step#AdamW.step" for name in names), 2, "updates")
+
+
+def test_a_profile_of_more_steps_than_there_are_is_refused(tmp_path):
+    """Two steps come before the first that is traced."""
+    with pytest.raises(UserError, match="--profile 2: it needs 4 steps, and 3 are left"):
+        run_of(STEP1, dict(steps=3, profile=2, out=str(tmp_path)), Run)
+
+
+# --- python -m common.compare
+
+ONE = [dict(step=step, loss=2.0, grad_norm=1.0) for step in range(1, 41)]
+OTHER = [dict(row, loss=2.0 + 4e-5 * (row["step"] > 6)) for row in ONE[2:]]
+
+
+@cases("bound, text, equal", [(1e-5, "first above 1e-05: step 7", 0), (1e-4, "none above", 1)])
+def test_compare_names_the_first_step_that_differs(capsys, bound, text, equal):
+    """The runs have 38 steps in common; the largest relative difference is 4e-5 / 2."""
+    close(compare.compare(ONE, OTHER, bound), bool(equal), "whether they are equal")
+    out = capsys.readouterr().out
+    assert f"38 steps; largest difference: 2.0e-05; {text}" in out, out
+    assert len(out.splitlines()) < 20, "it is longer than a screen"
+    assert not compare.compare(ONE, [], bound), "runs without common steps are equal"
