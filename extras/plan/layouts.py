@@ -147,7 +147,7 @@ def broken_rules(m: Shape, x: Layout) -> Iterator[str]:
     if x.global_batch_size % x.dp:
         yield f"--global-batch-size {x.global_batch_size} must be a multiple of {x.dp} ranks of dp"
     if m.n_kv_heads % x.tp and (x.tp % m.n_kv_heads or m.n_heads % x.tp):
-        yield f"--tp {x.tp} must divide the {m.n_heads} heads and fit {m.n_kv_heads} key/value heads"
+        yield f"--tp {x.tp} must divide {m.n_heads} heads, and fit {m.n_kv_heads} key/value heads"
     if x.cp > 1 and m.seq_len % (2 * x.cp):
         yield f"--cp {x.cp}: the sequence length {m.seq_len} must be a multiple of {2 * x.cp}"
     if (x.sp or m.experts) and tokens % x.tp:  # experts: to route them

@@ -174,6 +174,8 @@ def launch(name: str, m: Shape, x: Layout) -> str:
     words.append(f"-m extras {step} --model {name},seq_len={m.seq_len} {x.flags()}")
     if x.cp > 1:
         words.append("--cp-mode flash")
+    if m.shared_experts:
+        words.append("--balance shared")
     for field in fields(Experts):
         value = getattr(m, field.name)
         if value != field.default:
