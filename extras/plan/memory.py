@@ -236,9 +236,8 @@ def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
     state = state_bytes(m, x, rank)
     waiting = waiting_bytes(m, replace(x, zero=0), rank)
     temporary = rank_temporary(micro_batch(m, x), rank, waiting)
-    if (
-        x.zero == 1
-    ):  # the update comes when nothing waits, and needs a third of the optimizer's bytes
+    # The update comes when nothing waits, and needs a third of the optimizer's bytes
+    if x.zero == 1:
         temporary = max(temporary, state[2] / 3 - waiting)
     return Held(*state, waiting, temporary)
 
