@@ -1,4 +1,4 @@
-"""Each mistake of faults.py, made in a copy of the course, must make a test of its chapter fail."""
+"""Each mistake of faults.py, made in a copy of the course, must make a test of its step fail."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from tests.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
-NAMES = [f"{fault.module}: {fault.new.strip()[:40]}" for fault in FAULTS]
+NAMES = [f"{fault.module}: {fault.meaning}" for fault in FAULTS]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
