@@ -194,7 +194,7 @@ def read_layout(text: str, m: Shape, world: int, batch: int = 0) -> Layout:
         raise UserError(f"--zero {x.zero}: the stages are 0, 1, 2 and 3")
     x = replace(x, dp=dp, global_batch_size=x.global_batch_size or batch)
     reason = illegal(m, x)
-    if x.global_batch_size // dp % x.micro_batch_size:  # the planner times equal micro-batches
+    if not reason and x.global_batch_size // dp % x.micro_batch_size:  # equal ones are timed
         reason = f"--micro-batch-size {x.micro_batch_size} must divide the sequences of a rank"
     if reason:
         raise UserError(reason)

@@ -1,133 +1,391 @@
-"""Tests the planner: published runs, numbers of GPUs, mistakes, and one report without repetitions."""
+"""The planner beside published runs, closed forms, brute force and simulations."""
 
+import importlib
 import json
-import subprocess
-import sys
+import shlex
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from common.model import PRESETS, Decoder
+import step06_pipeline as step06
+from common import UserError, meter
+from common.flags import parse
+from common.schedules import COSTS, round_robin, simulate
+from extras.__main__ import techniques, with_flags
 from extras.bench import plan as bench
-from extras.plan.__main__ import main
-from extras.plan.gpus import GPUS
-from extras.plan.layouts import illegal, meshes
-from extras.plan.memory import total_weights
-from extras.plan.search import evaluate
-from extras.plan.shapes import Experts, named_shape
+from extras.plan import memory, report, seconds
+from extras.plan.__main__ import Config, main, shape_and_batch
+from extras.plan.gpus import GPUS, ROOM
+from extras.plan.layouts import (
+    ORDERS,
+    RECOMPUTE_TRIES,
+    Layout,
+    Network,
+    meshes,
+    network,
+    read_layout,
+    variants,
+)
+from extras.plan.memory import held, layer_bytes, micro_batch, rank_weights
+from extras.plan.search import best_plans, evaluate, search
+from extras.plan.seconds import step_seconds
+from extras.plan.shapes import Shape, divisors, flops_per_token, gpt, named_shape
 
-ROOT = Path(__file__).parents[2]
-
-
-def printed(capsys, *words: str) -> tuple[int, str, str]:
-    """Run the planner: (status, output, errors)."""
-    status = main(list(words))
-    found = capsys.readouterr()
-    return status, found.out, found.err
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 3, 7, 12, 13, 24, 127])
-def test_any_number_of_gpus_has_a_plan(capsys, gpus):
-    """The default batch divides by the GPUs, so primes find a layout, too; no line is printed
-    twice.
-    """
-    status, out, err = printed(capsys, "--model", "llama3.2-1b", "--gpus", str(gpus))
-    assert status == 0, err
-    lines = [line.strip() for line in out.splitlines() if len(line.strip()) > 40]
-    assert len(lines) == len(set(lines))
+H100 = GPUS["h100-80"]
+DENSE = SimpleNamespace()
+LLAMA = named_shape("llama3-8b", DENSE)
+SMALL = Shape(64, 8, 16, 4, 96, vocab_size=64, seq_len=96, experts=4)
+MIXTRAL = named_shape("llama3-8b,vocab_size=32000", SimpleNamespace(experts=8))
 
 
-def test_a_folder_as_json_is_refused_before_the_search(capsys, tmp_path):
-    """One line that names --json, status 2, no report."""
-    status, out, err = printed(capsys, "--model", "debug", "--gpus", "4", "--json", str(tmp_path))
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and "--json" in err
+# Shapes
+
+
+def test_numbers_of_weights_are_the_published_ones():
+    """GPT-3, Llama 3 and Mixtral have as many weights as published; pipeline ranks share them."""
+    published = {
+        gpt(12288, 96, 96): 175e9,
+        LLAMA: 8.03e9,
+        named_shape("llama3-405b", DENSE): 405.8e9,
+        MIXTRAL: 46.7e9,
+    }
+    for m, weights in published.items():
+        assert memory.total_weights(m) == pytest.approx(weights, rel=0.01)
+    ranks = rank_weights(LLAMA, Layout(pp=4))
+    assert sum(map(sum, ranks)) == memory.total_weights(LLAMA)
+
+
+def test_flops_are_those_of_the_law():
+    """6 a weight except the embedding's and the norms', and 7 seq_len dim a layer (step 1)."""
+    matrices = memory.total_weights(LLAMA) - LLAMA.vocab_size * LLAMA.dim - 65 * LLAMA.dim
+    assert flops_per_token(LLAMA) == 6 * matrices + 7 * 32 * 8192 * 4096
+
+
+def test_peaks_are_those_of_common():
+    """A plan's MFU and a run's refer to the same peaks."""
+    names = {
+        "a100-80": "NVIDIA A100-SXM4-80GB",
+        "h100-80": "NVIDIA H100 80GB HBM3",
+        "h200": "NVIDIA H200",
+        "b200": "NVIDIA B200",
+    }
+    for name, device in names.items():
+        assert GPUS[name].flops == meter.PEAKS[device][0] * 1e12
+
+
+# Layouts
+
+
+def is_legal(m: Shape, pp: int, cp: int, tp: int, ep: int, world: int) -> bool:
+    """What steps 4 to 7 require of the sizes of a mesh, for a batch of `world` sequences."""
+    heads = m.n_heads % tp == 0 and (m.n_kv_heads % tp == 0 or tp % m.n_kv_heads == 0)
+    tokens = cp == 1 or m.seq_len % (2 * cp) == 0
+    experts = m.experts % ep == 0 and world // pp % ep == 0
+    return heads and tokens and m.seq_len // cp % tp == 0 and experts and pp <= m.n_layers
+
+
+def test_meshes_are_all_legal_sizes():
+    """`meshes` lists each legal mesh of 24 GPUs and each micro-batch size, and nothing else."""
+    expected = set()
+    for pp, cp, tp, ep in product((1, 2, 3, 4, 6, 8, 12, 24), repeat=4):
+        inner = pp * cp * tp
+        if 24 % inner == 0 and is_legal(SMALL, pp, cp, tp, ep, 24):
+            expected |= {(pp, cp, tp, ep, size) for size in divisors(inner)}
+    listed = [(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(SMALL, 24, 24)]
+    assert len(listed) == len(set(listed)) and set(listed) == expected
+
+
+def test_variants_are_all_schedules_and_stages_of_zero():
+    """8 layers on 2 ranks: 1F1B, 2 or 4 chunks; ZeRO 0 to 3, if there are ranks to shard over."""
+    m = replace(LLAMA, n_layers=8)
+    mesh = Layout(pp=2, dp=2, global_batch_size=32)
+    tried = {(x.schedule, x.stages, x.zero) for x in variants(m, mesh)}
+    orders = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+    assert tried == {(*order, zero) for order in orders for zero in range(4)}
+    assert {x.zero for x in variants(m, replace(mesh, dp=1))} == {0}
+
+
+def test_flags_describe_a_layout():
+    """What `flags` prints is read as the same layout, and step 6 reads it, too."""
+    x = Layout(pp=2, tp=2, zero=3, micro_batch_size=1, global_batch_size=16, dp=2, sp=False)
+    x = replace(x, schedule="interleaved", chunks=4, recompute="full")
+    assert read_layout(x.flags(), LLAMA, 8) == x
+    config = parse(step06.Config, x.flags().split())
+    for name in ("pp", "tp", "micro_batch_size", "global_batch_size", "schedule", "chunks", "sp"):
+        assert getattr(config, name) == getattr(x, name)
+    assert (int(config.zero), config.recompute) == (3, "full")
+
+
+# Memory
 
 
 @pytest.mark.parametrize(
-    "words, named", [("--gpus 0", "--gpus"), ("--gpu h1", "--gpu"), ("--model x", "--model")]
+    "recompute, law",
+    [
+        ("none", lambda h, k, f, a: 2 * (6 * h + 2 * k + 4 * f) + 4 * a + 8),
+        ("selective", lambda h, k, f, a: 2 * (5 * h + 2 * k + 2 * f) + 4 * a),
+        ("full", lambda h, k, f, a: 2 * h),
+    ],
 )
-def test_a_mistake_is_one_line(capsys, words, named):
-    """A wrong flag: status 2, and one line that names it."""
-    status, _, err = printed(capsys, *words.split())
-    assert status == 2 and err.count("\n") == 1 and named in err
+def test_a_layer_keeps_what_the_laws_say(recompute, law):
+    """Bytes of a token, by the laws of step 1 and of techniques/selective.py."""
+    p = micro_batch(LLAMA, Layout(micro_batch_size=1))
+    expected = law(LLAMA.dim, LLAMA.kv_dim, LLAMA.ffn_dim, LLAMA.n_heads)
+    assert layer_bytes(p, False, recompute) == LLAMA.seq_len * expected
 
 
-def test_json_has_the_layouts(capsys, tmp_path):
-    """Each layout with its bytes and seconds."""
-    path = tmp_path / "plan.json"
-    printed(capsys, "--model", "debug", "--gpus", "4", "--json", str(path))
-    entries = json.loads(path.read_text())
-    assert entries and {"layout", "bytes", "seconds"} == set(entries[0])
+@pytest.mark.parametrize("zero, size", list(enumerate([18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8])))
+def test_state_takes_the_bytes_of_zeros_law(zero, size):
+    """18, 6 + 12/n, 2 + 16/n and 18/n bytes a weight on n = 8 ranks."""
+    x = Layout(dp=8, zero=zero, global_batch_size=8)
+    assert sum(memory.state_bytes(LLAMA, x, 0)) == pytest.approx(size * memory.total_weights(LLAMA))
+
+
+@pytest.mark.parametrize("schedule, stages", [("afab", 16), ("1f1b", 3), ("interleaved", 9)])
+def test_activations_that_wait(schedule, stages):
+    """On rank 1 of 4: all 16 micro-batches; p - 1; with v = 2, (v-1) p + 2 (p-2) and one more."""
+    x = Layout(pp=4, schedule=schedule, global_batch_size=16, micro_batch_size=1)
+    stage = LLAMA.n_layers / 4 / x.stages * layer_bytes(micro_batch(LLAMA, x), False, "none")
+    assert memory.waiting_bytes(LLAMA, x, 1) == pytest.approx(stages * stage)
+
+
+def test_chunks_are_those_of_the_technique():
+    """Memory is planned for as many chunks of logits as the technique has."""
+    module = importlib.import_module("extras.techniques.logits_in_chunks")
+    assert memory.CHUNKS == module.CHUNKS
+
+
+# Seconds
+
+
+@pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
+def test_a_pipeline_without_messages_takes_its_closed_form(schedule, v):
+    """m micro-batches take 3 (v m + p - 1) units of a stage's forward."""
+    for p, n in (4, 64), (6, 90), (4, 4):
+        assert seconds.pipeline_units(schedule, p, n, v, 0.0) == 3 * (v * n + p - 1)
+
+
+@pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
+def test_a_long_pipeline_is_continued_from_a_short_one(schedule, v):
+    """With messages, it is within 1% of a simulation of all micro-batches."""
+    for p, n in (4, 64), (6, 90):
+        lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
+        whole = simulate(lists, round_robin(p, v), COSTS, 0.2)[-1][0]
+        assert seconds.pipeline_units(schedule, p, n, v, 0.2) == pytest.approx(whole, rel=0.01)
+
+
+def test_ranks_are_spread_over_nodes_of_eight():
+    """tp 4 x cp 4 x dp 2: tp is inside a node; a ring of cp has 2 of its 4 ranks in each node."""
+    x = Layout(tp=4, cp=4, dp=2)
+    assert [network(x, dim) for dim in ("tp", "cp", "shard")] == [(4, 4), (4, 2), (8, 2)]
+    assert network(replace(x, tp=13, cp=1), "tp") == (13, 8)
+    assert Network(13, 8).nodes == 2
+
+
+def test_messages_take_the_network_that_they_are_in():
+    """With tp 16, a ring uses all cards of a node; in an all-to-all, each rank uses its own."""
+    gpu = H100._replace(start=100.0, hop=1.0, hop_between=10.0)
+    whole = LLAMA.seq_len * LLAMA.dim * 2
+    for tp, speed, hops in (8, H100.within, 7), (16, 8 * H100.between, 14 + 10):
+        x = Layout(tp=tp, micro_batch_size=1, global_batch_size=1)
+        message = (tp - 1) / tp * whole / speed + 100.0 + hops
+        layers = 8 * LLAMA.n_layers + 2  # messages
+        assert step_seconds(LLAMA, x, gpu).tp == pytest.approx(layers * message)
+    for within, between in (4e11, 4e10), (1e9, 1e12):
+        gpu = H100._replace(start=0, hop=0, hop_between=0, within=within, between=between)
+        took = seconds.all_to_all_seconds(gpu, Network(16, 8), 16e9)
+        assert took == pytest.approx(max(7e9 / within, 8e9 / between))
+
+
+@pytest.mark.parametrize("sp, times", [(True, 3), (False, 2)])
+def test_recomputation_repeats_messages_over_tp(sp, times):
+    """Full recomputation repeats 3 of a forward's 4 messages; without SP, 1 of 2 all-reduces."""
+    x = Layout(tp=4, sp=sp, micro_batch_size=1, global_batch_size=8)
+    none, full = (
+        step_seconds(LLAMA, replace(x, recompute=kind), H100).tp for kind in ("none", "full")
+    )
+    message = 2 * LLAMA.seq_len * LLAMA.dim
+    once = seconds.collective_seconds(H100, Network(4, 4), message)
+    assert full - none == pytest.approx(8 * LLAMA.n_layers * times * once)
+
+
+# Search
+
+
+def test_the_search_finds_what_trying_everything_finds():
+    """On 8 GPUs, with experts: the same best times of meshes, and bounds below times."""
+    m = named_shape("smollm-360m,n_layers=4", SimpleNamespace(experts=4, expert_dim=512))
+    best = {}
+    for mesh, kind in product(meshes(m, 8, 16), RECOMPUTE_TRIES):
+        for x in variants(m, replace(mesh, recompute=kind)):
+            plan = evaluate(m, x, H100)
+            assert step_seconds(m, x, H100, simulated=False).step <= plan.seconds.step * (1 + 1e-9)
+            if plan.held.total <= ROOM * H100.memory:
+                sizes = (x.pp, x.dp, x.cp, x.tp, x.ep)
+                best[sizes] = min(best.get(sizes, float("inf")), plan.seconds.step)
+    found = {}
+    for plan in search(m, 8, 16, H100):
+        x = plan.layout
+        found.setdefault((x.pp, x.dp, x.cp, x.tp, x.ep), plan.seconds.step)
+        if len(found) == 5:
+            break
+    assert list(found.values()) == pytest.approx(sorted(best.values())[:5], rel=1e-9)
+
+
+def test_no_two_plans_have_the_same_numbers():
+    """Meshes that differ only in name, as cp 4 and cp 8 with twice the sequences, count once."""
+    plans = list(best_plans(named_shape("smollm-360m", DENSE), 8, 64, H100))
+    numbers = [(round(p.seconds.step, 3), round(p.held.total / 2**30, 1)) for p in plans]
+    assert len(numbers) > 5 and len(set(numbers)) == len(numbers)
+
+
+# The command
+
+
+def run(capsys, *words: str) -> list[str]:
+    """The lines of a report."""
+    assert main(list(words)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 7, 12, 13, 24, 127, 1000])
+def test_any_number_of_gpus(gpus, capsys):
+    """The default batch suits dp on all GPUs. Nodes have 8 GPUs; the last one may have fewer."""
+    _, batch = shape_and_batch(Config(gpus=gpus))
+    assert batch % gpus == 0 and abs(batch - 512) <= max(gpus, 512) / 2
+    layout = "--zero 3 --recompute full,logits --micro-batch-size 1"
+    *_, last = run(capsys, "--model", "llama3.2-1b", "--gpus", str(gpus), "--layout", layout)
+    nodes, each = (int(word.split("=")[1]) for word in last.split()[1:3])
+    rest = int(last.rstrip(")").split("=")[-1]) if last.endswith(")") else each
+    assert each == min(8, gpus) and (nodes - 1) * each + rest == gpus
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("llama3.2-1b", "--gpus 8 --gpu a100-80 --global-batch-size 64"),
+        ("llama3-8b,vocab_size=32000", "--gpus 16 --experts 8 --layout '--pp 2 --ep 8 --zero 3'"),
+    ],
+)
+def test_the_report(name, more, capsys, tmp_path):
+    """It has no line twice, and its launch line is layout 1 of the file, as the step reads it."""
+    file = tmp_path / "plan.json"
+    lines = run(capsys, "--model", name, *shlex.split(more), "--json", str(file))
+    texts = [line for line in lines if line]
+    assert len(set(texts)) == len(texts)
+    first = json.loads(file.read_text())[0]
+    assert f"{sum(first['seconds'].values()):.2f} s a step" in lines[-2]
+    _, _, _, _, _, script, *words = shlex.split(lines[-1])
+    step = importlib.import_module(script.removesuffix(".py"))
+    config = parse(with_flags(step.Config, techniques()), words)
+    layout = Layout(**first["layout"])
+    for flag in ("pp", "tp", "cp", "micro_batch_size", "global_batch_size", "recompute", "sp"):
+        assert getattr(config, flag) == getattr(layout, flag)
+    assert int(config.zero) == layout.zero and config.model.startswith(f"{name},seq_len=")
 
 
 def test_days_of_a_token_budget(capsys):
-    """450e9 tokens on 3,072 A100s with a trillion weights: the source's formula gives 84 days."""
-    words = [
-        "--model",
-        "gpt3-1t",
-        "--gpus",
-        "3072",
-        "--gpu",
-        "a100-80",
-        "--tokens",
-        "450e9",
-        "--global-batch-size",
-        "3072",
-    ]
-    layout = "--tp 8 --pp 64 --schedule interleaved --chunks 2 --recompute full --zero 0"
-    status, out, err = printed(capsys, *words, "--layout", layout)
-    assert status == 0, err
-    days = [word for line in out.splitlines() if "days" in line for word in line.split()]
-    numbers = [float(word) for word in days if word.replace(".", "").isdigit()]
-    assert any(60 < number < 100 for number in numbers), out
+    """A trillion weights, 450e9 tokens, 3,072 A100s: 84 days by 8 T P / n X (PTD-P, section 5.1).
+
+    Their X = 163 TFLOP/s counts recomputation. We plan fused attention, so less time.
+    """
+    layout = "--pp 8 --tp 8 --micro-batch-size 1 --recompute full"
+    words = ["--model", "gpt3-1t", "--gpus", "3072", "--gpu", "a100-80", "--tokens", "450e9"]
+    lines = run(capsys, *words, "--layout", layout)
+    line = next(line for line in lines if line.startswith("4.5e+11 tokens"))
+    days = float(line.split()[-2])
+    x = read_layout(f"{layout} --global-batch-size 3072", gpt(25600, 128, 160), 3072)
+    step = step_seconds(gpt(25600, 128, 160), x, GPUS["a100-80"]).step
+    assert days == pytest.approx(450e9 / 3072 / 2048 * step / 86400, abs=0.1)
+    formula = 8 * 450e9 * 1008e9 / (3072 * 163e12) / 86400
+    assert formula == pytest.approx(84, abs=1) and 0.7 <= days / formula <= 1
 
 
-@pytest.mark.parametrize("name", ["smollm-135m", "llama3.2-1b", "llama3-8b"])
-def test_weights_are_those_of_the_model(name):
-    """The planner's count equals the parameters of the course's decoder."""
-    import torch
+def test_the_longest_sequence_fits():
+    """One that is an eighth longer does not, and with four times the cp it is longer."""
+    x = Layout(pp=2, dp=2, cp=2, tp=2, global_batch_size=8)
 
-    with torch.device("meta"):
-        expected = sum(param.numel() for param in Decoder(PRESETS[name]).parameters())
-    assert total_weights(named_shape(name, Experts())) == expected
+    def fit(mesh: Layout, tokens: int) -> bool:
+        m = replace(LLAMA, seq_len=tokens)
+        lean = replace(mesh, zero=3, micro_batch_size=1, recompute="full,logits")
+        return held(m, lean).total <= ROOM * H100.memory
 
-
-def mean_error(cases: list[bench.Case]) -> float:
-    """The mean relative error of the predicted step times."""
-    sizes = []
-    for case in cases:
-        sizes.append(abs(bench.error(case, bench.predict(case), bench.time_figure(case))))
-    return sum(sizes) / len(sizes)
+    tokens = report.longest(LLAMA, x, H100)
+    assert fit(x, tokens) and not fit(x, tokens * 9 // 8)
+    assert report.longest(LLAMA, replace(x, cp=8), H100) > 1.5 * tokens
 
 
-def test_vtrains_56_runs_are_predicted_to_6_percent():
-    """Published step times, to which nothing is fitted."""
-    cases = bench.read_vtrain(bench.Config().vtrain)
-    assert len(cases) == 56 and mean_error(cases) < 0.063
+MISTAKES = {
+    "--gpu abacus": "choose from",
+    "--model gpt5": "choose from",
+    "--model llama3-405b --gpus 8 --global-batch-size 8": "does not fit",
+    "--gpus 8 --layout '--tp 3'": "does not divide",
+    "--gpus 8 --layout '--zero 4'": "the stages are",
+    "--gpus 8 --layout '--dp 4'": "leave it out",
+    "--gpus 8 --global-batch-size 7 --layout '--tp 2'": "must be a multiple of 4 ranks of dp",
+    "--gpus 8 --layout '--micro-batch-size 7'": "must divide the sequences",
+    "--gpus 16 --layout '--ep 2'": "no experts",
+    "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
+    "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
+    "--gpus 1000000": "counts up to",
+    "--json nowhere/all.json": "No such file",
+    "--json .": "Is a directory",
+}
 
 
-def test_megatrons_nine_rows_are_predicted_to_3_percent():
-    """The tables of 2021 (ids S) and 2022 (ids K)."""
-    cases = [case for case in bench.read_rows(bench.Config().rows) if case.id[0] in "SK"]
-    assert len(cases) == 9 and mean_error(cases) < 0.031
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_is_one_line(capsys, arguments):
+    """An error is one line on stderr, with status 2."""
+    assert main(shlex.split(arguments)) == 2
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and MISTAKES[arguments] in error
 
 
-def test_every_listed_mesh_is_legal():
-    """For tiny on 8 GPUs: each mesh passes the rules, and takes time and memory."""
-    m = named_shape("tiny", Experts())
-    found = list(meshes(m, 8, 64))
-    assert len(found) > 5
-    for mesh in found[:20]:
-        assert illegal(m, mesh) == ""
-        plan = evaluate(m, mesh, GPUS["h100-80"])
-        assert sum(plan.memory) > 0 and sum(plan.seconds) > 0
+def test_json_is_tried_before_the_search(monkeypatch):
+    """A folder as --json is refused before any layout is looked for."""
+    monkeypatch.setattr("extras.plan.__main__.plans_of", lambda *_: pytest.fail("searched"))
+    assert main(["--json", "/"]) == 2
 
 
-def test_it_imports_no_run():
-    """The planner loads neither the steps nor the trainer."""
-    code = (
-        "import sys, extras.plan.__main__; print([m for m in sys.modules if m.startswith('step0')])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert out.stdout.strip() == "[]", out.stdout + out.stderr
+# Published runs
+
+
+def test_published_times():
+    """Megatron's times within 6%, vTrain's within 6.5% on average, in nearly the right order."""
+    known = [case for case in bench.read_rows(bench.Config().rows) if case.id[0] in "SK"]
+    errors = [abs(bench.error(c, bench.predict(c), bench.time_figure(c))) for c in known]
+    assert len(known) == 9 and sum(errors) / 9 <= 0.03 and max(errors) <= 0.06
+    lines = bench.read_vtrain(bench.Config().vtrain)
+    errors = [abs(bench.error(case, bench.predict(case), "step_s")) for case in lines]
+    assert sum(errors) / len(lines) <= 0.065
+    for name, group in bench.groups_of(lines).items():
+        published = [case.published["step_s"] for case in group]
+        correlation, regret = bench.choice(
+            published, [bench.predict(case)["step_s"] for case in group]
+        )
+        # some runs of 39.1e9 weights with tp 2 and 4 are slower than any formula predicts
+        assert (correlation >= 0.9 and regret <= 0.05) or name.startswith("39.1e9"), name
+
+
+def test_choice_between_ties():
+    """Ties share a rank; a choice in the wrong order has correlation -1 and a regret."""
+    assert bench.choice([1, 2, 2, 3], [1, 2, 2, 3]) == (pytest.approx(1), 0)
+    assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (pytest.approx(-1), 1.0)
+
+
+def test_published_files_may_have_gaps(tmp_path, capsys):
+    """A blank cell or NaN stands for a missing figure; an unknown GPU or file is a UserError."""
+    files = {name: str(tmp_path / name) for name in ("rows", "vtrain", "json")}
+    for name, figure, gap in ("rows", "137", "NaN"), ("vtrain", "3638.3", ""):
+        lines = Path(getattr(bench.Config(), name)).read_text().splitlines()[:4]
+        Path(files[name]).write_text("\n".join(lines).replace(figure, gap))
+    bench.main("plan", [word for name, file in files.items() for word in (f"--{name}", file)])
+    entries = json.loads(Path(files["json"]).read_text())
+    assert [entry["published"] == {} for entry in entries] == [True, False, False] * 2
+    Path(files["rows"]).write_text(Path(files["rows"]).read_text().replace("A100-80", "abacus"))
+    for file, wrong in (files["rows"], "abacus"), (str(tmp_path / "nowhere"), "no such file"):
+        with pytest.raises(UserError, match=wrong):
+            bench.read_rows(file)
