@@ -17,7 +17,7 @@ def read_metrics(run: str) -> list[dict]:
 
 
 def compare(one: list[dict], other: list[dict], bound: float) -> bool:
-    """Print a table of the steps that both runs have. Whether all differences are within `bound`."""
+    """Print a table of the steps that both runs have; return whether they differ within `bound`."""
     rows = {row["step"]: row for row in one}
     pairs = [(rows[row["step"]], row) for row in other if row["step"] in rows]
     every = 1 + len(pairs) // 16
@@ -26,7 +26,7 @@ def compare(one: list[dict], other: list[dict], bound: float) -> bool:
     print("  step        loss       other  difference     of norm")
     for i, (a, b) in enumerate(pairs):
         loss = abs(a["loss"] / b["loss"] - 1)
-        norm = abs(a["grad_norm"] / b["grad_norm"] - 1)
+        norm = abs(a.get("grad_norm", 1) / b.get("grad_norm", 1) - 1)
         largest = max(largest, loss, norm)
         if max(loss, norm) > bound:
             beyond.append(a["step"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
@@ -92,14 +92,33 @@ def parameter_table(rows: dict[str, Row]) -> str:
 
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
     """FLOPs of forward and backward. `top_k`: how many experts a token visits."""
-    weights = 0
+    weights = 0.0
     for name, row in rows.items():
         size = math.prod(row.whole)
         if len(row.whole) == 3:  # [experts, out, in]
-            weights += size // row.whole[0] * top_k
+            weights += size * top_k / row.whole[0]
         elif len(row.whole) == 2 and ("embed_tokens" not in name or shape.tied):
             weights += size
     return 6 * weights + 7 * shape.seq_len * shape.dim * shape.n_layers
+
+
+class Meter:
+    """Compares each step with the GPUs' peak, and looks at this GPU's memory."""
+
+    def __init__(self, param: Tensor, flops: float, world: int):
+        """`param`: of the model. `flops`: per token. `world`: the number of ranks."""
+        self.device = torch.cuda.get_device_name(param.device) if param.is_cuda else "cpu"
+        self.peak = world * peak_flops(self.device, param.dtype)
+        self.flops = flops
+
+    def measure(self, tokens_per_second: float) -> dict[str, float]:
+        """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes so far."""
+        found = {}
+        if self.peak:
+            found["mfu"] = self.flops * tokens_per_second / self.peak
+        if self.device != "cpu":
+            found["peak_memory"] = torch.cuda.max_memory_allocated()
+        return found
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from common import UserError
 from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
 from common.flags import parse
-from common.meter import Row, flops_per_token, parameter_table, peak_flops, profiling, rows_of
+from common.meter import Meter, Row, flops_per_token, parameter_table, profiling, rows_of
 from common.model import Decoder
 from common.ranks import Ranks, check_environment
 from common.resume import check_flags, choose_checkpoint
@@ -109,9 +109,8 @@ class Run(AbstractContextManager):
         self.introduce(parts["model"], parts["optimizer"])
         self.take_sent()  # what was sent before the first step
         steps = range(done, self.config.steps)
-        trace = profiling(
-            self.config.profile, len(steps), self.out, self.rank, self.gpu is not None
-        )
+        gpu = self.meter.device != "cpu"
+        trace = profiling(self.config.profile, len(steps), self.out, self.rank, gpu)
         bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
         with bar as self.bar, trace as end_step, Signals() as signals:
             for step in steps:
@@ -140,12 +139,11 @@ class Run(AbstractContextManager):
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
         if folder is None:
             return 0
-        saved = Checkpoint(folder)
+        saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        if saved.has_state:  # then the layout is the same, and so are the ranks
-            for name, state in saved.files[self.rank]["state"].items():
-                self.parts[name].load_state(state)
+        for name, state in saved.own_state.items():
+            self.parts[name].load_state(state)
         if self.first:
             self.history = saved.about["history"]
         done = saved.about["step"]
@@ -164,24 +162,23 @@ class Run(AbstractContextManager):
     def introduce(self, model: Decoder, optimizer: Any):
         """Print the devices, the mesh, the data, and how each parameter is sharded."""
         rows: dict[str, Row] = {}
-        for others in reversed(self.ranks.gather(rows_of(model, self.mesh))):
-            rows = others | rows
+        for held in reversed(self.ranks.gather(rows_of(model, self.mesh))):
+            rows = held | rows  # rank 0's parameters first
         param = next(model.parameters())
-        self.gpu = torch.cuda.get_device_name(param.device) if param.is_cuda else None
-        self.peak = self.world * peak_flops(self.gpu, param.dtype)
-        self.flops = flops_per_token(
-            rows, model.config, getattr(self.config, "experts_per_token", 1)
-        )
-        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-        self.say(f"device: {self.world} x {self.gpu or 'cpu'}, {param.dtype}; mesh: {mesh}")
-        if "data" in self.parts:
-            self.say(self.parts["data"].summary)
-        if self.world > 1:
-            self.say(parameter_table(rows))
-        total = sum(math.prod(row.whole) for row in rows.values())
-        held = sum(param.numel() for param in model.parameters())
-        updated = sum(master.numel() for master in optimizer.masters.values())
-        self.say(f"parameters: {total:,}; rank 0 holds {held:,} and updates {updated:,} of them")
+        top_k = getattr(self.config, "experts_per_token", 1)
+        self.meter = Meter(param, flops_per_token(rows, model.config, top_k), self.world)
+        if self.first:
+            sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+            total = sum(math.prod(row.whole) for row in rows.values())
+            held = sum(param.numel() for param in model.parameters())
+            updated = sum(master.numel() for master in optimizer.masters.values())
+            print(f"device: {self.world} x {self.meter.device}, {param.dtype}; mesh: {sizes}")
+            if "data" in self.parts:
+                print(self.parts["data"].summary)
+            if self.world > 1:
+                print(parameter_table(rows))
+            print(f"parameters: {total:,}; rank 0 holds {held:,}, and updates {updated:,} of them")
+            sys.stdout.flush()
 
     def save_is_due(self, step: int) -> bool:
         """Whether --save-every asks for a checkpoint after `step` steps."""
@@ -190,12 +187,12 @@ class Run(AbstractContextManager):
 
     def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
-        content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint)
-        content["history"] = self.history if self.first else []
-        content["state"] = {}
+        state = {}
         for name, part in self.parts.items():
-            if hasattr(part, "load_state"):
-                content["state"][name] = part.state()
+            if hasattr(part, "load_state") and part.state():
+                state[name] = part.state()
+        content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
+        content["history"] = self.history if self.first else []
         folder = self.out / f"checkpoints/step-{step:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
         save(folder, content, pieces, self.ranks)
@@ -209,28 +206,27 @@ class Run(AbstractContextManager):
         return dict(sent)
 
     def require_finite(self, step: int, **numbers: float):
-        """Raise UserError if one of `numbers` is inf or nan, before the update makes weights nan."""
+        """Raise UserError if a number is inf or nan, before the update makes weights nan."""
         for name, value in numbers.items():
             if not math.isfinite(value):
                 gradients = self.parts["optimizer"].gradients().items()
                 bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
                 raise UserError(
-                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If one "
-                    "device trains well with these flags, the sharding has a bug. Not finite on "
+                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
+                    "one device trains well with these flags, the sharding has a bug. Not finite on "
                     f"rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'})"
                 )
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Record a step: its `tokens`, of all ranks, and other numbers by name. Rank 0 writes it."""
+        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it."""
         seconds = time.perf_counter() - self.began
         rate = tokens / seconds
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
         shown = f"loss {numbers['loss']:.4f}  {rate:,.0f} tok/s"
-        if self.peak:
-            row["mfu"] = self.flops * rate / self.peak
+        row |= self.meter.measure(rate)
+        if "mfu" in row:
             shown += f"  MFU {row['mfu']:.1%}"
-        if self.gpu:
-            row["peak_memory"] = torch.cuda.max_memory_allocated()
+        if "peak_memory" in row:
             shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
         for name, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):

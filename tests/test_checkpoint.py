@@ -94,6 +94,18 @@ def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to
     close(saved.whole("weight"), whole, "the whole tensor")
 
 
+def test_a_rank_finds_its_own_piece_first(tmp_path):
+    """Copies that differ, as DiLoCo's between two outer steps, go back to their ranks."""
+    place = ((2,), ((0, 2),), (2,), (0, 2))
+    for rank in range(2):
+        piece = Piece(*place, dict(master=torch.full((2,), float(rank))))
+        write(tmp_path / f"rank-0000{rank}.pt", dict(state={}), dict(weight=piece))
+    for rank in range(2):
+        own = Piece(*place, dict(master=torch.zeros(2)))
+        found = Checkpoint(tmp_path, rank).tensor("weight", "master", own)
+        close(found.tolist(), [rank, rank], f"rank {rank}")
+
+
 # --- Resumed runs
 
 DENSE = dict(steps=4, save_every=2, n_layers=4)

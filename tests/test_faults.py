@@ -26,7 +26,9 @@ def test_the_text_is_there(fault: Fault):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 def test_a_fault_is_noticed(fault: Fault, tmp_path: Path):
-    """In a copy of the course that has the mistake, the fault's test fails. (In the course itself it passes.)"""
+    """In a copy of the course that has the mistake, the fault's test fails. (In the course itself
+    it passes.)
+    """
     for name in "common", "tests":
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in [*ROOT.glob("step0*.py"), ROOT / "pyproject.toml"]:

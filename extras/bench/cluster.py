@@ -1,10 +1,11 @@
-"""Compares the bytes that two nodes exchange, as the kernel counts them, with those that the steps report.
+"""Compares the bytes that two nodes exchange, as the kernel counts them, with those that the steps
+report.
 
     python -m extras.bench cluster-bytes
 
-The nodes are network namespaces of this machine (extras/tools/cluster.py) with one rank each, so all
-traffic crosses the cable. `counted` is the payload that node 0 sends and receives in a training step,
-without the packets' headers; `law` is the sum of the bytes that both ranks report (`sent`).
+The nodes are network namespaces of this machine (extras/tools/cluster.py) with one rank each, so
+all traffic crosses the cable. `counted` is the payload that node 0 sends and receives in a training
+step, without the packets' headers; `law` is the sum of the bytes that both ranks report (`sent`).
 extras/bench/README.md has a table, and explains it.
 """
 
@@ -44,7 +45,9 @@ ROWS = [  # the runs of two ranks: step and flags
 
 
 def passed() -> int:
-    """Wait until all messages have arrived; the payload bytes that this node has sent and received so far."""
+    """Wait until all messages have arrived; the payload bytes that this node has sent and received
+    so far.
+    """
     dist.barrier()
     time.sleep(0.2)
     for line in Path("/proc/net/dev").read_text().splitlines():
@@ -55,7 +58,9 @@ def passed() -> int:
 
 
 class Counted(Run):
-    """A run that reads the network interface's counters before its second training step and after its last."""
+    """A run that reads the network interface's counters before its second training step and after
+    its last.
+    """
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the steps, and count the bytes of all but the first."""
@@ -98,7 +103,9 @@ def count(step: str, flags: dict[str, Any]) -> list[str]:
 
 
 def measure(config: "Config"):
-    """Run one rank: time a message over the cable, train all of ROWS, and print the table on rank 0."""
+    """Run one rank: time a message over the cable, train all of ROWS, and print the table on rank
+    0.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dist.barrier()
@@ -124,7 +131,9 @@ class Config:
 
 
 def main(name: str, argv: list[str]):
-    """Start two nodes, in each of which this command runs again and measures. Raises UserError if one fails."""
+    """Start two nodes, in each of which this command runs again and measures. Raises UserError if
+    one fails.
+    """
     config = parse(Config, argv)
     if "RANK" in os.environ:
         measure(config)

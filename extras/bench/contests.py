@@ -1,10 +1,11 @@
-"""Compares the speed and memory of a step's flags with one another and with PyTorch's own parallelism.
+"""Compares the speed and memory of a step's flags with one another and with PyTorch's own
+parallelism.
 
-A contestant is a function `train(config, run)`: the step's own, or one of peers.py (`peer`). A contest
-times whole training steps, from the batch to the update. Contestants take turns in the same processes, so
-whatever else the machine does for long slows all of them. Each contestant runs in a thread that waits
-before each training step. A ratio divides the times of two contestants in the same round. The losses of
-all contestants must agree.
+A contestant is a function `train(config, run)`: the step's own, or one of peers.py (`peer`). A
+contest times whole training steps, from the batch to the update. Contestants take turns in the same
+processes, so whatever else the machine does for long slows all of them. Each contestant runs in a
+thread that waits before each training step. A ratio divides the times of two contestants in the
+same round. The losses of all contestants must agree.
 """
 
 import gc
@@ -30,7 +31,9 @@ from tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """A step's contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all have."""
+    """A step's contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all
+    have.
+    """
 
     ranks: int
     step: str
@@ -124,7 +127,9 @@ class AllTensors(Memory):
     """Memory of DTensors, too: it records their local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Skip an operator on DTensors, which then calls operators on local tensors: these are recorded."""
+        """Skip an operator on DTensors, which then calls operators on local tensors: these are
+        recorded.
+        """
         if any(kind.__name__ == "DTensor" for kind in types):  # importing DTensor takes a second
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -133,7 +138,8 @@ class AllTensors(Memory):
 class Contestant(Run):
     """Runs `train` in a thread that waits before each training step; `step()` lets it train one.
 
-    `peak`: the most bytes that tensors occupy in the second one. Temporary memory in kernels does not count.
+    `peak`: the most bytes that tensors occupy in the second one. Temporary memory in kernels does
+    not count.
     """
 
     def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
@@ -162,13 +168,17 @@ class Contestant(Run):
             self.done.put(error)
 
     def wait(self):
-        """Block until the thread waits for its next training step. Raises what the thread has raised."""
+        """Block until the thread waits for its next training step. Raises what the thread has
+        raised.
+        """
         error = self.done.get()
         if error is not None:
             raise error
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Wait before each training step. The memory of the first two is recorded, which slows them."""
+        """Wait before each training step. The memory of the first two is recorded, which slows
+        them.
+        """
         for step in range(self.config.steps):
             if step == 1:
                 before = len(self.memory.events)
@@ -192,7 +202,8 @@ class Contestant(Run):
 def take_turns(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
     """Seconds of a training step on this rank, by contestant and round, without the first round.
 
-    In a round each contestant makes three training steps in a row. Their order is reversed after each round.
+    In a round each contestant makes three training steps in a row. Their order is reversed after
+    each round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):

@@ -1,7 +1,8 @@
-"""Trains with PyTorch's own parallelism. The model, its weights, the batches and the update rule are the course's.
+"""Trains with PyTorch's own parallelism. The model, its weights, the batches and the update rule
+are the course's.
 
-Each function `build_...` returns what differs: a module, and a function `backward(xs, ys, n_targets)` that accumulates
-gradients and returns the loss.
+Each function `build_...` returns what differs: a module, and a function `backward(xs, ys,
+n_targets)` that accumulates gradients and returns the loss.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,9 @@ def train(
     config: Any,
     run: Run,
 ):
-    """The training loop of the course. `build` adds the parallelism along the dimension `cut` of the mesh."""
+    """The training loop of the course. `build` adds the parallelism along the dimension `cut` of
+    the mesh.
+    """
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -65,7 +68,9 @@ def train(
 
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Group parameters by (matrix or norm, DTensor or not). Fused kernels cannot mix DTensors and other tensors."""
+    """Group parameters by (matrix or norm, DTensor or not). Fused kernels cannot mix DTensors and
+    other tensors.
+    """
     sets: dict[tuple, list[nn.Parameter]] = {}
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
@@ -73,7 +78,9 @@ def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages if `mesh` is given."""
+    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages if
+    `mesh` is given.
+    """
     square = 0.0
     for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -101,7 +108,9 @@ def in_micro_batches(
 
 
 def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP averages them."""
+    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP
+    averages them.
+    """
     materialize(model, config.seed, *choose_device(config))
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True
@@ -121,7 +130,9 @@ def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Calla
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """Use FSDP2. Each layer is a unit, and all other parameters form one more. Gradients are summed, not averaged."""
+    """Use FSDP2. Each layer is a unit, and all other parameters form one more. Gradients are
+    summed, not averaged.
+    """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
     options = dict(
@@ -139,7 +150,8 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Call
 def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """Use PyTorch's tensor parallelism and, with --sp, PyTorch's SequenceParallel for the norms.
 
-    The input of a block becomes a DTensor only once. To convert it for each of the block's matrices would take longer.
+    The input of a block becomes a DTensor only once. To convert it for each of the block's matrices
+    would take longer.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
@@ -182,7 +194,9 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
 
 
 class TorchStage(nn.Module):
-    """A stage of step 6, as a module with only the stage's parameters. The last stage returns logits."""
+    """A stage of step 6, as a module with only the stage's parameters. The last stage returns
+    logits.
+    """
 
     def __init__(self, stage: Stage):
         super().__init__()
@@ -195,7 +209,9 @@ class TorchStage(nn.Module):
         self.stage = [stage]  # in a list: not a submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states -> hidden states. The first stage takes tokens, the last one returns logits."""
+        """Hidden states -> hidden states. The first stage takes tokens, the last one returns
+        logits.
+        """
         return self.stage[0].run(x, x)  # model.loss returns the logits: see below
 
 

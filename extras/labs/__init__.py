@@ -16,6 +16,7 @@ with removed functions. All else comes from the project, so changed tests have n
 """
 
 import ast
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -123,15 +124,23 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
     return found
 
 
+def with_bodies(text: str, bodies: dict[str, str]) -> str:
+    """A source in which some functions keep only signature and docstring: their body is another."""
+    lines, found = text.splitlines(), definitions(text)
+    for name in sorted(bodies, key=lambda name: -found[name].lineno):
+        node, documented = found[name], ast.get_docstring(found[name]) is not None
+        start = node.body[0].end_lineno + 1 if documented else node.body[0].lineno
+        body = textwrap.indent(bodies[name], " " * (node.col_offset + 4))
+        lines[start - 1 : node.end_lineno] = body.splitlines()
+    return "\n".join(lines) + "\n"
+
+
 def hollow(lab: int) -> dict[str, str]:
-    """The files for a student: removed functions keep only their signature and docstring."""
+    """The files for a student: the removed functions only raise NotImplementedError."""
     texts = ours(lab)
-    for file, names in holes(lab).items():
-        lines, found = texts[file].splitlines(), definitions(texts[file])
-        for name in sorted(names, key=lambda name: -found[name].lineno):
-            node, documented = found[name], ast.get_docstring(found[name]) is not None
-            start = node.body[0].end_lineno + 1 if documented else node.body[0].lineno
-            words = f'raise NotImplementedError("task {names[name]}: {name}")'
-            lines[start - 1 : node.end_lineno] = [" " * (node.col_offset + 4) + words]
-        texts[file] = "\n".join(lines) + "\n"
+    for file, tasks in holes(lab).items():
+        bodies = {}
+        for name, task in tasks.items():
+            bodies[name] = f'raise NotImplementedError("task {task}: {name}")'
+        texts[file] = with_bodies(texts[file], bodies)
     return texts

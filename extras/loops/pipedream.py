@@ -54,9 +54,8 @@ from step06_pipeline import OneForwardOneBackward, Stage
 class StashingStage(Stage):
     """A stage in which each micro-batch makes an update, with the weights of its own forward."""
 
-    update: Callable[
-        [dict[str, Tensor]], None
-    ]  # changes the newest weights, given gradients by name
+    # Changes the newest weights, given gradients by name
+    update: Callable[[dict[str, Tensor]], None]
 
     def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
         """A new pass. `n_targets`: of an update."""

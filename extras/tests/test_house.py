@@ -1,4 +1,6 @@
-"""The repository's rules, checked on its files: which folder may import which, sizes, links of pages."""
+"""The repository's rules, checked on its files: which folder may import which, sizes, links of
+pages.
+"""
 
 import ast
 import re
@@ -11,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"} | sys.stdlib_module_names
-OUTSIDE |= {"pyarrow", "huggingface_hub"}  # parts of `datasets`: its tables, and its client of the hub
+# Parts of `datasets`: its tables, and its client of the hub
+OUTSIDE |= {"pyarrow", "huggingface_hub"}
 COURSE = {"step", "common"}
 MAY = {  # room (`room_of`) -> the other rooms that it may import
     "step": {"common"},
@@ -111,7 +114,9 @@ def nodes_of(tree: ast.AST) -> int:
     for node in ast.walk(tree):
         if not isinstance(node, SKIPPED):
             size += 1
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             size -= 2
     return size
 
@@ -119,7 +124,9 @@ def nodes_of(tree: ast.AST) -> int:
 @pytest.mark.parametrize("rooms, most", NODES.items())
 def test_code_is_limited(rooms, most):
     """Limit the nodes of the course, of its tests, and of extras."""
-    size = sum(nodes_of(ast.parse(FILES[name].read_text())) for name in FILES if room_of(name) in rooms)
+    size = sum(
+        nodes_of(ast.parse(FILES[name].read_text())) for name in FILES if room_of(name) in rooms
+    )
     assert size <= most, f"{size} nodes"
 
 
@@ -131,12 +138,16 @@ def test_functions_of_the_course_are_short(module):
             assert nodes_of(node) <= 200, f"{node.name}: {nodes_of(node)} nodes"
 
 
-PAGES = [path for glob in ("*.md", "tests/*.md", "extras/**/*.md") for path in sorted(ROOT.glob(glob))]
+PAGES = [
+    path for glob in ("*.md", "tests/*.md", "extras/**/*.md") for path in sorted(ROOT.glob(glob))
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_of_a_page_lead_somewhere(page):
-    """Each link leads to a file or folder, and to a heading if it names one. README and RESULTS are short."""
+    """Each link leads to a file or folder, and to a heading if it names one. README and RESULTS are
+    short.
+    """
     text = page.read_text()
     most = {"README.md": 120, "RESULTS.md": 250}.get(str(page.relative_to(ROOT)), 999)
     assert len(text.splitlines()) <= most

@@ -18,7 +18,9 @@ TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH
 
 
 def start(ranks: int, words: list[str], log: Path, **env: str) -> subprocess.Popen:
-    """Start `python words` or, with ranks > 0, `torchrun words`, in the repository. Output goes to `log`."""
+    """Start `python words` or, with ranks > 0, `torchrun words`, in the repository. Output goes to
+    `log`.
+    """
     launcher = []
     if ranks:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]

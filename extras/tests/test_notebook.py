@@ -1,4 +1,6 @@
-"""Runs all cells of extras/launch/two_t4.ipynb on CPUs. This test needs `pip install nbclient ipykernel`."""
+"""Runs all cells of extras/launch/two_t4.ipynb on CPUs. This test needs `pip install nbclient
+ipykernel`.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.exhaustive
 def test_every_cell_of_the_notebook_runs(tmp_path):
-    """Two ranks train in fp16, the picture of the losses is shown, and a new folder of lab 2 is judged."""
+    """Two ranks train in fp16, the picture of the losses is shown, and a new folder of lab 2 is
+    judged.
+    """
     nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
     for name in ("common", "extras", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

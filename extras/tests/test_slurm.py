@@ -51,7 +51,9 @@ def wait(ready: Callable[[], bool], log: Path):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Start SLURM on two nodes of one CPU each. Yields a function that runs a command and returns its output."""
+    """Start SLURM on two nodes of one CPU each. Yields a function that runs a command and returns
+    its output.
+    """
     if os.geteuid() or not all(map(shutil.which, NEEDED)):
         pytest.skip(
             f"needs root, {', '.join(NEEDED)}: apt-get install slurmctld slurmd slurm-client munge"
@@ -88,7 +90,9 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_job_saves_at_a_signal_and_is_queued_again(slurm, tmp_path):
-    """At a signal, a job on two nodes saves and is queued again. It resumes, and has the losses of one process."""
+    """At a signal, a job on two nodes saves and is queued again. It resumes, and has the losses of
+    one process.
+    """
     (tmp_path / "text.txt").write_text((ROOT / "step01_single_gpu.py").read_text())
     flags = f"{FLAGS} --dataset {tmp_path / 'text.txt'}".split()
     alone = ["step01_single_gpu.py", *flags, "--out", str(tmp_path / "one")]
