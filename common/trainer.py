@@ -212,8 +212,8 @@ class Run(AbstractContextManager):
                 gradients = self.parts["optimizer"].gradients().items()
                 bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
                 raise UserError(
-                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
-                    "one device trains well with these flags, the sharding has a bug. Not finite on "
+                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. "
+                    "(If one device trains well with these flags, sharding has a bug. Not finite on "
                     f"rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'})"
                 )
 

@@ -1,4 +1,4 @@
-"""Converts a run's model to Hugging Face's files and back. It needs `pip install transformers`.
+"""Converts a run's model to Hugging Face's files and back. It needs `transformers` 5.
 
     python -m extras.tools.hf export runs/step05_cp_ring hf_model
     python -m extras.tools.hf import hf_model runs/from_hf [--model smollm-135m,seq_len=512]

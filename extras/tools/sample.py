@@ -9,8 +9,8 @@ token is drawn from softmax(logits / temperature); 0 takes the most probable one
 
 There is no KV cache: each new token costs a forward of all tokens before it, seq_len at most (and
 always, if there are experts). For n tokens after a text of p, these are n p + n (n-1) / 2 tokens.
-With a cache they would be p + n - 1, and the cache would hold 2 n_layers n_kv_heads head_dim
-numbers for each. For 100 tokens after 8: 5,750, or 107.
+With a cache they would be p + n - 1, and it would hold 2 n_layers n_kv_heads head_dim numbers for
+each. For 100 tokens after 8: 5,750, or 107.
 """
 
 import sys
