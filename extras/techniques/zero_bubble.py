@@ -36,9 +36,9 @@ stages. In the first picture a rank is idle for 3 of 21 units; 1F1B would be idl
 
 W computes the gradients of the matrices in layers, also those of experts. Gradients of the norms,
 embedding, router and head are computed in B (for the head, W would need dy for all the vocabulary).
-But B changes no `.grad`: W adds all gradients of a stage, last layer first, as a backward would,
-because syncs and ZeRO rely on this order. With --zero 3, the weights that B has gathered are freed
-by W, or by an F that comes earlier.
+But B changes no `.grad`: W adds all gradients of a stage, last layer first, as a backward would, so
+that the sums of syncs and ZeRO can start in their usual order. With --zero 3, the weights that B
+has gathered are freed by W, or by an F that comes earlier.
 
 Run it:    torchrun --nproc_per_node=4 -m extras step06_pipeline.py --pp 4 --schedule zb-h1
 You should see step 1's losses.
