@@ -25,8 +25,10 @@ weights.)
                      backward, a bucket's all-reduce starts when that bucket and all before it are
                      complete (Li et al. 2020, "PyTorch Distributed"):
 
-        backward      | head, layer 3 | layer 2     | layer 1     | layer 0     | embedding |
-        all-reduce                    | bucket 0    | bucket 1    | bucket 2    | bucket 3  | 4 |
+        backward      | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
+        all-reduce                    | bucket 0   | bucket 1   | bucket 2             | bucket 3 |
+
+    (tiny, whose four buckets end about where layers do: bucket 1 also has layer 1's down_proj)
 
 THE LAW. A rank sends 2 (n-1)/n times the bytes of all gradients in a training step, and of the
 loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
@@ -230,7 +232,10 @@ class BucketSync:
                 param.grad = view
 
     def mark_ready(self, bucket: Bucket, param: nn.Parameter):
-        """Hook: autograd has added to a gradient of `bucket`. Send what is complete."""
+        """Hook: autograd has added to a gradient of `bucket`. Send what is complete.
+
+        RuntimeError if the addition comes after the last expected one: it would not be summed.
+        """
         bucket.missing -= 1
         if bucket.missing < 0:
             raise RuntimeError("a gradient was added to a bucket after its last expected one")

@@ -17,7 +17,7 @@ def read_metrics(run: str) -> list[dict]:
 
 
 def compare(one: list[dict], other: list[dict], bound: float) -> bool:
-    """Print a table of the steps that both runs have. Whether all differences are within `bound`."""
+    """Print a table of the steps that both runs have; return whether they differ within `bound`."""
     rows = {row["step"]: row for row in one}
     pairs = [(rows[row["step"]], row) for row in other if row["step"] in rows]
     every = 1 + len(pairs) // 16

@@ -59,14 +59,14 @@ class Ranks:
         return values
 
     def require_same(self, value: Any, what: str):
-        """Raise UserError on all ranks, naming the first that differs, unless `value` is the same."""
+        """Raise UserError on all ranks, naming the first that differs, unless all are equal."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise UserError(f"{what}: {other} on rank {rank}, but {values[0]} on rank 0")
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
-        """Call `action` on all ranks, or on rank 0. If one raises OSError, raise UserError on all."""
+        """Call `action` on all ranks, or on rank 0. OSError on one: UserError on all."""
         problem = ""
         try:
             if self.rank == 0 or not first_only:

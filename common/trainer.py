@@ -206,19 +206,19 @@ class Run(AbstractContextManager):
         return dict(sent)
 
     def require_finite(self, step: int, **numbers: float):
-        """Raise UserError if one of `numbers` is inf or nan, before the update makes weights nan."""
+        """Raise UserError if a number is inf or nan, before the update makes weights nan."""
         for name, value in numbers.items():
             if not math.isfinite(value):
                 gradients = self.parts["optimizer"].gradients().items()
                 bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
                 raise UserError(
-                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If one "
-                    "device trains well with these flags, the sharding has a bug. Not finite on "
+                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
+                    "one device trains well with these flags, the sharding has a bug. Not finite on "
                     f"rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'})"
                 )
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Record a step: its `tokens`, of all ranks, and other numbers by name. Rank 0 writes it."""
+        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it."""
         seconds = time.perf_counter() - self.began
         rate = tokens / seconds
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)

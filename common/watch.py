@@ -40,9 +40,9 @@ class Signals(AbstractContextManager):
 class HangWatch:
     """Ends this rank if a step takes longer than `seconds` (0: never), and prints where it waits.
 
-    If one rank waits for ever, the others soon wait for it in a collective. So all ranks print their
-    stacks at about the same time, and the rank that is elsewhere is the one that they wait for.
-    With NCCL, PyTorch's record of the last collectives is written, too: see `torchfrtrace`.
+    If one rank waits for ever, the others soon wait for it in a collective. So all ranks print
+    their stacks at about the same time, and the rank that is elsewhere is the one that they wait
+    for. With NCCL, PyTorch's record of the last collectives is written, too: see `torchfrtrace`.
     """
 
     def __init__(self, seconds: float, out: Path):

@@ -1,1 +1,3 @@
-"""Code around the course: further techniques, services for a run, theory and labs. The course imports none of it."""
+"""Code around the course: further techniques, services for a run, theory and labs. The course
+imports none of it.
+"""

@@ -1,6 +1,6 @@
 """Run a step of the course with the techniques of this folder in its menus, and with their flags.
 
-    torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 2 --optimizer muon
+torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 2 --optimizer muon
 """
 
 import dataclasses
@@ -14,19 +14,27 @@ from common.trainer import main
 
 
 def techniques() -> list[ModuleType]:
-    """Import all files of techniques/. Importing one adds its entries to the menus of a step, and does nothing else."""
+    """Import all files of techniques/. Importing one adds its entries to the menus of a step, and
+    does nothing else.
+    """
     paths = sorted(Path(__file__).with_name("techniques").glob("[a-z]*.py"))
     return [importlib.import_module(f"extras.techniques.{path.stem}") for path in paths]
 
 
 def with_flags(config: type, modules: list[ModuleType]) -> type:
-    """A step's Config, extended by the flags of those techniques whose `Flags` extend it or an earlier step's."""
+    """A step's Config, extended by the flags of those techniques whose `Flags` extend it or an
+    earlier step's.
+    """
     added = []
     for module in modules:
         flags = getattr(module, "Flags", None)
         if flags is not None and issubclass(config, flags.__base__):
             own = get_annotations(flags)
-            added += [(field.name, field.type, field) for field in dataclasses.fields(flags) if field.name in own]
+            added += [
+                (field.name, field.type, field)
+                for field in dataclasses.fields(flags)
+                if field.name in own
+            ]
     extended = dataclasses.make_dataclass("Config", added, bases=(config,))
     extended.__module__ = config.__module__
     extended.__doc__ = "Techniques"

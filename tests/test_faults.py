@@ -1,4 +1,4 @@
-"""Each mistake of faults.py, made in a copy of the course, must make a test of its chapter fail."""
+"""Each mistake of faults.py, made in a copy of the course, must make a test of its step fail."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from tests.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
-NAMES = [f"{fault.module}: {fault.new.strip()[:40]}" for fault in FAULTS]
+NAMES = [f"{fault.module}: {fault.meaning}" for fault in FAULTS]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
@@ -26,7 +26,9 @@ def test_the_text_is_there(fault: Fault):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 def test_a_fault_is_noticed(fault: Fault, tmp_path: Path):
-    """In a copy of the course that has the mistake, the fault's test fails. (In the course itself it passes.)"""
+    """In a copy of the course that has the mistake, the fault's test fails. (In the course itself
+    it passes.)
+    """
     for name in "common", "tests":
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in [*ROOT.glob("step0*.py"), ROOT / "pyproject.toml"]:

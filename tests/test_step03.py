@@ -1,52 +1,34 @@
-"""Chapter 3, ZeRO: units and their shards, three stages, the docstring's table, and when units are gathered."""
+"""Step 3, ZeRO: step03_zero.py, and the gradient norm of common/layout.py.
 
+A *unit* is E (the embedding), 0, 1, ... (a layer) or H (the last norm and the head)."""
+
+import math
 import re
-from itertools import groupby, pairwise
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import step03_zero as step
-from common.comm import Group, Mesh
-from common.layout import Shard, global_norm, layout_of, note_layout
-from common.model import Decoder, wide
-from tests.equal import SHAPE, close, decoder, draw, equals_step1
-from tests.tape import Live, Tape
+from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
+from common.layout import Shard, global_norm, layout_of, norm_groups, note_layout
+from common.model import PRESETS, Decoder
+from step01_single_gpu import accumulate_wide, set_up_layers
+from tests.equal import BASE, Watch, close, decoder, draw, equals_step1
+from tests.tape import Live, Tape, memory_of, tensors_in
 
-ranks, task, cases, shared = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize, torch._C._is_alias_of
-CPU, FP64, BF16 = torch.device("cpu"), torch.float64, torch.bfloat16
-FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matrix and a norm
-
-
-def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
-    """Build model, optimizer, sync and mesh; if stage is None, build only the plain model. Parameters whose names match
-    `frozen` are frozen. Those that match `apart` have data_dim "apart", whose groups are [0] and [1, 2, ...]."""
-
-    def change(model: Decoder):
-        for name, param in model.named_parameters():
-            param.requires_grad_(not re.search(frozen, name))
-            note_layout(param, data_dim="apart" if re.search(apart, name) else "dp")
-
-    shape = {key: options.pop(key) for key in SHAPE.keys() & options}
-    if stage is None:
-        return decoder(change, dtype, **shape)
-    model = decoder(change, None, **shape)
-    mesh = Mesh(dp=torch.distributed.get_world_size())
-    for row in [0], [*range(1, mesh.world)]:
-        mesh.add_groups("apart", np.array([row]), urgent=False)
-    return model, *step.make_optimizer(model, step.Config(zero=str(stage), **options), mesh, CPU, dtype), mesh
-
-
-def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
-    """The loss of two sequences of `rank` in micro-batch `micro` of step `turn`, times 1 + rank + micro."""
-    tokens = (draw(f"tokens {micro} {turn}", rank, 2, 6).abs() * 5).long() % 13
-    return model(tokens, tokens.flip(1)) * (1 + rank + micro)
+ranks = pytest.mark.ranks
+task = pytest.mark.task
+cases = pytest.mark.parametrize
+CPU = torch.device("cpu")
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+STAGES = [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)]
 
 
 def held(x: Tensor) -> int:
@@ -54,302 +36,617 @@ def held(x: Tensor) -> int:
     return 0 if x.is_meta else x.untyped_storage().nbytes()
 
 
-def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
-    """Concatenate tensors, cut them into n equally long shards, and return each tensor's part of a rank's shard."""
-    owner = torch.arange(sum(x.numel() for x in whole.values()))
-    owners = (owner // -(-len(owner) // n)).split([x.numel() for x in whole.values()])
-    return {name: x.flatten()[own == rank] for (name, x), own in zip(whole.items(), owners, strict=True)}
+# --- Units ----------------------------------------------------------------------------------------
+
+UNITS = [
+    # rank of three, and its part of matrix "a", 1 to 6, of "b", 7, and of "c", 8
+    (0, [1.0, 2.0, 3.0], [], [], [1.0, 2.0, 3.0]),
+    (1, [4.0, 5.0, 6.0], [], [], [4.0, 5.0, 6.0]),
+    (2, [], [7.0], [8.0], [7.0, 8.0, 0.0]),  # a shard ends in padding
+]
 
 
-@task("units", 3)
-@cases("dtype", [FP64, BF16])
-@cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
-def test_unit(dtype, shapes, n):
-    """A unit's buffer has n equal shards, and zeros at its end. Parameters are its views; masters are fp32 or fp64."""
-    values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
-    flat = torch.cat([x.flatten() for x in values.values()])
-    for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
-        unit = step.Unit({k: nn.Parameter(x.clone(), k == "p0") for k, x in values.items()}, Group("dp", rank, n, None))
-        close(torch.stack((unit.shard, unit.master)), torch.stack((own, own)), f"the shard of rank {rank}, its master")
-        close(shared(unit.master, unit.shard), dtype is FP64, "master and shard share memory")
-        close((unit.master.dtype, unit.named["p0"].grad_dtype), (wide(dtype),) * 2, "dtypes of masters and gradients")
-        close((len(unit.flat), list(unit.trained)), (n * len(own), ["p0"]), "elements, and names of trained parameters")
-        for name, part in own_parts(values, rank, n).items():
-            close(unit.view_shard(own, name), part, f"rank {rank}: its part of {name}")
-            close(shared(unit.view_shard(own, name), own), True, "a part is a view")
-            close(unit.named[name], values[name], f"{name} in the buffer")
-            unit.view(unit.flat, name).zero_()
-            close(unit.named[name].any().item(), False, f"{name} after its place in the buffer was zeroed")
+def unit_of(rank: int, dtype: torch.dtype) -> step.Unit:
+    """A unit of eight elements on three ranks; the last one is frozen."""
+    named = {
+        "a": nn.Parameter(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=dtype)),
+        "b": nn.Parameter(torch.tensor([7.0], dtype=dtype)),
+        "c": nn.Parameter(torch.tensor([8.0], dtype=dtype), requires_grad=False),
+    }
+    return step.Unit(named, Group("dp", rank, 3, None))
+
+
+@task("units", 2)
+@cases("rank, a, b, c, shard", UNITS)
+def test_a_rank_has_a_shard_of_a_unit(rank, a, b, c, shard):
+    """A unit is cut into equal shards; `view_shard` is a parameter's part of a shard, a view."""
+    unit = unit_of(rank, FP64)
+    close(unit.shard, torch.tensor(shard), "the shard")
+    parts = {name: unit.view_shard(unit.shard, name) for name in "abc"}
+    for name, part in dict(a=a, b=b, c=c).items():
+        close(parts[name], torch.tensor(part), f"the part of {name}")
+        parts[name].zero_()
+    close(unit.shard, torch.zeros(3), "the shard after its parts were zeroed")
+
+
+@task("units", 1)
+def test_parameters_are_views_of_a_unit():
+    """They have their values and shapes, and follow one another in the buffer."""
+    unit = unit_of(0, FP64)
+    close(unit.flat, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 0.0]), "the buffer")
+    unit.view(unit.flat, "a").mul_(10)
+    unit.view(unit.flat, "b").mul_(10)
+    close(unit.named["a"], torch.tensor([[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]), "a, times 10")
+    close(unit.named["b"], torch.tensor([70.0]), "b, times 10")
+
+
+@cases("dtype, wide, same", [(BF16, FP32, False), (FP32, FP32, True), (FP64, FP64, True)])
+def test_masters_and_gradients_of_a_bf16_unit_are_fp32(dtype, wide, same):
+    """A shard of fp32 or fp64 weights is its own master."""
+    unit = unit_of(1, dtype)
+    close(unit.master, torch.tensor([4.0, 5.0, 6.0]), "the master")
+    close((unit.master.dtype, unit.named["a"].grad_dtype), (wide, wide), "dtypes")
+    close(memory_of(unit.master) == memory_of(unit.shard), same, "whether they share memory")
 
 
 @task("units", 2)
 def test_unit_names():
-    """The units are the embedding, each layer, and norm with head. Parameters of another group form a further unit."""
-    units, model = {}, built(None, apart="layers.10.mlp", n_layers=12)
-    for name, param in model.named_parameters():
-        units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
-    close(sorted(step.unit_names(model)), sorted(units.values()), "units")
+    """The units are E, each layer, and H; parameters of another group are a unit of their own."""
+    model = decoder(n_layers=11)
+    mlp = model.model.layers["10"].mlp
+    for param in mlp.parameters():
+        note_layout(param, data_dim="experts")
+    sizes = [(names[0], len(names)) for names in step.unit_names(model)]
+    expected = [("model.embed_tokens.weight", 1)]
+    for layer in range(10):
+        expected.append((f"model.layers.{layer}.input_layernorm.weight", 9))
+    expected.append(("model.layers.10.input_layernorm.weight", 6))
+    expected.append(("model.layers.10.mlp.gate_proj.weight", 3))
+    expected.append(("model.norm.weight", 2))
+    close(sizes, expected, "first name of each unit, and its number of parameters")
 
 
 @ranks(3)
 @task("gather", 6)
 def test_gather_and_free():
-    """`gather` starts one all-gather without waiting, or none if the unit is whole; a freed unit has no memory."""
-    values = [draw("p", 0, 3, 2), draw("p", 0, 5, 1), draw("p", 0, 2, 2)]
-    named = {str(i): nn.Parameter(value.clone()) for i, value in enumerate(values)}
-    unit = step.ShardedUnit(named, Mesh(dp=3)["dp"])
-    unit.shard *= 3
+    """`gather` starts one all-gather, unless the unit is whole; `free` waits for it, if need be."""
+    param = nn.Parameter(torch.full((3, 2), 7.0, dtype=FP64))
+    unit = step.ShardedUnit(dict(p=param), Mesh(dp=3)["dp"])
+    unit.shard *= 10
+    close(held(param), 0, "bytes at first")
     with Tape() as tape:
         unit.gather()
         unit.gather()
-    close((tape.sent, len(tape.left)), (2 * 5 * 8, 1), "bytes that two calls send, and all-gathers in flight")
+    close((tape.sent, len(tape.left)), (2 * 2 * 8, 1), "bytes sent, and messages in flight")
     unit.gathering.wait()
-    for param, value in zip(named.values(), values, strict=True):
-        close(param, 3 * value, "a parameter, gathered from the current shards")
+    close(param, torch.full((3, 2), 70.0), "the parameter, from the current shards")
     unit.free()
     unit.free()
-    close(held(unit.flat), 0, "bytes of the buffer after free")
+    close(held(param), 0, "bytes after free")
     with Tape() as tape:
         unit.gather()
         unit.free()
-    close((tape.left, held(unit.flat)), ([], 0), "a unit freed while it arrives: collectives in flight, and bytes")
+    close((tape.left, held(param)), ([], 0), "messages in flight, and bytes")
 
 
-# --- Gradients, updates, the norm -----------------------------------------------------------------------------------
+# --- Gradients ------------------------------------------------------------------------------------
 
-# frozen="model": only the head trains, so its sum is still in flight when the next micro-batch makes its gradient.
-SUMS = [(1e-10, dict(tied=True)), (1e-10, dict(frozen=FROZEN)), (1e-10, dict(frozen="model"))]
-SUMS += [(1e-6, dict(apart="1.mlp", dtype=BF16))]
+
+def nothing(model: Decoder):
+    """Leave a model as it is."""
+
+
+def freeze(pattern: str) -> Callable:
+    """A function that freezes the parameters whose names match."""
+
+    def change(model: Decoder):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not re.search(pattern, name))
+
+    return change
+
+
+def use_experts(model: Decoder):
+    """Sum the gradients of layer 1's MLP over the group "experts"."""
+    for param in model.model.layers["1"].mlp.parameters():
+        note_layout(param, data_dim="experts")
+
+
+def zero_of(
+    stage: int, n: int, change: Callable = nothing, dtype: torch.dtype = FP64, **flags: Any
+) -> tuple[Decoder, Any, Any, Mesh]:
+    """A model, its optimizer and sync, and the mesh. The groups "experts" are [0] and [1, ...].
+
+    `flags` may have sizes of the model."""
+    sizes = {name: flags.pop(name) for name in vars(PRESETS["tiny"]) if name in flags}
+    model = decoder(change, None, **sizes)
+    mesh = Mesh(dp=n)
+    if n > 1:
+        for row in ([0], list(range(1, n))):
+            mesh.add_groups("experts", np.array([row]), urgent=False)
+    config = step.Config(zero=str(stage), **flags)
+    set_up_layers(model, config)
+    return model, *step.make_optimizer(model, config, mesh, CPU, dtype), mesh
+
+
+def loss_of(model: Decoder, rank: int, micro: int = 0, number: int = 0) -> Tensor:
+    """The loss of two sequences of a rank, in micro-batch `micro` of step `number`."""
+    tokens = (draw(f"tokens {micro} {number}", rank, 2, 6).abs() * 5).long() % 13
+    return model(tokens, tokens.flip(1))
+
+
+def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
+    """Lay tensors out one after another, cut into n equally long shards: a rank's part of each."""
+    length = math.ceil(sum(x.numel() for x in whole.values()) / n)
+    parts = {}
+    start = 0
+    for name, x in whole.items():
+        owner = torch.arange(start, start + x.numel()) // length
+        parts[name] = x.flatten()[owner == rank]
+        start += x.numel()
+    return parts
+
+
+def summed_gradients(members: list[int], number: int, plain: Decoder) -> dict[str, Tensor]:
+    """A plain model's gradients, over two micro-batches of each rank. (The weight, if frozen.)"""
+    accumulate_wide(plain.parameters())
+    for rank in members:
+        for micro in range(2):
+            loss_of(plain, rank, micro, number).backward()
+    gradients = {}
+    for name, param in plain.named_parameters():
+        gradients[name] = param if param.grad is None else param.grad
+    return gradients
+
+
+def expected_parts(
+    model: Decoder, rank: int, number: int, make_plain: Callable[[], Decoder]
+) -> dict[str, Tensor]:
+    """A rank's part of each gradient, summed over the group of its unit."""
+    parts = {}
+    for names in step.unit_names(model):
+        members = [0, 1, 2]
+        if layout_of(model.get_parameter(names[0])).data_dim == "experts":
+            members = [1, 2] if rank > 0 else [0]
+        sums = summed_gradients(members, number, make_plain())
+        whole = {name: sums[name] for name in names}
+        parts |= own_parts(whole, members.index(rank), len(members))
+    return parts
+
+
+SUMS = [
+    (FP64, 1e-10, nothing, True),
+    (FP64, 1e-10, freeze("embed_tokens|0.mlp.up_proj|1.input_layernorm"), False),
+    (FP64, 1e-10, freeze("model"), False),  # only the head trains: one unit sums again and again
+    (BF16, 1e-6, use_experts, False),
+]
 
 
 @ranks(3)
-@cases("stage", [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)])
-@cases("bound, options", SUMS)
-def test_gradients(stage, bound, options):
-    """In each of two steps, a rank gets its parts of all summed gradients. If weights are bf16, gradients are fp32."""
-    (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
-    groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
-    for turn in range(2):
-        sums = {name: torch.zeros_like(p, dtype=dtype) for name, p in plain.named_parameters()}
-        for rank, micro in np.ndindex(3, 2):
-            for param in plain.parameters():
-                param.grad, param.grad_dtype = None, dtype
-            loss_of(plain, rank, micro, turn).backward()
-            for name, param in plain.named_parameters():
-                if param.grad is not None and rank in groups[layout_of(param).data_dim]:
-                    sums[name] += param.grad
+@cases("stage", STAGES)
+@cases("case", range(len(SUMS)))
+def test_a_rank_gets_its_parts_of_summed_gradients(stage, case):
+    """Over two micro-batches and the ranks of a group, in each of two steps; in fp32 for bf16."""
+    dtype, bound, change, tied = SUMS[case]
+    model, zero, _, mesh = zero_of(stage, 3, change, dtype, tied=tied)
+    make_plain = partial(decoder, change, dtype, tied=tied)
+    for number in range(2):
         zero.begin(2)
         with Tape() as tape:
             for micro in range(2):
-                loss_of(model, mesh.rank, micro, turn).backward()
-            close(len(tape.started) > 0, stage > 1, "something is sent before finish")
+                loss_of(model, mesh.rank, micro, number).backward()
             zero.finish()
-            if stage == 3:
-                zero.publish()  # it waits for prefetched units that were not used
-        close(tape.left, [], "collectives that were never waited for")
+            zero.publish()  # waits for units that were gathered, but not used
+        close(tape.left, [], "messages that were never waited for")
         found = zero.gradients()
-        close(set(found), {name for name, param in plain.named_parameters() if param.requires_grad}, "names")
-        for unit in zero.units:
-            whole, group = {name: sums[name] for name in unit.named}, groups[unit.group.name]
-            for name, part in own_parts(whole, group.index(mesh.rank), len(group)).items():
-                close(found.get(name, part), part, f"step {turn + 1}: the gradient of {name}", len(group), bound)
-                close(found.get(name, part).dtype, dtype, f"dtype of the gradient of {name}")
+        trained = [name for name, param in model.named_parameters() if param.requires_grad]
+        close(sorted(found), sorted(trained), "names of the gradients")
+        expected = expected_parts(model, mesh.rank, number, make_plain)
+        for name in trained:
+            close(found[name], expected[name], f"step {number}: {name}", 3, bound)
         zero.zero_grad()
-        left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
-        assert all(x is None for x in [*left, *(param.grad for param in model.parameters())]), "zero_grad keeps some"
+        for unit in zero.units:
+            kept = [unit.local_grad, unit.new_sum, unit.summed_grad]
+            kept += [param.grad for param in unit.named.values()]
+            assert all(x is None for x in kept), "gradients are left after zero_grad"
+
+
+WRONG = [
+    # stage, micro-batches announced, micro-batches made
+    pytest.param(1, 1, 2, marks=task("stage 1", 1)),
+    pytest.param(2, 1, 2, marks=task("stage 2", 1)),
+    pytest.param(3, 1, 2, marks=task("stage 2", 1)),
+    pytest.param(2, 2, 1, marks=task("stage 2", 1)),
+    pytest.param(3, 2, 1, marks=task("stage 2", 1)),
+]
+
+
+@cases("stage, announced, made", WRONG)
+def test_another_number_of_micro_batches_is_refused(stage, announced, made):
+    """At the first gradient too many, or in `finish`: a sum would lack gradients."""
+    model, zero, _, _ = zero_of(stage, 1)
+    zero.begin(announced)
+    with pytest.raises(RuntimeError):
+        for _ in range(made):
+            loss_of(model, 0).backward()
+        zero.finish()
+
+
+@task("stage 1", 1)
+def test_stage_1_allows_a_micro_batch_without_gradients():
+    """`finish` sums what is there."""
+    model, zero, _, _ = zero_of(1, 1)
+    zero.begin(2)
+    loss_of(model, 0).backward()
+    zero.finish()
+    plain = decoder()
+    loss_of(plain, 0).backward()
+    for name, gradient in zero.gradients().items():
+        close(gradient, plain.get_parameter(name).grad.flatten(), name)
+
+
+def test_stage_2_refuses_two_gradients_of_one_micro_batch():
+    """A unit's buffer has room for one gradient of each parameter; a second would replace it."""
+    model, zero, _, _ = zero_of(2, 1)
+    zero.begin(2)
+    model.lm_head.weight.sum().backward()
+    with pytest.raises(RuntimeError, match="second gradient"):
+        model.lm_head.weight.sum().backward()
+
+
+# --- Updates and the norm -------------------------------------------------------------------------
+
+
+UPDATES = [
+    pytest.param(1, marks=task("update", 4)),
+    pytest.param(2, marks=task("update", 4)),
+    pytest.param(3, marks=task("stage 3", 1)),
+]
 
 
 @ranks(2)
-@task("stage 3", 2)
-def test_stage_3_is_never_whole():
-    """No rank ever holds the whole model. Under no_grad the loss is right, and then only norm and head stay whole."""
-    whole, fill, plain = [], step.materialize, built(None)
-    count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
-    with mock.patch.object(step, "materialize", count):
-        model, zero, _, mesh = built(3)
-    close(whole, [0] * 5, "bytes of weights before each of five units is initialised")
-    with torch.no_grad():
-        for turn in range(2):
-            close(loss_of(model, mesh.rank, 0, turn), loss_of(plain, mesh.rank, 0, turn), "the loss")
-            close([len(u.named) for u in zero.units if held(u.flat)], [2], "parameters in each unit that stays")
+@cases("stage", UPDATES)
+@cases("dtype", [FP64, BF16])
+def test_the_example_of_the_docstring(stage, dtype):
+    """Weights 1 2 3 4; gradients 5 and 20, whose sum is 25; rate 0.1: -1.5 -0.5 0.5 1.5."""
+    sizes = dict(vocab_size=2, dim=2, n_heads=1, n_kv_heads=1, n_layers=1)
+    flags = dict(optimizer="sgd", weight_decay=0.0, **sizes)
+    model, zero, _, mesh = zero_of(stage, 2, freeze("layers|norm|lm_head"), dtype, **flags)
+    name = "model.embed_tokens.weight"
+    own_weights = [[1.0, 2.0], [3.0, 4.0]][mesh.rank]
+    zero.masters[name].copy_(torch.tensor(own_weights))
     zero.publish()
-    close(sum(held(unit.flat) for unit in zero.units), 0, "bytes of weights after publish")
+    zero.begin(1)
+    rows = model.model.embed_tokens(torch.tensor([0, 1]))
+    (rows.sum() * [5.0, 20.0][mesh.rank]).backward()
+    zero.finish()
+    close(zero.gradients()[name], torch.tensor([25.0, 25.0]), "the shard of the sum", 2)
+    zero.step(0.1)
+    updated = torch.tensor([[-1.5, -0.5], [0.5, 1.5]])
+    with torch.no_grad():
+        close(model.model.embed_tokens(torch.tensor([0, 1])), updated, "weights, updated")
 
 
-@ranks(3)
-@cases("stage", [pytest.param(1, marks=task("update", 6)), 2, pytest.param(3, marks=task("stage 3", 2))])
-@cases("dtype, lr, bound", [(FP64, 0.1, 1e-10), (BF16, 1e-5, 1e-6)])  # bf16 weights would lose such a small update
-def test_update(stage, dtype, lr, bound):
-    """Two updates, at two learning rates, equal step 1's. A rank changes only its own shards, then publishes them."""
-    options = dict(frozen=FROZEN, dtype=dtype, weight_decay=0.1)
-    (_, zero, _, mesh), (plain, optimizer, *_) = built(stage, **options), built(0, **options)
-    publish, zero.publish = zero.publish, mock.Mock()
-    for turn in (1, 2):
+@ranks(2)
+@task("update", 2)
+@cases("stage", [1, 2, 3])
+def test_masters_keep_updates_that_bf16_would_lose(stage):
+    """Ten updates by 1e-5 move each master of the last norm, and of the head, by 1e-4."""
+    _, zero, _, _ = zero_of(stage, 2, dtype=BF16, optimizer="sgd", weight_decay=0.0)
+    start = zero.units[-1].master.clone()
+    for _ in range(10):
         for unit in zero.units:
-            drawn = {name: draw(f"{name} {turn}", 0, *p.shape, dtype=wide(dtype)) for name, p in unit.named.items()}
-            own = torch.cat(list(own_parts(drawn, mesh.rank, 3).values()))
-            unit.grad_shard = F.pad(own, (0, unit.length - len(own)))
-            for name in unit.trained:
-                plain.get_parameter(name).grad = drawn[name] * turn
-        for gradient in zero.gradients().values():
-            gradient *= turn  # in place, as clipping does
-        optimizer.step(lr / turn)
-        before = [unit.flat.clone() for unit in zero.units if stage < 3]
-        with Tape() as tape:
-            zero.step(lr / turn)
-            for unit, flat in zip(zero.units, before, strict=stage < 3):
-                others = torch.arange(len(flat)) // unit.length != mesh.rank
-                close(unit.flat[others], flat[others], "other ranks' shards before publish")
-            close(zero.publish.call_count, turn, "calls of publish")
-            publish()
-        sent = sum(2 * unit.shard.nbytes for unit in zero.units) * (stage < 3)
-        close((tape.sent, tape.left), (sent, []), "bytes of an update, and all-gathers never waited for")
-        zero.zero_grad()
-        close([name for name, x in zero.masters.items() if x.grad is not None], [], "masters that keep a gradient")
-    for unit in zero.units:
-        if stage == 3:
-            unit.gather()
-            unit.gathering.wait()
-        masters = {name: optimizer.masters.get(name, param) for name, param in plain.named_parameters()}
-        for name, part in own_parts({name: masters[name] for name in unit.named}, mesh.rank, 3).items():
-            close(name in zero.masters, name in optimizer.masters and len(part) > 0, f"{name} has a master")
-            close(zero.masters.get(name, part), part, f"master of {name}", 3, bound)
-            close(unit.view(unit.flat, name), plain.get_parameter(name), f"{name} on all ranks", 3, bound)
+            unit.summed_grad = -torch.ones(unit.length)
+        zero.step(1e-5)
+    close(zero.units[-1].master, start + 1e-4, "the masters", bound=1e-6)
 
 
-# Mesh sizes; whether ZeRO is on; for each of two parameters: its record, and dimensions along which elements differ.
-RECORDS = [
-    (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
-    (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
-    (dict(dp=2, tp=2), False, (dict(shards=(Shard(0, "tp", 0, 1, 2),)), ["tp"]), ({}, [])),
-    (dict(dp=2, ep=2), True, (dict(shards=(Shard(0, "ep", 0, 1, 2),)), ["dp", "ep"]), ({}, ["dp"])),
-    (dict(dp=2, pp=2), False, ({}, ["pp"]), (dict(stage_copies=2), [])),
+TP = dict(shards=(Shard(0, "tp", 0, 1, 2),))
+EP = dict(shards=(Shard(0, "ep", 0, 1, 2),), data_dim="expert_data")
+NORMS = [
+    # sizes of the mesh; whether ZeRO is on; and of two parameters the record, and what each of four
+    # ranks holds: together 1, 2, 2 of the first and 4 of the second, so the norm is 5
+    (dict(dp=2, tp=2), False, TP, [[1, 2], [2], [1, 2], [2]], {}, [[4], [4], [4], [4]]),
+    (dict(dp=2, tp=2), True, TP, [[1], [2], [2], []], {}, [[4], [4], [], []]),
+    (dict(dp=2, cp=2), False, {}, [[1, 2, 2]] * 4, dict(data_dim="data"), [[4]] * 4),
+    (
+        dict(dp=2, cp=2),
+        True,
+        {},
+        [[1, 2], [1, 2], [2], [2]],
+        dict(data_dim="data"),
+        [[4], [], [], []],
+    ),
+    (dict(dp=2, pp=2), False, {}, [[1, 2], [2], [1, 2], [2]], dict(stage_copies=2), [[4]] * 4),
+    (dict(dp=4, cp=1), True, EP, [[1], [2], [2], []], dict(data_dim="data"), [[4], [], [], []]),
 ]
 
 
 @ranks(4)
-@cases("sizes, sharded, first, second", RECORDS)
-def test_global_norm_and_group(sizes, sharded, first, second):
-    """Each element counts once in the norm, however many ranks hold it; a rank may hold no elements."""
-    mesh, model, gradients, square = Mesh(**sizes), nn.Module(), {}, 0.0
-    mesh.join("data", *sizes, urgent=False)
-    for name, (record, dims) in dict(a=first, b=second).items():
-        model.register_parameter(name, param := nn.Parameter(torch.zeros(1)))
-        note_layout(param, **record)
-        shape = [sizes[dim] for dim in dims]
-        distinct = [draw(name, i, 3 * i + (not dims)) for i in range(int(np.prod(shape)))]  # the first may be empty
-        gradients[name] = distinct[np.ravel_multi_index([mesh[dim].rank for dim in dims], shape) if dims else 0]
-        square += sum(x.square().sum() for x in distinct)
-    close(global_norm(model, gradients, mesh, sharded), square.sqrt().item(), "the norm", 2)
+@cases("sizes, sharded, first, first_values, second, second_values", NORMS)
+def test_global_norm(sizes, sharded, first, first_values, second, second_values):
+    """Each element counts once, however many ranks hold it. A rank may hold no elements."""
+    mesh = Mesh(**sizes)
+    if "cp" in sizes:
+        mesh.join("data", "dp", "cp", urgent=False)
+    mesh.add_groups("ep", np.array([[0, 1], [2, 3]]), urgent=False)
+    mesh.add_groups("expert_data", np.array([[0, 2], [1, 3]]), urgent=False)
+    model = nn.ParameterDict(dict(first=torch.zeros(1), second=torch.zeros(1)))
+    note_layout(model.first, **first)
+    note_layout(model.second, **second)
+    values = dict(first=first_values[mesh.rank], second=second_values[mesh.rank])
+    gradients = {name: torch.tensor(x, dtype=FP64) for name, x in values.items()}
+    close(global_norm(model, gradients, mesh, sharded), 5.0, "the norm", 2)
 
 
-# --- The law: what is held and sent, and when -----------------------------------------------------------------------
+def test_norm_groups_span_all_ranks():
+    """All dimensions; from step 5 on, "data" stands for dp and cp."""
+    mesh = Mesh(dp=1, pp=1, cp=1, tp=1)
+    close(norm_groups(mesh), ["dp", "pp", "cp", "tp"], "groups")
+    mesh.join("data", "dp", "cp", urgent=False)
+    close(norm_groups(mesh), ["data", "pp", "tp"], "groups, with data")
 
 
-@ranks(3)
-@cases("stage", [0, 1, 2, 3])
-@cases("m, tied", [(1, False), (3, True)])
-def test_table(stage, m, tied):
-    """What a rank holds after backward, and what it sends in a step, is what the table in step 3's docstring says."""
-    with Live() as live, Tape() as tape:
-        model, optimizer, sync, mesh = built(stage, dtype=BF16, tied=tied, bucket_mb=64.0, dim=24)
-        for _ in range(2):  # the optimizer has moments from the second turn on
-            sync.begin(m)
-            for micro in range(m):
-                loss_of(model, mesh.rank, micro).backward()
+# --- What is held, and what is sent ---------------------------------------------------------------
+
+P = 804_224  # parameters of tiny
+MEMORY = [
+    (0, BF16, 18 * P),
+    (1, BF16, 10 * P),  # 6 + 16/4
+    (2, BF16, 6 * P),  # 2 + 16/4
+    (3, BF16, 3_619_008),  # 18/4
+    (0, FP32, 16 * P),
+    (1, FP32, 11 * P),  # 8 + 12/4
+    (2, FP32, 7 * P),  # 4 + 12/4
+    (3, FP32, 4 * P),  # 16/4
+]
+
+
+@ranks(4)
+@cases("stage, dtype, nbytes", MEMORY)
+def test_law_of_memory(stage, dtype, nbytes):
+    """What each of four ranks holds of tiny after a backward: the docstring's table."""
+    with Live() as live:
+        model, optimizer, sync, mesh = zero_of(stage, 4, dtype=dtype, **vars(PRESETS["tiny"]))
+        for _ in range(2):  # the optimizer has moments from its first update on
+            sync.begin(1)
+            loss_of(model, mesh.rank).backward()
             sync.finish()
             found = live.bytes
             optimizer.step(0.1)
             optimizer.zero_grad()
-    row, *_ = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
-    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # as Python code
-    size = [sum(model.get_parameter(name).numel() for name in names) for names in step.unit_names(model)]
-    sizes = dict(n=3, m=m, P=sum(size), e=size[-1] + size[0] * (not tied))
-    expected = eval(of_8), round(eval(each, sizes) * sizes["P"])
-    close((eval(each, dict(n=8)), found), expected, "bytes per parameter if n = 8, and bytes that a rank holds")
-    sent = sum(size / (2 if "gather" in name else 4) for name, size in tape.started) / 2
-    close(round(sent), round(eval(elements, sizes) * 2 / 3), "elements that a rank sends in a step")
+    close(found, nbytes, "bytes")
 
 
-class Story(Tape):
-    """A tape of units' events: "gather 0", "gather 0 ends", "use 0" (by an operator), "free 0", "reduce 0", ..."""
+MESSAGES = [
+    # flags, dtype, and 3/4 x (bytes of gathers and sums + 24) for two micro-batches
+    (dict(zero="0"), "fp32", 4_825_362),  # 2 P numbers
+    (dict(zero="1"), "fp32", 4_825_362),  # 2 P
+    (dict(zero="2"), "fp32", 7_238_034),  # 3 P
+    (dict(zero="2"), "bf16", 6_031_698),  # P of 2 bytes, 2 P of 4
+    (dict(zero="3"), "fp32", 14_080_530),  # 2 (3 P - 65,920), which is 3,520,128 x 4/3
+    (dict(zero="3"), "bf16", 9_452_946),  # 2 (2 P - 65,920) of 2 bytes, 2 P of 4
+    (dict(zero="3", model="tiny,tied=True"), "fp32", 13_883_154),  # 2 (3 x 771,328 - 128)
+    (dict(zero="3", keep=True), "fp32", 7_238_034),  # 3 P
+]
+
+
+@ranks(4)
+@cases("flags, dtype, nbytes", MESSAGES)
+def test_law_of_messages(flags, dtype, nbytes):
+    """What each of four ranks sends in a training step of tiny: the docstring's second table."""
+    flags = BASE | dict(model="tiny", steps=1, global_batch_size=8, dtype=dtype) | flags
+    with Watch(step.Config(**flags)) as run, Tape() as tape:
+        step.train(run.config, run)
+    close(run.history[0]["sent"], dict(dp=nbytes), "bytes that the run counts")
+    sent = sum(size for name, size in tape.started if name != "allgather")
+    close(sent, nbytes, "bytes that torch sends, without the few by which ranks agree")
+
+
+@ranks(4)
+def test_law_of_collectives():
+    """8 MB on four ranks: an all-reduce sends 12 MB, a gather or a reduce-scatter 6 MB."""
+    mesh = Mesh(dp=4)
+    whole = torch.empty(2_000_000)
+    shard = torch.empty(500_000)
+    all_reduce(whole, mesh["dp"]).wait()
+    all_gather(whole, shard, mesh["dp"]).wait()
+    reduce_scatter(shard, whole, mesh["dp"]).wait()
+    sent = {operation: nbytes for (_, operation), nbytes in mesh.sent.items()}
+    expected = dict(all_reduce=12_000_000, all_gather=6_000_000, reduce_scatter=6_000_000)
+    close(sent, expected, "bytes")
+
+
+# --- When units are gathered, freed and summed ----------------------------------------------------
+
+
+class UnitTape(Tape):
+    """A tape of units: `events` has "gather 0", "gathered 0", "use 0" (in a matmul or embedding),
+    "free 0", "sum 0", "summed 0" and so on.
+    """
 
     def __init__(self, zero: step.Zero1):
         super().__init__()
-        names = [re.search(r"\d|$", next(iter(unit.named))).group() or "EH"[i > 0] for i, unit in enumerate(zero.units)]
-        self.units, self.whole, self.most, self.ends = dict(zip(names, zero.units, strict=True)), [], (0, 0), {}
+        self.units = dict(zip("E01H", zero.units, strict=True))
+        self.whole: list[str] = []  # units that have memory
+        self.endings: list[str] = []  # for each message
+        self.most_whole = 0
+        self.most_gradients = 0
 
-    def note(self):
-        """Record units freed since the last event, and the maxima so far of whole units and of whole gradients."""
-        whole = [name for name, unit in self.units.items() if held(unit.flat)]
-        self.events += [f"free {name}" for name in self.whole if name not in whole]
-        gradients = sum(unit.gradient is not None for unit in self.units.values())
-        self.whole, self.most = whole, (max(self.most[0], len(whole)), max(self.most[1], gradients))
+    def look(self):
+        """Record which units have been freed since the last look."""
+        before = self.whole
+        self.whole = [name for name, unit in self.units.items() if held(unit.flat)]
+        self.events += [f"free {name}" for name in before if name not in self.whole]
+        gradients = [unit for unit in self.units.values() if unit.local_grad is not None]
+        self.most_whole = max(self.most_whole, len(self.whole))
+        self.most_gradients = max(self.most_gradients, len(gradients))
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.note()
-        before, kind, given = len(self.works), function.name(), [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        own = {name: (u.flat, u.gradient if "c10d" in kind else None) for name, u in self.units.items()}
-        about = [name for name in own for x in own[name] if x is not None and any(shared(x, y) for y in given)]
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run an operator; record it if it uses a unit."""
+        self.look()
+        memories = {memory_of(x) for x in tensors_in(args)}
+        is_use = function.name() in ("aten::mm", "aten::embedding")
+        for name, unit in self.units.items():
+            if is_use and memory_of(unit.flat) in memories:
+                self.events.append(f"use {name}")
+        n_messages = len(self.works)
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if len(self.works) > before:
-            self.events[-1] = ("gather " if "gather" in kind else "reduce ") + about[0]
-            self.ends[f"wait {before}"] = self.events[-1] + " ends"
-            return result
-        self.events += [f"use {name}" for name in about + ["E"] * ("embedding_dense_backward" in kind)]
+        if len(self.works) > n_messages:
+            self.name_message(memories)
         return result
 
+    def name_message(self, memories: set[int]):
+        """Give the message that has just started the name of the unit that it sends."""
+        for name, unit in self.units.items():
+            if memory_of(unit.flat) in memories:
+                self.events[-1] = f"gather {name}"
+                self.endings.append(f"gathered {name}")
+            elif unit.local_grad is not None and memory_of(unit.local_grad) in memories:
+                self.events[-1] = f"sum {name}"
+                self.endings.append(f"summed {name}")
+
     def waited(self, work: Any):
-        self.note()
+        """Record the end of a message by its name."""
+        self.look()
         super().waited(work)
+        last = self.events[-1]
+        if last.startswith("wait"):
+            self.events[-1] = self.endings[int(last.split()[1])]
 
 
-def figure(layers: str, tied: bool) -> dict[str, list[str]]:
-    """The figure in Zero3's docstring, redrawn for `layers`. If tied, embedding and head are unit E; the norm is H."""
-    up, down = [*layers], [*reversed(layers)]
-    return {
-        "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
-        "compute": ["", "E", *up, "HE"[: 1 + tied], "EH"[1 - tied :], *down, "E", ""],
-        "freed after": ["", "E", *up, "", "H", *down, "E" * tied, ""],
-        "reduce-scatter": [""] * (len(layers) + 4) + ["H", *down, "E"],
-    }
-
-
-def story(stage: int, layers: str, tied: bool) -> list[str]:
-    """Expected events of two micro-batches. A message of one column of `figure` ends in the next; E's sum, later."""
-    events, columns = [], [*zip(*figure(layers, tied).values(), strict=True), [""] * 4]
-    for before, (gathered, used, _, reduced) in pairwise([columns[-1], *columns]):
-        events += [f"reduce {x} ends" for x in before[3]] + [f"reduce {x}" for x in reduced]
-        events += [f"free {x}" for x in before[2]] + [f"gather {x}" for x in gathered]
-        events += [f"gather {x} ends" for x in before[0]] + [f"use {x}" for x in used]
-    at = events.index("reduce H")
-    events = [*events[:-1], *events[:at], "reduce E ends", *events[at:]]  # E's sum runs into the next micro-batch
-    return [event for event, _ in groupby(x for x in events if stage == 3 or x.split()[0] in ("use", "reduce"))]
+STAGE_1 = """
+    use E, use 0, use 1, use H, use 1, use 0
+    use E, use 0, use 1, use H, sum H, use 1, sum 1, use 0, sum 0, sum E
+    summed H, summed 1, summed 0, summed E
+"""
+STAGE_2 = """
+    use E, use 0, use 1, use H, sum H, use 1, summed H, sum 1, use 0, summed 1, sum 0
+    summed 0, sum E
+    use E, use 0, use 1, use H, summed E, sum H, use 1, summed H, sum 1, use 0, summed 1, sum 0
+    summed 0, sum E
+    summed E
+"""
+STAGE_3 = """
+    gather E, gather 0, gathered E, use E, free E
+    gather 1, gathered 0, use 0, free 0
+    gather H, gathered 1, use 1, free 1
+    gathered H, use H, gather 1, use H, sum H, free H
+    gather 0, gathered 1, use 1, summed H, sum 1, free 1
+    gathered 0, use 0, summed 1, sum 0, free 0
+    summed 0, sum E
+    gather E, gather 0, gathered E, use E, free E
+    gather 1, gathered 0, use 0, free 0
+    gather H, gathered 1, use 1, free 1
+    gathered H, use H, gather 1, use H, summed E, sum H, free H
+    gather 0, gathered 1, use 1, summed H, sum 1, free 1
+    gathered 0, use 0, summed 1, sum 0, free 0
+    summed 0, sum E
+    summed E
+"""
+TIED = """
+    gather E, gather 0, gathered E, use E, free E
+    gather 1, gathered 0, use 0, free 0
+    gather E, gather H, gathered 1, use 1, free 1
+    gathered E, gathered H, use E, gather 1, use E, sum H, free H
+    gather 0, gathered 1, use 1, summed H, sum 1, free 1
+    gathered 0, use 0, summed 1, sum 0, free 0
+    summed 0, sum E, free E
+    gather E, gather 0, gathered E, use E, free E
+    gather 1, gathered 0, use 0, free 0
+    gather E, gather H, gathered 1, use 1, free 1
+    gathered E, gathered H, use E, gather 1, use E, summed E, sum H, free H
+    gather 0, gathered 1, use 1, summed H, sum 1, free 1
+    gathered 0, use 0, summed 1, sum 0, free 0
+    summed 0, sum E, free E
+    summed E
+"""
+KEEP = """
+    gather E, gather 0, gathered E, use E, gather 1, gathered 0, use 0, gather H, gathered 1, use 1
+    gathered H, use H, sum H, use 1, summed H, sum 1, use 0, summed 1, sum 0
+    summed 0, sum E
+    use E, use 0, use 1, use H, summed E, sum H, use 1, summed H, sum 1, use 0, summed 1, sum 0
+    summed 0, sum E
+    summed E
+    free E, free 0, free 1, free H
+"""
+ORDERS = [
+    # stage, flags, events, most whole units and most whole gradients at a time
+    pytest.param(1, {}, STAGE_1, 4, 4, marks=task("stage 1", 2)),
+    pytest.param(2, {}, STAGE_2, 4, 2, marks=task("stage 2", 2)),
+    pytest.param(2, dict(recompute="full"), STAGE_2, 4, 2, marks=task("stage 2", 2)),
+    pytest.param(3, {}, STAGE_3, 2, 2, marks=task("stage 3", 4)),
+    pytest.param(3, dict(recompute="full"), STAGE_3, 2, 2, marks=task("stage 3", 4)),
+    pytest.param(3, dict(tied=True), TIED, 3, 2, marks=task("stage 3", 4)),
+    pytest.param(3, dict(keep=True), KEEP, 4, 2, marks=task("stage 3", 4)),
+]
 
 
 @ranks(2)
-@cases("recompute", ["none", "full"])
-@cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
-@cases("tied", [False, True])
-def test_when(stage, layers, tied, recompute):
-    """Zero3's docstring shows the true order of reduce-scatters and, for stage 3, of gathers and frees."""
-    for row, units in figure("01", False).items():
-        assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
-    model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
-    step.set_up_layers(model, step.Config(recompute=recompute))
+@cases("stage, flags, expected, most_whole, most_gradients", ORDERS)
+def test_order_of_messages(stage, flags, expected, most_whole, most_gradients):
+    """Two micro-batches, `finish`, and an update: gathers and sums start early and end late."""
+    model, zero, _, mesh = zero_of(stage, 2, n_layers=2, **flags)
     zero.begin(2)
-    with Story(zero) as tape:
+    with UnitTape(zero) as tape:
         for micro in range(2):
             loss_of(model, mesh.rank, micro).backward()
         zero.finish()
-    found = groupby(tape.ends.get(event, event) for event in tape.events if event != "matmul")
-    close([event for event, _ in found], story(stage, layers, tied), "events")
-    close(tape.most, (2 + tied if stage == 3 else 5, 2), "most whole units at a time, and most whole gradients")
+        if stage == 3:
+            zero.step(0.1)
+            tape.look()
+    events = [event for event, _ in groupby(tape.events) if event != "matmul"]
+    found = [event for event, _ in groupby(events)]
+    close(found, re.findall(r"\w+ \w", expected), "events")
+    close((tape.most_whole, tape.most_gradients), (most_whole, most_gradients), "at a time")
+
+
+@ranks(2)
+@task("stage 3", 1)
+def test_stage_3_never_holds_the_whole_model():
+    """While it is initialised, each unit is freed before the next."""
+    whole = []
+    plain = step.materialize
+
+    def note(model: Decoder, *args: Any):
+        whole.append(sum(held(param) for param in model.parameters()))
+        plain(model, *args)
+
+    with mock.patch.object(step, "materialize", note):
+        zero_of(3, 2)
+    close(whole, [0, 0, 0, 0, 0], "bytes of weights before each of five units is initialised")
+
+
+@ranks(2)
+@task("stage 3", 1)
+def test_stage_3_without_gradients():
+    """A forward under no_grad has the right loss, and leaves only H whole, until `publish`."""
+    model, zero, _, mesh = zero_of(3, 2)
+    with torch.no_grad():
+        close(loss_of(model, mesh.rank), loss_of(decoder(), mesh.rank), "the loss")
+    close([bool(held(unit.flat)) for unit in zero.units], [False] * 4 + [True], "whole units")
+    zero.publish()
+    close([held(unit.flat) for unit in zero.units], [0] * 5, "bytes of weights")
+
+
+# --- The loop -------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    (dict(zero="0"), {}),
+    (dict(zero="1"), dict(optimizer="sgd")),
+    (dict(zero="2"), {}),
+    (dict(zero="2"), dict(tied=True, recompute="full")),
+    (dict(zero="3"), {}),
+    (dict(zero="3"), dict(tied=True, recompute="full")),
+    (dict(zero="3", keep=True), dict(tied=True, optimizer="sgd")),
+]
 
 
 @task("loop", 4)
-@cases("zero, tied", [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
-def test_zero_trains_to_step_1s_numbers(pools, zero, tied):
-    """Each stage has step 1's numbers with padded units, and micro-batches of 2, 2 and 1 sequences on a rank."""
-    base = dict(tied=tied, recompute="full" if tied else "none", steps=5, global_batch_size=15, micro_batch_size=2)
-    equals_step1(pools, 3, "step03_zero", base, zero=str(zero))
+@cases("flags, base", LAYOUTS)
+def test_zero_trains_to_step_1s_numbers(pools, flags, base):
+    """Each stage has step 1's numbers; a rank has micro-batches of 2, 2 and 1 sequences."""
+    uneven = dict(steps=5, global_batch_size=15, micro_batch_size=2)
+    equals_step1(pools, 3, "step03_zero", uneven | base, **flags)

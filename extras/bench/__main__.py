@@ -19,7 +19,9 @@ MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
 
 
 def main(argv: list[str]):
-    """Run the measurement that argv[0] names. A UserError here, not on a rank, prints one line; exit status 2."""
+    """Run the measurement that argv[0] names. A UserError here, not on a rank, prints one line;
+    exit status 2.
+    """
     try:
         if not argv or argv[0] not in MODULES:
             raise UserError(f"name one measurement: {', '.join(MODULES)}")

@@ -1,9 +1,11 @@
-"""Compares the speed and memory of a chapter's variants with one another and with PyTorch's own parallelism.
+"""Compares the speed and memory of a step's flags with one another and with PyTorch's own
+parallelism.
 
-A contestant is a function `train(config, run)`: the chapter's own, or one of peers.py (`peer`). A contest times whole
-training steps, from the batch to the update. Contestants take turns in the same processes, so whatever else the machine
-does for long slows all of them. Each contestant runs in a thread that waits before each training step. A ratio divides
-the times of two contestants in the same round. The losses of all contestants must agree.
+A contestant is a function `train(config, run)`: the step's own, or one of peers.py (`peer`). A
+contest times whole training steps, from the batch to the update. Contestants take turns in the same
+processes, so whatever else the machine does for long slows all of them. Each contestant runs in a
+thread that waits before each training step. A ratio divides the times of two contestants in the
+same round. The losses of all contestants must agree.
 """
 
 import gc
@@ -11,10 +13,9 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
 from queue import Queue
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,16 +23,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from common.trainer import parse
-from extras.services.memory import MemoryTimeline
-from extras.services.ranks import gather_objects
-from extras.services.seam import OpenRun, check, compose
-from extras.services.tables import human, table
-from extras.tests.pool import Pool
+from common.flags import flag, parse
+from common.trainer import Run
+from extras.__main__ import techniques, with_flags
+from extras.tools.memory import Memory, human
+from tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """A chapter's contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all contestants have."""
+    """A step's contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all
+    have.
+    """
 
     ranks: int
     step: str
@@ -39,89 +41,120 @@ class Contest(NamedTuple):
     shared: dict[str, Any] = {}  # noqa: RUF012
 
 
+def beside_torch(schedules: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Rows of step 6: each schedule, then PyTorch's own."""
+    rows = {}
+    for ours, torchs in schedules.items():
+        rows[f"--schedule {ours}"] = dict(schedule=ours)
+        rows[f"Schedule{torchs}"] = dict(schedule=ours, peer="pipelining")
+    return rows
+
+
+TORCH_SCHEDULES = {  # the step's schedule -> PyTorch's
+    "afab": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
 CONTESTS = {
     "step1": Contest(
-        1, "step01_single_gpu",
-        {"eager": {}, "--compile": dict(compile=True)}
-        | {f"--recompute {way}": dict(recompute=way) for way in ("elementwise", "full")},
+        1,
+        "step01_single_gpu",
+        {
+            "eager": {},
+            "--compile": dict(compile=True),
+            "--recompute full": dict(recompute="full"),
+        },
     ),
     "step2": Contest(
-        2, "step02_ddp",
-        {"--sync bucket": {}, "DistributedDataParallel": dict(peer="ddp"), "--bucket-mb 0": dict(bucket_mb=0.0)}
-        | {f"--sync {way}": dict(sync=way) for way in ("ring", "naive")},
+        2,
+        "step02_ddp",
+        {
+            "--sync bucket": {},
+            "DistributedDataParallel": dict(peer="ddp"),
+            "--sync ring": dict(sync="ring"),
+            "--sync naive": dict(sync="naive"),
+        },
     ),
     "step3": Contest(
-        2, "step03_zero",
-        {"--zero 3": dict(zero=3), "fully_shard": dict(peer="fsdp")},
+        2,
+        "step03_zero",
+        {
+            "--zero 3": dict(zero="3"),
+            "fully_shard": dict(zero="3", peer="fsdp"),
+            "--zero 1": dict(zero="1"),
+            "--zero 3 --keep": dict(zero="3", keep=True),
+        },
     ),
     "step4": Contest(
-        2, "step04_tp_sp",
-        {"--no-sp": dict(sp=False), "DTensor": dict(sp=False, peer="dtensor"),
-         "--sp": {}, "DTensor SequenceParallel": dict(peer="dtensor"), "--sp --tp-overlap": dict(tp_overlap=True)},
-        dict(tp=2, zero=0),
+        2,
+        "step04_tp_sp",
+        {
+            "--no-sp": dict(sp=False),
+            "DTensor": dict(sp=False, peer="dtensor"),
+            "--sp": {},
+            "DTensor SequenceParallel": dict(peer="dtensor"),
+            "--sp --tp-overlap": dict(tp_overlap=True),
+        },
+        dict(tp=2, zero="0"),
     ),
     "step6": Contest(
-        4, "step06_pipeline",
-        {name: row for s in ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe") for name, row in
-         {f"--schedule {s}": dict(schedule=s), f"torch {s}": dict(schedule=s, peer="pipelining")}.items()},
-        dict(pp=4, zero=0, n_layers=8, micro_batch_size=2),
+        4,
+        "step06_pipeline",
+        beside_torch(TORCH_SCHEDULES),
+        dict(pp=4, zero="0", model="tiny,n_layers=8", micro_batch_size=2),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
 class Config:
     """Flags of a contest."""
 
-    model: str = "tiny"  # name of a preset
-    rounds: int = 8  # turns of each contestant that are timed, after one to warm up
+    model: str = flag("tiny", "preset of the shape, perhaps with changes")
+    rounds: int = flag(8, "turns of each contestant that are timed, after one to warm up")
 
 
 class Result(NamedTuple):
     """The measured times and memory of one contestant."""
 
-    seconds: list[float]  # of a step on the slowest rank, by round
-    peak: int  # most bytes of rank 0's tensors at any time in the second step
+    seconds: list[float]  # of a training step on the slowest rank, by round
+    peak: int  # most bytes of rank 0's tensors at any time in the second training step
 
 
-class Bare(OpenRun):
-    """A run that prints and writes nothing."""
-
-    def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
-        """`peer`: the function of peers.py that trains; "": the chapter's `train` with the techniques of `flags`."""
-        module = importlib.import_module(step)
-        config = compose(module)(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
-        check(config, int(os.environ.get("WORLD_SIZE", 1)))
-        super().__init__(config)
-        self.first, self.peer, self.train = False, peer, module.train
-        if peer:
-            self.train = getattr(importlib.import_module("extras.bench.peers"), peer)
-
-    def built(self, **parts: Any):
-        """Attach the techniques to the parts of the run, unless a peer trains."""
-        self.began = time.perf_counter()
-        if not self.peer:
-            self.open(**parts)
-
-
-class AllTensors(MemoryTimeline):
-    """A memory timeline for DTensors, too: it records their local tensors."""
+class AllTensors(Memory):
+    """Memory of DTensors, too: it records their local tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Skip an operator on DTensors. DTensor then calls operators on local tensors, and these calls are recorded."""
-        theirs = any(kind.__name__ == "DTensor" for kind in types)  # by name: importing DTensor takes a second
-        return NotImplemented if theirs else super().__torch_dispatch__(func, types, args, kwargs)
+        """Skip an operator on DTensors, which then calls operators on local tensors: these are
+        recorded.
+        """
+        if any(kind.__name__ == "DTensor" for kind in types):  # importing DTensor takes a second
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Contestant(Bare):
-    """Runs `train` in a thread that waits before each step; `step()` lets it train one step.
+class Contestant(Run):
+    """Runs `train` in a thread that waits before each training step; `step()` lets it train one.
 
-    `peak`: the most bytes that tensors occupy in the second step. Temporary memory inside kernels does not count.
+    `peak`: the most bytes that tensors occupy in the second one. Temporary memory in kernels does
+    not count.
     """
 
-    def __init__(self, *entry: Any):
-        super().__init__(*entry)
-        self.go, self.done = threading.Semaphore(0), Queue()
+    def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
+        """`peer`: the function of peers.py that trains; "": the step's own `train`."""
+        module = importlib.import_module(step)
+        config_class = with_flags(module.Config, techniques())
+        super().__init__(
+            config_class(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
+        )
+        self.first = False  # no files, no screen
+        self.train: Callable = module.train
+        if peer:
+            self.train = getattr(importlib.import_module("extras.bench.peers"), peer)
+        self.go = threading.Semaphore(0)
+        self.done: Queue = Queue()
         threading.Thread(target=self.work, daemon=True).start()
         self.wait()
 
@@ -129,28 +162,36 @@ class Contestant(Bare):
         """Train; this method runs in the thread. An exception is passed on to `wait`."""
         try:
             with ExitStack() as self.watching, self:
-                self.timeline = self.watching.enter_context(AllTensors())
+                self.memory = self.watching.enter_context(AllTensors())
                 self.train(self.config, self)
         except BaseException as error:
             self.done.put(error)
 
     def wait(self):
-        """Block until the thread waits for its next step. Raises what the thread has raised."""
-        if (error := self.done.get()) is not None:
+        """Block until the thread waits for its next training step. Raises what the thread has
+        raised.
+        """
+        error = self.done.get()
+        if error is not None:
             raise error
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Wait before each step. The memory of the first two steps is recorded, which makes them slower."""
-        self.built(**parts)
+        """Wait before each training step. The memory of the first two is recorded, which slows
+        them.
+        """
         for step in range(self.config.steps):
             if step == 1:
-                before = len(self.timeline.events)
+                before = len(self.memory.events)
             if step == 2:
                 self.watching.close()
-                self.peak = max(list(accumulate(event.bytes for event in self.timeline.events))[before:])
+                self.peak = sum(self.memory.peak(since=before).values())
             self.done.put(None)
             self.go.acquire()
             yield step
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """Keep the loss."""
+        self.history.append(numbers)
 
     def step(self):
         """Let the thread train one step."""
@@ -158,69 +199,98 @@ class Contestant(Bare):
         self.wait()
 
 
-def take_turns(made: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step on this rank, by contestant and round. The first round, which only warms up, is left out.
+def take_turns(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a training step on this rank, by contestant and round, without the first round.
 
-    In a round each contestant makes three steps in a row. The order of the contestants is reversed after each round.
+    In a round each contestant makes three training steps in a row. Their order is reversed after
+    each round.
     """
-    found: dict[str, list[float]] = {name: [] for name in made}
-    finished = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
-        for name in list(made)[:: -1 if turn % 2 else 1]:
+        names = list(contestants)
+        if turn % 2:
+            names.reverse()
+        for name in names:
             if dist.is_initialized():
                 dist.barrier()
             start = time.perf_counter()
             for _ in range(3):
-                made[name].step()
-            finished()
-            found[name].append((time.perf_counter() - start) / 3)
-    return {name: turns[1:] for name, turns in found.items()}
+                contestants[name].step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append((time.perf_counter() - start) / 3)
+    return {name: turns[1:] for name, turns in seconds.items()}
 
 
 def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, Result]:
-    """Run a contest. `entries`: name -> arguments of `Bare`. Raises RuntimeError if losses differ by over `bound`."""
-    made, found = {}, {}
+    """Run a contest on this rank. `entries`: name -> arguments of `Contestant`.
+
+    Raises RuntimeError if losses differ by more than `bound`.
+    """
+    contestants = {}
     for name, entry in entries.items():
         gc.collect()
-        made[name] = Contestant(*entry)
+        contestants[name] = Contestant(*entry)
         for _ in range(2):
-            made[name].step()
-    ranks = gather_objects(take_turns(made, rounds))
-    first = next(iter(made.values()))
-    for name, one in made.items():
-        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(one.history, first.history, strict=True))
-        if apart > bound:
-            raise RuntimeError(f"{name}: its loss differs by {apart:.3g} from that of the first")
-        found[name] = Result([max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)], one.peak)
-    return found
+            contestants[name].step()
+    own = take_turns(contestants, rounds)
+    all_ranks = [own]
+    if dist.is_initialized():
+        all_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, own)
+    first = next(iter(contestants.values()))
+    results = {}
+    for name, contestant in contestants.items():
+        for row, first_row in zip(contestant.history, first.history, strict=True):
+            if abs(row["loss"] - first_row["loss"]) > bound:
+                raise RuntimeError(
+                    f"{name}: a loss is {row['loss']}, and {first_row['loss']} of the first"
+                )
+        by_round = zip(*(rank[name] for rank in all_ranks), strict=True)
+        results[name] = Result([max(turn) for turn in by_round], contestant.peak)
+    return results
 
 
-def report(found: dict[str, Result], beside: dict[str, str]) -> str:
-    """The table of a contest. `beside`: a contestant's name -> the name of the contestant with which it is compared."""
-    rows = [["", "step time", "beside", "time, and its range", "peak memory"]]
-    for name, (seconds, peak) in found.items():
-        ratios = [a / b for a, b in zip(seconds, found[beside[name]].seconds, strict=True)]
+def report(results: dict[str, Result], beside: dict[str, str]) -> str:
+    """The table of a contest. `beside`: a contestant -> the one with which it is compared."""
+    line = "{:28}{:>12}  {:28}{:26}{:>12}".format
+    lines = [line("", "step time", "beside", "time / its time (range)", "peak memory")]
+    for name, (seconds, peak) in results.items():
+        other = results[beside[name]].seconds
+        ratios = [time / other_time for time, other_time in zip(seconds, other, strict=True)]
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
-        rows.append([name, f"{1e3 * median(seconds):.1f} ms", beside[name], spread, human(peak)])
-    return table(rows)
+        lines.append(
+            line(name, f"{1e3 * median(seconds):.1f} ms", beside[name], spread, human(peak))
+        )
+    return "\n".join(lines)
 
 
 def main(name: str, argv: list[str]):
     """Run one contest: let all of its contestants train in turns, and print the table."""
-    config, (ranks, step, rows, shared) = parse(Config, argv), CONTESTS[name]
+    config = parse(Config, argv)
+    ranks, step, rows, shared = CONTESTS[name]
     shared = dict(model=config.model, micro_batch_size=4, global_batch_size=16) | shared
-    entries, beside, before = {}, {}, ""
+    entries = {}
+    beside = {}
+    before = next(iter(rows))
     for row, flags in rows.items():
         peer = flags.get("peer", "")
-        entries[row] = step, shared | {key: value for key, value in flags.items() if key != "peer"}, peer
-        beside[row] = before if peer else next(iter(rows))  # a peer is compared with our row before it
+        own_flags = {key: value for key, value in flags.items() if key != "peer"}
+        entries[row] = (step, shared | own_flags, peer)
+        beside[row] = before if peer else next(iter(rows))  # a peer: with our row before it
         before = row
-    cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, all train on CPUs
+    cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, CPUs
     pool = Pool(ranks, "cuda" if cuda else "cpu")
     try:
-        found, *_ = pool.run(contest, entries, config.rounds, 0.05 if cuda else 1e-3, seconds=86400.0)  # bf16, fp32
+        results, *_ = pool.run(
+            contest, entries, config.rounds, 0.05 if cuda else 1e-3, seconds=86400.0
+        )
     finally:
         pool.stop()
-    device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores, one thread a rank"
-    print(f"{name}: {config.model}; ranks: {ranks}, on {device}\n\n{report(found, beside)}")
-    print(f"medians (and range) of {config.rounds} rounds in turns; a ratio divides two times of the same round")
+    device = f"{os.cpu_count()} CPU cores, one thread a rank"
+    if cuda:
+        device = torch.cuda.get_device_name()
+    print(f"{name}: {shared['model']}; ranks: {ranks}, on {device}\n\n{report(results, beside)}")
+    print(
+        f"medians (and range) of {config.rounds} rounds in turns; a ratio divides times of the same round"
+    )

@@ -1,7 +1,8 @@
-"""Trains with PyTorch's own parallelism. The model, its weights, the batches and the update rule are the course's.
+"""Trains with PyTorch's own parallelism. The model, its weights, the batches and the update rule
+are the course's.
 
-Each function `build_...` returns what differs: a module, and a function `backward(xs, ys, n_targets)` that accumulates
-gradients and returns the loss.
+Each function `build_...` returns what differs: a module, and a function `backward(xs, ys,
+n_targets)` that accumulates gradients and returns the loss.
 """
 
 from collections.abc import Callable
@@ -20,31 +21,42 @@ from torch.nn.parallel import DistributedDataParallel
 from common.comm import Mesh, all_reduce
 from common.data import Data
 from common.layout import materialize
-from common.model import IGNORE, PRESETS, Decoder, wide
-from common.schedules import Place
+from common.model import IGNORE, Decoder, model_shape, wide
 from common.trainer import Run, choose_device
-from step01_single_gpu import set_up_layers, learning_rate
+from extras.bench.contests import TORCH_SCHEDULES
+from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
-from step06_pipeline import forward_stage, keep_stage, plan
+from step06_pipeline import Stage, keep_stages
 
 
-def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut: str, config: Any, run: Run):
-    """The training loop of the course. `build` adds the parallelism along the dimension `cut` of the mesh."""
+def train(
+    build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]],
+    cut: str,
+    config: Any,
+    run: Run,
+):
+    """The training loop of the course. `build` adds the parallelism along the dimension `cut` of
+    the mesh.
+    """
     device, n = choose_device(config)[0], getattr(config, cut, 1)
     mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
-    shape = PRESETS[config.model]
+    shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
     set_up_layers(model, config)
     module, backward = build(config, mesh, model)
-    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
+    groups = [
+        dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     for step in run.steps(model=model, optimizer=optimizer, data=data, mesh=mesh):
         tokens, targets = (x.to(device) for x in data.batch(step))
         n_targets = (targets != IGNORE).sum().clamp(min=1)
-        loss = backward(*(x[mine].split(config.micro_batch_size) for x in (tokens, targets)), n_targets)
+        loss = backward(
+            *(x[mine].split(config.micro_batch_size) for x in (tokens, targets)), n_targets
+        )
         for dim in mesh.sizes if cut != "tp" else ("dp",):
             all_reduce(loss, mesh[dim]).wait()
         norm = clip(module, config.grad_clip, mesh if cut == "pp" else None)
@@ -56,7 +68,9 @@ def train(build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]], cut
 
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
-    """Group parameters by (matrix or norm, DTensor or not). Fused kernels cannot mix DTensors and other tensors."""
+    """Group parameters by (matrix or norm, DTensor or not). Fused kernels cannot mix DTensors and
+    other tensors.
+    """
     sets: dict[tuple, list[nn.Parameter]] = {}
     for param in module.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
@@ -64,11 +78,15 @@ def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages if `mesh` is given."""
+    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages if
+    `mesh` is given.
+    """
     square = 0.0
     for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        square = square + (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+        square = (
+            square + (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+        )
     if mesh is not None:
         all_reduce(square, mesh["pp"]).wait()
     norm = square.sqrt()
@@ -77,7 +95,9 @@ def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
     return norm.item()
 
 
-def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+def in_micro_batches(
+    module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor
+) -> Tensor:
     """Run forward and backward of one micro-batch after another; returns the sum of the losses."""
     total = 0.0
     for x, y in zip(xs, ys, strict=True):
@@ -88,9 +108,13 @@ def in_micro_batches(module: nn.Module, xs: list[Tensor], ys: list[Tensor], n_ta
 
 
 def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP averages them."""
+    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP
+    averages them.
+    """
     materialize(model, config.seed, *choose_device(config))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True
+    )
 
     def add(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -106,10 +130,14 @@ def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Calla
 
 
 def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """Use FSDP2. Each layer is a unit, and all other parameters form one more. Gradients are summed, not averaged."""
+    """Use FSDP2. Each layer is a unit, and all other parameters form one more. Gradients are
+    summed, not averaged.
+    """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
-    options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
+    options = dict(
+        mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True
+    )
     if dtype.itemsize == 2:
         options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
     for module in (*model.model.layers.values(), model):
@@ -122,7 +150,8 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Call
 def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
     """Use PyTorch's tensor parallelism and, with --sp, PyTorch's SequenceParallel for the norms.
 
-    The input of a block becomes a DTensor only once. To convert it for each of the block's matrices would take longer.
+    The input of a block becomes a DTensor only once. To convert it for each of the block's matrices
+    would take longer.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
@@ -137,10 +166,15 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
     layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
     layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
     if config.sp:
-        layout |= {name: parallel.SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        layout |= {
+            name: parallel.SequenceParallel()
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
     for layer in model.model.layers.values():
         parallel.parallelize_module(layer, device_mesh, layout)
-    head = parallel.ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    head = parallel.ColwiseParallel(
+        input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+    )
     embedding = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     ends = {"model.embed_tokens": embedding, "lm_head": head}
     ends |= {"model.norm": parallel.SequenceParallel()} if config.sp else {}
@@ -159,58 +193,89 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
     return model, backward
 
 
-class Stage(nn.Module):
-    """A stage of chapter 6's pipeline, as a module with only the stage's parameters. The last stage returns logits."""
+class TorchStage(nn.Module):
+    """A stage of step 6, as a module with only the stage's parameters. The last stage returns
+    logits.
+    """
 
-    def __init__(self, model: Decoder, place: Place, positions: Tensor):
+    def __init__(self, stage: Stage):
         super().__init__()
-        self.own = nn.ModuleList(model.model.layers[str(n)] for n in place.layers)
-        self.own += [model.model.embed_tokens] if place.before is None else []
-        self.own += [model.model.norm, model.lm_head] if place.after is None else []
-        self.compute = partial(forward_stage, model, place, targets=None, positions=positions)
+        trunk = stage.model.model
+        self.own = nn.ModuleList(trunk.layers[str(number)] for number in stage.layers)
+        if stage.is_first:
+            self.own.append(trunk.embed_tokens)
+        if stage.is_last:
+            self.own += [trunk.norm, stage.model.lm_head]
+        self.stage = [stage]  # in a list: not a submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states -> hidden states. The first stage takes tokens instead, and the last one returns logits."""
-        return self.compute(x)
+        """Hidden states -> hidden states. The first stage takes tokens, the last one returns
+        logits.
+        """
+        return self.stage[0].run(x, x)  # model.loss returns the logits: see below
 
 
-TORCH_SCHEDULES = {  # the course's schedule -> PyTorch's
-    "afab": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zb-h1": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipe": "DualPipeV",
-}
-CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # PyTorch's have two stages a rank, as ours on the right
+V_SHAPED = ("zbv", "dualpipev")  # stages s and 2p-1-s are on one rank
+
+
+def stage_numbers(schedule: str, rank: int, p: int) -> list[int]:
+    """The stages that PyTorch's schedule puts on a rank."""
+    if schedule == "interleaved":
+        return [rank, rank + p]
+    if schedule in V_SHAPED:
+        return [rank, 2 * p - 1 - rank]
+    return [rank]
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """Use `torch.distributed.pipelining` with the schedule of PyTorch that is most similar to `--schedule`."""
+    """Use `torch.distributed.pipelining` with PyTorch's counterpart of `--schedule`."""
     device, dtype = choose_device(config)
-    cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
-    places, _ = plan(type(config)(**vars(config) | dict(schedule=cut)), m)
-    group, scale = mesh["pp"], [torch.ones(())]
-    keep_stage(model, group, places)
-    materialize(model, config.seed, device, dtype)
-    loss, model.loss = model.loss, lambda logits, _: logits
+    group = mesh["pp"]
+    m = config.global_batch_size // config.micro_batch_size
+    n_layers = model.config.n_layers
+    numbers = stage_numbers(config.schedule, group.rank, group.size)
+    n_stages = group.size * len(numbers)
     positions = torch.arange(model.config.seq_len, device=device)
-    mine = [stage for stage, place in enumerate(places) if place.rank == group.rank]
-    where = len(places), device
-    stages = [PipelineStage(Stage(model, places[n], positions), n, *where, group=group.handle) for n in mine]
+    own = []
+    for number in numbers:
+        layers = range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
+        own.append(Stage(model, layers, positions, number))
+    keep_stages(model, [stage.layers for stage in own])
+    materialize(model, config.seed, device, dtype)
+    loss = model.loss
+    model.loss = logits_alone
+    stages = []
+    for stage in own:
+        stages.append(
+            PipelineStage(TorchStage(stage), stage.number, n_stages, device, group=group.handle)
+        )
     kind = getattr(schedules, f"Schedule{TORCH_SCHEDULES[config.schedule]}")
     single = issubclass(kind, schedules.PipelineScheduleSingle)
-    scaled = dict(loss_fn=lambda logits, targets: loss(logits, targets) / scale[0], scale_grads=False)
-    schedule = kind(stages[0] if single else stages, m, **scaled)
-    ends = [any(getattr(places[stage], side) is None for stage in mine) for side in ("before", "after")]
+    scale = [torch.ones(())]
+    schedule = kind(
+        stages[0] if single else stages,
+        m,
+        loss_fn=lambda logits, targets: loss(logits, targets) / scale[0],
+        scale_grads=False,
+    )
 
     def backward(xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
-        scale[0], losses = n_targets, []
-        inputs = [torch.cat(xs)] if ends[0] else []
-        schedule.step(*inputs, target=torch.cat(ys) if ends[1] else None, losses=losses, return_outputs=False)
-        return sum((one.detach() for one in losses), torch.zeros((), device=device))
+        scale[0] = n_targets
+        losses: list[Tensor] = []
+        inputs = [torch.cat(xs)] if own[0].is_first else []
+        target = torch.cat(ys) if own[-1].is_last else None
+        schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        total = torch.zeros((), device=device)
+        for micro_loss in losses:
+            total = total + micro_loss.detach()
+        return total
 
     return model, backward
+
+
+def logits_alone(logits: Tensor, targets: Tensor) -> Tensor:
+    """Takes the place of the model's loss, which PyTorch's schedule computes itself."""
+    return logits
 
 
 ddp = partial(train, build_ddp, "dp")

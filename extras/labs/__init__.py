@@ -16,6 +16,7 @@ with removed functions. All else comes from the project, so changed tests have n
 """
 
 import ast
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 TASKS: dict[int, dict[str, str]] = {
     1: {
         "learning rate": "learning_rate",
-        "adamw": "decay_groups adamw",
-        "masters": "Optimizer.__init__ Optimizer.gradients Optimizer.step Optimizer.publish "
-        "Optimizer.zero_grad",
+        "adamw": "decay_groups adamw sgd",
+        "masters": "accumulate_wide Optimizer.__init__ Optimizer.gradients Optimizer.step "
+        "Optimizer.publish Optimizer.zero_grad",
         "recomputation": "recompute_layers",
         "loop": "train",
     },
@@ -41,43 +42,52 @@ TASKS: dict[int, dict[str, str]] = {
     },
     3: {
         "units": "Unit.view Unit.view_shard unit_names",
-        "stage 1": "Zero1.begin Zero1.reduce Zero1.finish Zero1.gradients",
+        "stage 1": "Unit.reduce Zero1.begin Zero1.mark_ready Zero1.finish Zero1.gradients",
         "update": "Zero1.step Zero1.publish Zero1.zero_grad",
-        "stage 2": "Zero2.begin Zero2.mark_ready Zero2.send Zero2.land Zero2.finish",
+        "stage 2": "Zero2.begin Zero2.mark_ready Zero2.start_sum Zero2.complete_sum Zero2.finish",
         "gather": "ShardedUnit.gather ShardedUnit.free",
-        "stage 3": "Zero3.fetch Zero3.after_forward Zero3.send Zero3.publish",
+        "stage 3": "Zero3.fetch Zero3.after_forward Zero3.before_backward Zero3.start_sum "
+        "Zero3.publish",
         "loop": "",
     },
     4: {
         "collectives": "sum_over_ranks gather_tokens sum_and_shard_tokens",
-        "f and g": "Conjugate.forward Conjugate.backward enter_block leave_block",
+        "f and g": "CopyToTensorParallel.forward CopyToTensorParallel.backward "
+        "ReduceFromTensorParallel.forward ReduceFromTensorParallel.backward "
+        "GatherFromSequenceParallel.forward GatherFromSequenceParallel.backward "
+        "ReduceScatterToSequenceParallel.forward ReduceScatterToSequenceParallel.backward "
+        "enter_block leave_block",
         "vocabulary": "VocabParallelEmbedding.forward VocabParallelCrossEntropy.forward",
-        "shards": "shard_param shard_heads shard_tensors",
+        "shards": "column_parallel shard_param whole_heads shard_heads shard_block "
+        "shard_vocabulary shard_tensors",
         "partial gradients": "sum_partial_gradients",
-        "loop": "",
+        "loop": "ColumnParallelOverlap.forward ColumnParallelOverlap.backward",
     },
     5: {
         "parts": "scaled_scores part_attention merge",
-        "zigzag": "zigzag_positions zigzag_visible",
+        "zigzag": "ordered_positions ordered_visible zigzag_positions zigzag_visible",
         "gradients of a part": "part_gradients",
         "ring": "travel RingAttention.forward RingAttention.backward",
-        "loop": "ring_attention shard_context",
+        "loop": "ring_attention shard_context own_tokens",
     },
     6: {
         "orders": "common.schedules:one_f_one_b_order common.schedules:afab "
         "common.schedules:one_f_one_b common.schedules:interleaved",
-        "stage": "forward_stage Pipeline.forward Pipeline.backward",
+        "stage": "Stage.run Stage.forward Stage.backward",
         "messages": "Pipeline.send_receive Pipeline.execute OneForwardOneBackward.execute",
-        "programs": "add_messages ListPipeline.execute",
-        "keep": "keep_stage sum_tied",
+        "programs": "common.schedules:add_messages ListPipeline.execute",
+        "keep": "keep_stages sum_tied",
         "loop": "",
     },
     7: {
-        "experts": "ExpertLinear.forward Experts.forward",
-        "layer": "MoE.route MoE.forward",
-        "balance": "AddLoss.forward AddLoss.backward MoE.aux_loss",
-        "dispatch": "transpose_blocks dispatch combine visit_experts",
-        "groups": "shard_experts",
+        "experts": "expert_product Experts.forward",
+        "layer": "MoE.probabilities MoE.choose MoE.score MoE.visit MoE.forward",
+        "balance": "AddLoss.forward AddLoss.backward LossBalancedMoE.aux_loss "
+        "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
+        "BiasBalancedMoE.end_step",
+        "dispatch": "transpose_blocks dispatch combine Dispatch.forward Dispatch.backward "
+        "Combine.forward Combine.backward exchange_counts visit_experts",
+        "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },
 }
@@ -114,15 +124,23 @@ def definitions(text: str) -> dict[str, ast.FunctionDef]:
     return found
 
 
+def with_bodies(text: str, bodies: dict[str, str]) -> str:
+    """A source in which some functions keep only signature and docstring: their body is another."""
+    lines, found = text.splitlines(), definitions(text)
+    for name in sorted(bodies, key=lambda name: -found[name].lineno):
+        node, documented = found[name], ast.get_docstring(found[name]) is not None
+        start = node.body[0].end_lineno + 1 if documented else node.body[0].lineno
+        body = textwrap.indent(bodies[name], " " * (node.col_offset + 4))
+        lines[start - 1 : node.end_lineno] = body.splitlines()
+    return "\n".join(lines) + "\n"
+
+
 def hollow(lab: int) -> dict[str, str]:
-    """The files for a student: removed functions keep only their signature and docstring."""
+    """The files for a student: the removed functions only raise NotImplementedError."""
     texts = ours(lab)
-    for file, names in holes(lab).items():
-        lines, found = texts[file].splitlines(), definitions(texts[file])
-        for name in sorted(names, key=lambda name: -found[name].lineno):
-            node, documented = found[name], ast.get_docstring(found[name]) is not None
-            start = node.body[0].end_lineno + 1 if documented else node.body[0].lineno
-            words = f'raise NotImplementedError("task {names[name]}: {name}")'
-            lines[start - 1 : node.end_lineno] = [" " * (node.col_offset + 4) + words]
-        texts[file] = "\n".join(lines) + "\n"
+    for file, tasks in holes(lab).items():
+        bodies = {}
+        for name, task in tasks.items():
+            bodies[name] = f'raise NotImplementedError("task {task}: {name}")'
+        texts[file] = with_bodies(texts[file], bodies)
     return texts

@@ -12,15 +12,9 @@ from common import UserError
 from extras.labs import TASKS, holes, hollow, step_of
 from extras.labs.judge import chapter, judge, lay_out, require_packages
 
-COLUMNS = (
-    "folder",
-    "student",
-    "lab",
-    "points",
-    "of",
-    "error",
-    "lost",
-)  # columns of the table of grades
+COLUMNS = ["folder", "student", "lab", "points", "of", "error", "lost"]  # of the table of grades
+# What a student launches in the end, on two ranks from lab 2 on
+FLAGS = {1: "", 2: "", 3: " --zero 3", 4: " --tp 2", 5: " --cp 2", 6: " --pp 2", 7: " --ep 2"}
 INTRODUCTION = """# Lab {lab}: {step}
 
 Student: {student}
@@ -66,7 +60,7 @@ def start(lab: int, folder: Path, student: str):
         student=student,
         files=" and ".join(holes(lab)),
         tests=chapter(lab),
-        launch=f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)}",
+        launch=f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)}{FLAGS[lab]}",
         folder=folder.resolve(),
         tasks="\n".join(tasks),
         text=(Path(__file__).parent / f"lab{lab}.md").read_text().partition("\n\n")[2],

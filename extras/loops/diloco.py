@@ -39,7 +39,13 @@ from common.flags import SEVERAL, flag
 from common.layout import global_norm, materialize
 from common.model import IGNORE, Decoder, model_shape
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import Optimizer, set_up_layers, learning_rate, scale
+from step01_single_gpu import (
+    Optimizer,
+    clip_coefficient,
+    learning_rate,
+    scale,
+    set_up_layers,
+)
 from step02_ddp import join_ranks
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 
@@ -66,31 +72,19 @@ class OuterStep:
         self.optimizer.publish()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: m, and the moments, of which each rank of dp has its own."""
-        state = {f"{name}.outer": m for name, m in self.momenta.items()}
+        """What a checkpoint needs: also masters and moments, which differ between ranks of dp."""
+        state: dict[str, Tensor] = {}
         for name, master in self.optimizer.masters.items():
-            for kind, moment in self.optimizer.torch_optimizer.state[master].items():
-                state[f"{name}.{kind}"] = moment
+            tensors = dict(master=master, w=self.weights[name], m=self.momenta[name])
+            tensors |= self.optimizer.torch_optimizer.state[master]
+            state |= {f"{name} {kind}": tensor for kind, tensor in tensors.items()}
         return state
 
     def load_state(self, state: dict[str, Tensor]):
-        """Restore these after the masters, which after an outer step are w."""
-        for name, master in self.optimizer.masters.items():
-            self.weights[name].copy_(master)
-            self.momenta[name].copy_(state[f"{name}.outer"])
-            for kind, moment in self.optimizer.torch_optimizer.state[master].items():
-                moment.copy_(state[f"{name}.{kind}"])
-
-
-def check_steps(config: "Config"):
-    """Raise UserError unless the run ends, and saves, only after outer steps."""
-    for name in ("steps", "save_every"):
-        if getattr(config, name) % config.inner_steps:
-            flag_name = f"--{name.replace('_', '-')} {getattr(config, name)}"
-            steps = f"--inner-steps {config.inner_steps}"
-            raise UserError(
-                f"{flag_name} must be a multiple of {steps}: then all weights are equal"
-            )
+        """Restore them. (Otherwise a checkpoint has one rank's masters and moments for all.)"""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self.optimizer.publish()
 
 
 @dataclass
@@ -111,45 +105,41 @@ class Config(step01.Config):
 
 def train(config: Config, run: Run):
     """The whole run."""
-    check_steps(config)  # new
+    if config.steps % config.inner_steps:  # new: else the ranks would end with n models
+        steps = f"--inner-steps {config.inner_steps}"  # new
+        raise UserError(f"--steps {config.steps} must be a multiple of {steps}")  # new
     device, dtype = choose_device(config)
-    mesh = Mesh(
-        dp=join_ranks(device) // config.tp, tp=config.tp
-    )  # tp is last: neighbours on the fastest links
-    mine = mesh["dp"].share(
-        config.global_batch_size, "--global-batch-size"
-    )  # step 2: these sequences are mine
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # these rows and columns are mine
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)
     set_up_layers(model, config)
     materialize(model, config.seed, device, dtype)  # new
     optimizer = Optimizer(model, config, mesh)  # new: each rank of dp updates all of its model
     outer = OuterStep(optimizer, config, mesh["dp"])  # new
 
-    for step in run.steps(
-        model=model, optimizer=optimizer, outer=outer, data=data, mesh=mesh
-    ):  # new
-        tokens, targets = (x.to(device) for x in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1) / mesh["dp"].size  # new: of one rank
-        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+    parts = dict(model=model, optimizer=optimizer, outer=outer, data=data, mesh=mesh)  # new
+    for step in run.steps(**parts):  # new
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        n_targets = n_targets / mesh["dp"].size  # new: of one rank, on average
+        xs = tokens[own].to(device).split(config.micro_batch_size)
+        ys = targets[own].to(device).split(config.micro_batch_size)
         loss = 0.0
         # new: no sync, because each rank of dp has its own gradients
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum,
+            micro_loss.backward()  # ... then only sum
             loss = loss + micro_loss.detach() / mesh["dp"].size  # new: the mean of n models
-        sum_partial_gradients(
-            model, optimizer.gradients(), mesh
-        )  # of norms: with SP a rank saw only its tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms, with SP
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

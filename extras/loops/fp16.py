@@ -34,11 +34,11 @@ from common.flags import flag
 from common.layout import global_norm
 from common.model import IGNORE, Decoder, model_shape
 from common.trainer import DTYPES, Run, choose_device, main
-from step01_single_gpu import set_up_layers, learning_rate, scale
+from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, shard_context
+from step05_cp_ring import CONTEXT, own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 DTYPES["fp16"] = torch.float16
@@ -86,59 +86,43 @@ class Config(step06.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    taken = config.pp * config.cp * config.tp  # dp is what is left
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)
-    mine = mesh["dp"].share(
-        config.global_batch_size, "--global-batch-size"
-    )  # step 2: these sequences are mine
+    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(
-        model, mesh, config.sp, config.tp_overlap
-    )  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(
-        device
-    )  # step 5: these tokens are mine
-    pipeline = SCHEDULES[config.schedule](config, model, mesh, here)  # these layers are mine
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)
+    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(
-        model, config, mesh, device, dtype
-    )  # step 3: this shard is mine (--zero)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
     loss_scale = LossScale(config.loss_scale, config.growth_steps)  # new
 
-    parts = dict(
-        model=model,
-        optimizer=optimizer,
-        sync=sync,
-        data=data,
-        mesh=mesh,
-        positions=here,
-        pipeline=pipeline,
-    )
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
     parts["loss_scale"] = loss_scale  # new
-    for step in run.steps(**parts):
-        tokens, targets = (x.to(device) for x in data.batch(step))
+    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
+        tokens, targets = (batch.to(device) for batch in data.batch(step))
         n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        xs, ys = (x[mine][:, here].split(config.micro_batch_size) for x in (tokens, targets))
+        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
+        xs = tokens_here.split(config.micro_batch_size)
+        ys = targets_here.split(config.micro_batch_size)
         sync.begin(len(xs))
         factor = loss_scale.factor  # new
         loss = pipeline.step(xs, ys, n_targets / factor) / factor  # new
         sync.finish()  # sums over ranks
-        sum_partial_gradients(
-            model, optimizer.gradients(), mesh
-        )  # over tp: of norms that saw a shard of the tokens
-        sum_tied(model, optimizer.gradients(), mesh["pp"])  # over pp: of a tied matrix
+        sum_partial_gradients(model, optimizer.gradients(), mesh)
+        sum_tied(model, optimizer.gradients(), mesh["pp"])
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # all but the last stage have 0
 
         scale(optimizer.gradients(), 1 / factor)  # new
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         finite = loss_scale.update(norm)  # new
         run.require_finite(step, loss=loss.item())  # new: the norm may be inf
-        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        scale(optimizer.gradients(), clip_coef)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         if finite:  # new: else nothing is updated
             optimizer.step(lr)  # new

@@ -43,20 +43,19 @@ from common.data import Data
 from common.flags import flag
 from common.model import IGNORE, Decoder, ModelConfig, model_shape
 from common.trainer import Run, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate
+from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, shard_context
+from step05_cp_ring import CONTEXT, own_tokens, shard_context
 from step06_pipeline import OneForwardOneBackward, Stage
 
 
 class StashingStage(Stage):
     """A stage in which each micro-batch makes an update, with the weights of its own forward."""
 
-    update: Callable[
-        [dict[str, Tensor]], None
-    ]  # changes the newest weights, given gradients by name
+    # Changes the newest weights, given gradients by name
+    update: Callable[[dict[str, Tensor]], None]
 
     def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
         """A new pass. `n_targets`: of an update."""
@@ -91,7 +90,9 @@ class StashingStage(Stage):
 class PipeDream(OneForwardOneBackward):
     """1F1B with stashed weights."""
 
-    stage_type = StashingStage
+    def make_stage(self, model: Decoder, layers: range, positions: Tensor) -> Stage:
+        """This rank's stage."""
+        return StashingStage(model, layers, positions, self.group.rank)
 
 
 @dataclass
@@ -129,34 +130,29 @@ def update(
 def train(config: Config, run: Run):
     """The whole run: step 6's loop, in which `# new` marks the lines that differ."""
     device, dtype = choose_device(config)
-    taken = config.pp * config.cp * config.tp  # dp is what is left
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)
-    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     check(config, shape)  # new
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp, device, dtype)
-    pipeline = PipeDream(config, model, mesh, here)  # new
-    RECOMPUTE[config.recompute](model)
+    mode = CONTEXT[config.cp_mode]
+    positions = shard_context(model, mesh, mode, config.sp, device, dtype)
+    pipeline = PipeDream(config, model, mesh, positions)  # new
+    set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    parts = dict(
-        model=model,
-        optimizer=optimizer,
-        sync=sync,
-        data=data,
-        mesh=mesh,
-        positions=here,
-        pipeline=pipeline,
-    )
-    for step in run.steps(**parts):
-        tokens, targets = (x.to(device) for x in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)
-        xs, ys = (x[mine][:, here].split(config.micro_batch_size) for x in (tokens, targets))
-        lr = learning_rate(step, config)  # new: earlier than in step 6
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
+    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
+        tokens, targets = (batch.to(device) for batch in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
+        xs = tokens_here.split(config.micro_batch_size)
+        ys = targets_here.split(config.micro_batch_size)
+        lr = learning_rate(step, config)  # new: earlier, because updates are in the pipeline
         pipeline.stage.update = partial(update, model, optimizer, sync, mesh, lr)  # new
         loss = pipeline.step(xs, ys, n_targets / len(xs)) / len(xs)  # new: the mean of the updates
         all_reduce(loss, mesh["data"]).wait()

@@ -1,4 +1,6 @@
-"""Builds web pages for all course steps and files of common/, and an index: `python -m extras.pages DIR`."""
+"""Builds web pages for all course steps and files of common/, and an index: `python -m extras.pages
+DIR`.
+"""
 
 import argparse
 import ast
@@ -37,7 +39,9 @@ def blocks(*lines: str) -> str:
 
 
 class Pages:
-    """Renders the source files for the template. `lines`: for each module, the lines of its file in HTML."""
+    """Renders the source files for the template. `lines`: for each module, the lines of its file in
+    HTML.
+    """
 
     def __init__(self, files: dict[str, Path]):
         self.names, self.markdown = (
@@ -50,7 +54,9 @@ class Pages:
         }
 
     def highlight(self, module: str, source: str) -> list[str]:
-        """The lines of `source` in HTML. Each name links to its definition; the name in the definition has an id."""
+        """The lines of `source` in HTML. Each name links to its definition; the name in the
+        definition has an id.
+        """
         lines, column = [""], 0
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
@@ -76,9 +82,11 @@ class Pages:
         return lines
 
     def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
-        """Render a docstring's Markdown. Names in backquotes that `module` uses become links, except those in `own`.
+        """Render a docstring's Markdown. Names in backquotes that `module` uses become links,
+        except those in `own`.
 
-        `own`: the parameters of the docstring's function. Lines with three spaces in a row become a figure.
+        `own`: the parameters of the docstring's function. Lines with three spaces in a row become a
+        figure.
         """
 
         def link(match: re.Match) -> str:
@@ -93,9 +101,8 @@ class Pages:
                 else match[0]
             )
 
-        text = re.sub(
-            r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M
-        )  # a figure is a paragraph
+        # A figure is a paragraph
+        text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
@@ -109,7 +116,9 @@ class Pages:
         return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Split the lines after `before` to the end of `node` at each definition inside, into docstrings and code."""
+        """Split the lines after `before` to the end of `node` at each definition inside, into
+        docstrings and code.
+        """
         inside = [
             it
             for it in (node, *getattr(node, "body", ()))
@@ -132,7 +141,9 @@ class Pages:
         return parts
 
     def readme(self) -> str:
-        """README's title, first paragraph and first three sections, with links to pages instead of files."""
+        """README's title, first paragraph and first three sections, with links to pages instead of
+        files.
+        """
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
         text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')

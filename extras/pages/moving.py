@@ -32,8 +32,8 @@ def schedule_of(name: str, p: int) -> Schedule:
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
     """Simulate a schedule of p ranks and m micro-batches: (end, rank, start, action), sorted.
 
-    An action takes its kind's cost twice, or once if a rank's layers are split into two stages. Raises
-    UserError.
+    An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
+    Raises UserError.
     """
     schedule = schedule_of(name, p)
     lists = [schedule.actions(p, m, schedule.v, rank) for rank in range(p)]

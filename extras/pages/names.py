@@ -1,6 +1,7 @@
 """Resolves names to their definitions with Jedi, as editors do. Names of torch are not resolved.
 
-An address is the link to a definition: common.comm.html#Group.share. A name's place is (module, line, column).
+An address is the link to a definition: common.comm.html#Group.share. A name's place is (module,
+line, column).
 """
 
 from collections import defaultdict
@@ -10,9 +11,11 @@ import jedi
 
 
 class Names:
-    """Links all names. `refs`: a name's place (module, line, column) -> links to its possible definitions (addresses).
+    """Links all names. `refs`: a name's place (module, line, column) -> links to its possible
+    definitions (addresses).
 
-    `homes`: address -> place of the definition. `named`: module -> the addresses of all definitions that it names.
+    `homes`: address -> place of the definition. `named`: module -> the addresses of all definitions
+    that it names.
     """
 
     def __init__(self, root: Path, files: dict[str, Path]):
@@ -34,26 +37,25 @@ class Names:
         known = {it.name for _, it in names if it.is_definition()}.union(
             *(module.split(".") for module in files)
         )
-        for module, name in [
-            (m, it) for m, it in names if it.name in known
-        ]:  # other names are torch's or Python's
+        # Other names are torch's or Python's
+        for module, name in [(m, it) for m, it in names if it.name in known]:
             addresses = {self.address(it) for it in name.goto(follow_imports=True)} - {""}
-            if not addresses and name.get_line_code()[name.column :].startswith(
-                f"{name.name}("
-            ):  # model(x, y)
+            # model(x, y)
+            if not addresses and name.get_line_code()[name.column :].startswith(f"{name.name}("):
                 addresses = {
                     f"{self.address(kind)}.forward" for kind in name.infer()
                 } & self.homes.keys()
             for address in addresses:
-                if name.is_definition() and address.startswith(
-                    f"{module}.html#"
-                ):  # else it is imported
+                # Else it is imported
+                if name.is_definition() and address.startswith(f"{module}.html#"):
                     self.homes.setdefault(address, (module, name.line, name.column))
             self.refs[module, name.line, name.column] = sorted(addresses)
             self.named[module] |= addresses
 
     def address(self, it: jedi.api.classes.Name) -> str:
-        """The address of a definition, or "" if the definition is a local variable or outside our files."""
+        """The address of a definition, or "" if the definition is a local variable or outside our
+        files.
+        """
         module, scope, name = self.modules.get(it.module_path), it.parent(), it.full_name
         if not (module and name) or it.type == "param":
             return ""

@@ -1,7 +1,9 @@
-"""Makes the data of the interactive pictures, with the course's own functions; the page only draws them.
+"""Makes the data of the interactive pictures, with the course's own functions; the page only draws
+them.
 
-A picture is dict(title, id, choices=[(name, values, value shown first)], frames). A key of `frames` has a value of each
-choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its kind, which is table or boxes:
+A picture is dict(title, id, choices=[(name, values, value shown first)], frames). A key of `frames`
+has a value of each choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its
+kind, which is table or boxes:
 
     table    columns, states=[(text, {row: cells, one for each column or one across all})], and curve: see record.py
     boxes    boxes, rows=names, width=number of columns, moments=a text for each. A box is (row, column, width, colour,
@@ -21,7 +23,9 @@ DRAWN = ("afab", "1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualp
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `first`: choice -> initial value."""
+    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `first`: choice ->
+    initial value.
+    """
     values = zip(*(key.split("/") for key in frames), strict=True)
     choices = [
         (name, [*dict.fromkeys(of)], str(first[name]))
@@ -36,7 +40,9 @@ def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
-    """Make a table's frame from the ranks' recordings (see record.py). Rank 0 provides texts and the memory curve."""
+    """Make a table's frame from the ranks' recordings (see record.py). Rank 0 provides texts and
+    the memory curve.
+    """
     states = []
     for now in zip(*(rank["states"] for rank in ranks), strict=True):
         states.append(
@@ -75,7 +81,9 @@ def schedule(name: str, p: int, m: int) -> dict:
 
 
 def ring(mode: str) -> dict:
-    """Make a frame that shows in which hop each pair of query and key is computed under --cp-mode `mode`."""
+    """Make a frame that shows in which hop each pair of query and key is computed under --cp-mode
+    `mode`.
+    """
     positions, attention, _ = step05.CONTEXT[mode]
     visible = attention.keywords["visible"]
     own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]

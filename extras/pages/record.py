@@ -1,9 +1,10 @@
-"""Records the numbers that the pictures show: four ranks run the course's own code on a small model.
+"""Records the numbers that the pictures show: four ranks run the course's own code on a small
+model.
 
-`recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all states
-of the table: dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each state}); `curve`
-may be missing. A cell is a list of texts and chips. A chip (a box) is [label, colour, style]; style: ""
-(present), "gone" (absent), "way" (under way).
+`recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all
+states of the table: dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each
+state}); `curve` may be missing. A cell is a list of texts and chips. A chip (a box) is [label,
+colour, style]; style: "" (present), "gone" (absent), "way" (under way).
 """
 
 import re
@@ -32,7 +33,7 @@ import step07_moe_ep as step07
 from common.comm import Mesh
 from common.model import PRESETS, Decoder, ModelConfig
 from common.trainer import Run
-from extras.tools.memory import KINDS, Memory
+from extras.tools.memory import Memory
 
 RANKS = 4
 SMALL = ModelConfig(
@@ -72,12 +73,13 @@ class Watched(Memory):
 
 
 class Film(Run):
-    """Runs a step's `train` on the small model, and records `rows(film)` as a state after each event.
+    """Runs a step's `train` on the small model, and records `rows(film)` as a state after each
+    event.
 
     Events: a unit starts its forward or backward; autograd has added to a parameter's gradient; a
-    collective starts; gradients are summed; the update is made; gradients are freed. `passed` lists the
-    starts of units as (unit, direction), and the other events by name. `arrived`: the parameters whose
-    gradients have arrived.
+    collective starts; gradients are summed; the update is made; gradients are freed. `passed` lists
+    the starts of units as (unit, direction), and the other events by name. `arrived`: the
+    parameters whose gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
@@ -93,7 +95,8 @@ class Film(Run):
             step.train(self.config, self)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Add hooks to the model and to torch's optimizer, which run after those of the step itself.
+        """Add hooks to the model and to torch's optimizer, which run after those of the step
+        itself.
 
         Nothing is restored, saved or compared with other ranks.
         """
@@ -181,7 +184,9 @@ def accumulation(dtype: str, recompute: str) -> dict:
 
 
 def buckets() -> dict:
-    """Step 2: record how buckets fill and are sent during backward. Rank 0 also shows its gradients."""
+    """Step 2: record how buckets fill and are sent during backward. Rank 0 also shows its
+    gradients.
+    """
 
     def rows(film: Film) -> dict:
         table = {}
@@ -205,7 +210,9 @@ def buckets() -> dict:
 
 
 def shards(own: str, others: str) -> list:
-    """A cell with a box for each rank's shard. `own`, `others`: styles of ours and of the other ones."""
+    """A cell with a box for each rank's shard. `own`, `others`: styles of ours and of the other
+    ones.
+    """
     boxes = []
     for rank in range(RANKS):
         boxes.append([str(rank), rank, own if rank == dist.get_rank() else others])
@@ -265,8 +272,8 @@ PLACES = {  # step 4: a moment of a block -> what x is there, by --sp
 def block(sp: bool) -> dict:
     """Step 4: record which tokens and channels a rank has at each place of an MLP, forward.
 
-    Row: a place. A box is a quarter of the tokens (with SP) or of the channels. "Partial" is recorded by
-    comparing a rank's numbers with those of one device.
+    Row: a place. A box is a quarter of the tokens (with SP) or of the channels. "Partial" is
+    recorded by comparing a rank's numbers with those of one device.
     """
     mesh = Mesh(dp=1, tp=RANKS)
     with torch.device("meta"):
@@ -322,10 +329,11 @@ ROUTES = {
 
 
 def routing(mesh: Mesh, ep: int) -> dict:
-    """Step 7: record a layer of 4 experts that return their input. A rank has 2 tokens, each chooses 2.
+    """Step 7: record a layer of 4 experts that return their input. A rank has 2 tokens, each
+    chooses 2.
 
-    A row is a token's vector. Its first element is the token's number, which identifies the row after it
-    has been sent.
+    A row is a token's vector. Its first element is the token's number, which identifies the row
+    after it has been sent.
     """
     flags = FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1, balance="none")
     mesh.add_groups("ep", mesh.ranks.reshape(-1, ep), urgent=False)

@@ -1,1 +1,1 @@
-"""The planner, and its formulas for FLOPs, memory, traffic and seconds, which need only sizes, no run."""
+"""The planner, and its formulas for FLOPs, memory and seconds: they need only sizes, no run."""

@@ -1,24 +1,34 @@
-"""Computes the number of weights and of FLOPs of a model from its sizes."""
+"""The sizes of a model, and the numbers of weights and of FLOPs that follow from them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from common.model import ModelConfig
+from common.flags import SEVERAL, flag
+from common.model import PRESETS, ModelConfig, model_shape
+
+NEEDS = {"experts": SEVERAL}
 
 
 @dataclass(frozen=True)
-class Shape(ModelConfig):
-    """The sizes of a decoder. It may have the experts of step 7, or be like GPT-3 (Brown et al. 2020)."""
+class Experts:
+    """Flags of step 7 that give layers experts in place of an MLP."""
 
-    experts: int = 0  # number of experts in each layer that has them instead of an MLP; 0: no layer has experts
-    experts_per_token: int = 2
-    expert_dim: int = 0  # width of an expert; 0: ffn_dim
-    shared_experts: int = 0
-    moe_every: int = 1
-    dense_layers: int = 0  # number of layers at the start that have no experts
-    gpt: bool = False  # like GPT-3: MLPs of two matrices, and dropout; its learned positions and biases are not counted
+    experts: int = flag(0, "experts in each layer that has them; 0: no layer has experts")
+    experts_per_token: int = flag(2, "how many of them a token visits", needs=NEEDS)
+    expert_dim: int = flag(0, "width of an expert; 0: that of the model's MLP", needs=NEEDS)
+    shared_experts: int = flag(0, "more experts, which every token visits", needs=NEEDS)
+    moe_every: int = flag(1, "every moe_every-th layer has experts", needs=NEEDS)
+    dense_layers: int = flag(0, "layers at the start that have none", needs=NEEDS)
+
+
+@dataclass(frozen=True)
+class Shape(Experts, ModelConfig):
+    """The sizes of a decoder, which may have experts, or be like GPT-3 (Brown et al. 2020)."""
+
+    gpt: bool = (
+        False  # MLPs of two matrices, and dropout; learned positions and biases do not count
+    )
 
     @property
     def expert_width(self) -> int:
@@ -36,15 +46,19 @@ class Shape(ModelConfig):
         return self.experts > 0 and after >= 0 and after % self.moe_every == 0
 
 
-def shape_of(m: ModelConfig, flags: Any) -> Shape:
-    """A model's shape. If `flags` are those of step 7, the shape has the experts that these flags ask for."""
-    own = {field.name for field in fields(Shape)} - {field.name for field in fields(ModelConfig)}
-    return Shape(**vars(m) | {name: value for name, value in vars(flags).items() if name in own})
+def shape_of(config: ModelConfig, flags: Any) -> Shape:
+    """A model's shape, with the experts that `flags` ask for if they have such flags."""
+    names = {field.name for field in fields(Experts)}
+    given = {name: value for name, value in vars(flags).items() if name in names}
+    return Shape(**vars(config) | given)
 
 
-def gpt(dim: int, n_layers: int, n_heads: int, vocab_size: int = 51200, seq_len: int = 2048, ffn_dim: int = 0) -> Shape:
-    """A shape like GPT-3's, with a tied head. The width of the MLP is 4 dim unless `ffn_dim` is given."""
-    return Shape(dim, n_layers, n_heads, n_heads, ffn_dim or 4 * dim, vocab_size, seq_len, tied=True, gpt=True)
+def gpt(
+    dim: int, n_layers: int, n_heads: int, vocab_size: int = 51200, seq_len: int = 2048
+) -> Shape:
+    """A shape like GPT-3's: the head is tied, and the MLP is 4 dim wide."""
+    sizes = (dim, n_layers, n_heads, n_heads, 4 * dim, vocab_size, seq_len)
+    return Shape(*sizes, tied=True, gpt=True)
 
 
 GPTS = {
@@ -53,6 +67,12 @@ GPTS = {
     "gpt3-530b": gpt(20480, 105, 128),
     "gpt3-1t": gpt(25600, 128, 160),
 }
+NAMES = ", ".join([*PRESETS, *GPTS])
+
+
+def named_shape(name: str, flags: Any) -> Shape:
+    """A GPT, or a preset of the course, perhaps with changes and experts. Raises UserError."""
+    return shape_of(GPTS[name] if name in GPTS else model_shape(name), flags)
 
 
 def mlp_weights(m: Shape, width: int) -> int:
@@ -61,33 +81,14 @@ def mlp_weights(m: Shape, width: int) -> int:
 
 
 def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
-    """The number of weights of one layer on one rank: (those replicated over dp x cp, those of its experts)."""
-    kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbouring tp ranks may hold the same key/value head
-    shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
+    """The weights of one layer on one rank: (those replicated over dp x cp, its experts')."""
+    kv_dim = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same key/value head
+    shared = (2 * m.dim * m.dim + 2 * m.dim * kv_dim) / tp + 2 * m.dim
     if not experts:
         return shared + mlp_weights(m, m.ffn_dim) / tp, 0.0
-    one = mlp_weights(m, m.expert_width)
-    return shared + m.dim * m.experts + m.shared_experts * one / tp, m.experts / ep * one
-
-
-def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:
-    """The number of weights on one tp rank: (the embedding's, those of the final norm and an untied head)."""
-    rows = -(-m.vocab_size // tp) * m.dim
-    return rows, rows + m.dim
-
-
-def total_weights(m: Shape) -> float:
-    """The number of weights of the whole model."""
-    embedding, head = end_weights(m)
-    ends = embedding + (m.dim if m.tied else head)
-    return ends + sum(n * sum(layer_weights(m, flag)) for flag, n in layer_counts(m).items())
-
-
-@cache
-def layer_counts(m: Shape) -> dict[bool, int]:
-    """The number of layers without experts (False) and with experts (True)."""
-    experts = sum(m.has_experts(layer) for layer in range(m.n_layers))
-    return {False: m.n_layers - experts, True: experts}
+    expert = mlp_weights(m, m.expert_width)
+    shared += m.dim * m.experts + m.shared_experts * expert / tp
+    return shared, m.experts / ep * expert
 
 
 def visited_weights(m: Shape, experts: bool) -> int:
@@ -95,26 +96,21 @@ def visited_weights(m: Shape, experts: bool) -> int:
     attention = 2 * m.dim * (m.dim + m.kv_dim)
     if not experts:
         return attention + mlp_weights(m, m.ffn_dim)
-    return attention + m.dim * m.experts + (m.experts_per_token + m.shared_experts) * mlp_weights(m, m.expert_width)
+    visited = m.experts_per_token + m.shared_experts
+    return attention + m.dim * m.experts + visited * mlp_weights(m, m.expert_width)
 
 
-def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
-    """FLOPs of training on one token: (model, executed).
+def flops_per_token(m: Shape) -> float:
+    """FLOPs of training on one token, by step 1's law; recomputation is not counted.
 
-    A weight takes 2 FLOPs in forward and 4 in backward. The attention of a layer takes 4 seq_len dim in forward, and
-    twice that in backward; by convention masked keys count, too (Chowdhery et al. 2022, appendix B). Executed FLOPs
-    include the scores that flash attention computes again in backward and, with `recompute`, a second forward of each
-    layer. This second forward ends before an MLP's last matrix, whose output is not needed.
+    A weight takes 2 FLOPs in forward and 4 in backward. Causal attention takes 2 seq_len dim a
+    layer in forward, and 5 in backward, where FlashAttention computes the scores once more.
     """
-    layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
-    attention = 4 * m.n_layers * m.seq_len * m.dim
-    model = 6 * (layers + m.vocab_size * m.dim) + 3 * attention
-    again = 2 * (layers - layer_counts(m)[False] * m.ffn_dim * m.dim) + attention if recompute else 0
-    return model, model + attention / 2 + again
+    layers = sum(visited_weights(m, m.has_experts(layer)) for layer in range(m.n_layers))
+    return 6 * (layers + m.vocab_size * m.dim) + 7 * m.n_layers * m.seq_len * m.dim
 
 
-def divisors(n: int) -> Iterator[int]:
+@cache
+def divisors(n: int) -> list[int]:
     """All divisors of n, in order."""
-    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    yield from low
-    yield from (n // d for d in reversed(low) if d * d != n)
+    return [d for d in range(1, n + 1) if n % d == 0]

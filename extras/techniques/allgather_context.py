@@ -41,6 +41,7 @@ from step05_cp_ring import (
     zigzag_positions,
 )
 
+
 class GatherKeys(torch.autograd.Function):
     """Gather the tokens of all ranks. Backward sums the ranks' terms of the gradient."""
 

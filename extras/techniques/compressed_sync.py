@@ -170,6 +170,11 @@ class Flags(step02.Config):
     topk_fraction: float = flag(
         0.01, "share of the numbers that are sent, at most 1", needs={"sync": ["topk"]}
     )
+    bucket_mb: float = flag(  # step 2's flag, which has an effect here, too
+        1.0,
+        "largest gradient bucket, in MiB; a larger parameter is a bucket of its own",
+        needs={"zero": ["0"], "sync": ["bucket", "bf16", "int8", "topk"]},
+    )
 
 
 SYNCS["bf16"] = CompressedSync

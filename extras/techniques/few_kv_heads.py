@@ -1,8 +1,8 @@
 """More --tp ranks than key/value heads: neighbours hold the same head.
 
-With grouped-query attention a model may have 8 key/value heads, and a machine 8 GPUs or more. If tp
-is a multiple of the key/value heads, each head is on several neighbouring ranks, which have
-different query heads of its group:
+With grouped-query attention (GQA) several query heads share one key/value head, so a model may have
+fewer key/value heads than --tp has ranks. If tp is a multiple of their number, each of them is on
+several neighbouring ranks, which have different query heads of its group:
 
     tp = 4, 2 key/value heads    rank 0   rank 1   rank 2   rank 3     groups of ranks
     query heads                  0 1      2 3      4 5      6 7

@@ -26,6 +26,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from common.schedules import Action
 from step06_pipeline import SCHEDULES, ListPipeline, Schedule, Stage
@@ -51,8 +52,8 @@ class ForwardTwice(Stage):
         """F keeps the input; R is the usual forward, which keeps the graph and adds to the loss."""
         if kind == "F":
             self.inputs[i] = x
-            with torch.no_grad():
-                return self.run(self.xs[i] if x is None else x, self.ys[i])
+            with torch.no_grad(), record_function(f"F{i}.{self.number}"):
+                return self.run(self.xs[i] if self.is_first else x, self.ys[i])
         if kind == "R":
             self.forward(i, self.inputs.pop(i))
             return None

@@ -146,11 +146,12 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
 def choose_owners(matrices: list[Matrix], group: Group, device: torch.device):
     """Tell one another the parts of all matrices; choose the owner and the senders of each."""
     n = group.size
-    own = torch.tensor([matrix.part for matrix in matrices], device=device)  # int64 [matrices, 5]
-    table = own.new_empty(n, *own.shape)
-    all_gather(table.view(-1), own.view(-1), group).wait()
+    own_parts = [matrix.part for matrix in matrices]
+    row = torch.tensor(own_parts, device=device)  # int64 [matrices, 5]
+    table = row.new_empty(n, *row.shape)
+    all_gather(table.view(-1), row.view(-1), group).wait()
     for matrix, rows in zip(matrices, table.transpose(0, 1).tolist(), strict=True):
-        matrix.parts = [Part(*row) for row in rows]
+        matrix.parts = [Part(*numbers) for numbers in rows]
     work = [0] * n
     for matrix in sorted(matrices, key=Matrix.flops, reverse=True):
         holders = [rank for rank in range(n) if matrix.parts[rank].size]
@@ -205,6 +206,15 @@ def scatter(matrices: list[Matrix], group: Group):
     exchange(sends, receives, group).wait()
 
 
+def stage_group(mesh: Any) -> Group:
+    """The ranks between which parts travel: all of this pipeline stage."""
+    if mesh is None:
+        return Group("muon", 0, 1, None)
+    dims = [dim for dim in mesh.sizes if dim != "pp"]
+    mesh.join("muon", *dims, urgent=False)
+    return mesh["muon"]
+
+
 class Muon:
     """An optimizer like those of torch.optim: Muon for the hidden matrices, AdamW for the rest."""
 
@@ -217,10 +227,7 @@ class Muon:
             if name.endswith("_proj.weight"):
                 self.hidden[name] = matrices_of(model.get_parameter(name), span, mesh)
         self.matrices = list(chain(*self.hidden.values()))
-        self.group = Group("muon", 0, 1, None)
-        if mesh is not None:
-            mesh.join("muon", *(dim for dim in mesh.sizes if dim != "pp"), urgent=False)
-            self.group = mesh["muon"]
+        self.group = stage_group(mesh)
         param = next(model.parameters())
         choose_owners(self.matrices, self.group, param.device)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16

@@ -51,10 +51,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from common.layout import layout_of
 from common.model import Decoder
 from common.schedules import Action, round_robin
+from step02_ddp import trained_params
 from step06_pipeline import SCHEDULES, ListPipeline, Schedule, Stage
 from step07_moe_ep import ExpertLinear, expert_product
 
@@ -181,8 +182,8 @@ class SplitProduct(torch.autograd.Function):
 class SplitStage(Stage):
     """A stage whose backward is in two actions, B and W."""
 
-    def __init__(self, model: Decoder, layers: range, positions: Tensor):
-        super().__init__(model, layers, positions)
+    def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
+        super().__init__(model, layers, positions, number)
         self.later = defaultdict(list)  # parameter -> functions that the running B leaves for W
         self.waiting: dict[int, tuple] = {}  # micro-batch -> gradients from its B, and its `later`
         for n in layers:
@@ -190,6 +191,7 @@ class SplitStage(Stage):
                 if isinstance(module, nn.Linear | ExpertLinear):
                     module.forward = partial(self.product, module)
 
+    @torch.compiler.disable  # a compiled backward would not call `leave`
     def product(self, module: nn.Module, x: Tensor, counts: Tensor | None = None) -> Tensor:
         """The forward of a matrix."""
         return SplitProduct.apply(x, module.weight, counts, self.leave)
@@ -198,46 +200,31 @@ class SplitStage(Stage):
         """Keep a function for W. A parameter has several if its module is called several times."""
         self.later[param].append(gradient)
 
-    def trained(self) -> list[nn.Parameter]:
-        """The rank's trained parameters, from first to last. In a V some are in its other stage."""
-        return [param for param in self.model.parameters() if param.requires_grad]
-
     def backward(self, i: int, dy: Tensor | None) -> Tensor | None:
-        """B: return dx (None: x is tokens)."""
+        """B: return dx, or None on the first stage. No `.grad` changes."""
         x, edge = self.graphs.pop(i)
-        params = self.trained()
-        inputs = [*params, x] if x.requires_grad else params
-        dys = None if dy is None else (dy,)
-        gradients = torch.autograd.grad((edge,), inputs, dys, allow_unused=True)
+        params = trained_params(self.model)  # those of another stage get no gradient
+        inputs = params if self.is_first else [*params, x]  # tokens have no gradient
+        dys = None if self.is_last else (dy,)
+        with record_function(f"B{i}.{self.number}"):
+            gradients = torch.autograd.grad((edge,), inputs, dys, allow_unused=True)
         ready = defaultdict(list)
         for param, gradient in zip(params, gradients, strict=False):
             if gradient is not None:  # None: W computes it, or the parameter is in another stage
                 ready[param].append(gradient)
         self.waiting[i] = (ready, self.later)
         self.later = defaultdict(list)
-        return gradients[-1] if x.requires_grad else None
+        return None if self.is_first else gradients[-1]
 
     def compute_weight_gradients(self, i: int):
-        """W: compute what B has left, and add each parameter's gradient, last layer first."""
+        """W: add each parameter's gradient to `.grad`, last layer first; hooks are called."""
         ready, later = self.waiting.pop(i)
-        for param in reversed(self.trained()):
-            terms = ready[param] + [function() for function in later[param]]
-            if terms:
-                self.add(param, sum(terms[1:], terms[0]))
-
-    def add(self, param: nn.Parameter, gradient: Tensor):
-        """Add to `.grad`, and call the parameter's hooks, as a backward does.
-
-        Syncs count one call for each micro-batch. In a V, a tied matrix is in two stages of rank 0.
-        The head's W comes first, so it adds without a call.
-        """
-        head_alone = self.last and not self.first and param is self.model.lm_head.weight
-        if not head_alone or not self.model.config.tied or layout_of(param).stage_copies == 2:
-            torch.autograd.backward((param,), (gradient,))
-        elif param.grad is None:
-            param.grad = gradient.to(param.grad_dtype)
-        else:
-            param.grad += gradient
+        with record_function(f"W{i}.{self.number}"):
+            for param in reversed(trained_params(self.model)):
+                terms = ready.pop(param, [])
+                terms += [function() for function in later.pop(param, [])]
+                if terms:
+                    torch.autograd.backward((param,), (sum(terms[1:], terms[0]),))
 
     def run_action(self, kind: str, i: int, x: Tensor | None) -> Tensor | None:
         """F, B and W."""

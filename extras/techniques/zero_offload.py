@@ -52,7 +52,7 @@ class Zero1Offload(Zero1):
         `publish`, as it is, copies the masters into this rank's shards of the weights.
         """
         for unit in self.units:
-            unit.grad_shard = to_host(unit.grad_shard)
+            unit.summed_grad = to_host(unit.summed_grad)
         super().step(lr)
 
 
@@ -87,7 +87,11 @@ class HostUnit(ShardedUnit):
 class Zero3OffloadAll(Zero3Offload):
     """ZeRO 3 with masters and weights on the host."""
 
-    unit_type = HostUnit
+    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> HostUnit:
+        """A unit whose master and shard are on the host."""
+        unit = HostUnit(named, group)
+        unit.master = to_host(unit.master)
+        return unit
 
 
 ZERO["1+offload"] = Zero1Offload

@@ -14,8 +14,8 @@ themselves, and R ranks hold the same shard:
 THE LAW. A shard takes R times the memory of step 3's; with R = dp nothing is sharded. With n = dp
 and P parameters, a rank sends over "replicas" 2 (R-1)/R P R/n elements a step. For tiny on 4 ranks
 with R = 2: P R/n = 402,112 elements in fp32, so 1,608,448 bytes; over "shard" what step 3 sends on
-2 ranks. In stage 1 these are the messages of a two-level all-reduce, and an update between its two
-halves.
+2 ranks. In stage 1 these are the messages of a two-level all-reduce, with the update before its
+last all-gather.
 
 Source: Zhang et al. 2022, "MiCS"; Zhao et al. 2023, "PyTorch FSDP" (hybrid sharding); Cho et al.
 2019, "BlueConnect" (two levels). In PyTorch, fully_shard on a mesh of two dimensions.
@@ -55,12 +55,12 @@ class Zero1Replicas(Zero1):
         super().__init__(model, config, mesh, *args)
 
     def finish(self):
-        """Complete every `grad_shard`: sum over the group "shard", then over replicas."""
+        """Complete every `summed_grad`: sum over the group "shard", then over replicas."""
         super().finish()
         pendings = []
         for unit in self.units:
             if unit.group.name == "shard":
-                pendings.append(all_reduce(unit.grad_shard, self.replicas))
+                pendings.append(all_reduce(unit.summed_grad, self.replicas))
         for pending in pendings:
             pending.wait()
 

@@ -1,4 +1,6 @@
-"""The repository's rules, checked on its files: which folder may import which, lengths of files, links of pages."""
+"""The repository's rules, checked on its files: which folder may import which, sizes, links of
+pages.
+"""
 
 import ast
 import re
@@ -8,25 +10,32 @@ from pathlib import Path
 
 import pytest
 
-from extras.variants.__main__ import table
-
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"} | sys.stdlib_module_names
-OUTSIDE |= {"pyarrow", "huggingface_hub"}  # parts of `datasets`: its tables, and its client of the hub
-MAY = {  # part of the repository (`room_of`) -> the other parts that it may import
+# Parts of `datasets`: its tables, and its client of the hub
+OUTSIDE |= {"pyarrow", "huggingface_hub"}
+COURSE = {"step", "common"}
+MAY = {  # room (`room_of`) -> the other rooms that it may import
     "step": {"common"},
     "common": set(),
-    "variants": {"step", "common"},
-    "services": {"step", "common", "variants", "theory"},
-    "theory": {"common"},
-    "tests": {"step", "common", "variants", "services", "theory", "labs", "proof"},
+    "proof": COURSE,  # tests/ at the root
+    "techniques": COURSE,
+    "loops": COURSE | {"techniques"},
+    "tools": COURSE | {"extras"},
+    "plan": {"common", "techniques"},
     "labs": {"common"},
-    "extras": {"step", "common", "services"},  # its __main__
-    "proof": {"step", "common"},  # tests/ at the root
+    "pages": COURSE | {"extras", "tools"},
+    "bench": COURSE | {"extras", "tools", "plan", "proof"},
+    "extras": COURSE,  # its __main__
+    "tests": COURSE
+    | {"proof", "techniques", "loops", "tools", "plan", "labs", "pages", "bench", "extras"},
 }
-# The planner (extras.plan.plan) may also import these modules, because it plans runs with techniques.
-DOORS = {"step07_moe_ep", "extras.services.seam", "extras.variants.step07.expert_presets"}
+NODES = {  # rooms -> the most syntax nodes; each limit may only be lowered
+    ("step", "common"): 22_500,
+    ("proof",): 35_500,
+    tuple(set(MAY) - {"step", "common", "proof"}): 57_000,
+}
 
 
 def module_of(path: Path) -> str:
@@ -43,46 +52,43 @@ FILES = {
 
 
 def room_of(module: str) -> str:
-    """The part of the repository, a key of MAY, to which a module belongs; "" for a module that is not ours."""
+    """The room, a key of MAY, to which a module belongs; "" for a module that is not ours."""
     first, *rest = module.split(".")
     if first == "extras":
         return rest[0] if rest and rest[0] in MAY else first
-    return {"tests": "proof"}.get(first, "step" if first in STEPS else first if first == "common" else "")
-
-
-def tree_of(module: str) -> ast.Module:
-    """Parse the file of a module."""
-    return ast.parse(FILES[module].read_text())
+    if first in STEPS:
+        return "step"
+    return {"tests": "proof", "common": "common"}.get(first, "")
 
 
 def imported(module: str) -> set[str]:
     """All modules that a file imports, ours with full names."""
     found = set()
-    for node in ast.walk(tree_of(module)):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names} & FILES.keys()
-            found |= inner | ({node.module} if len(inner) < len(node.names) else set())
+            found |= inner
+            if len(inner) < len(node.names):
+                found.add(node.module)
     return found
-
-
-def lines_of(module: str) -> list[str]:
-    """The lines of a file."""
-    return FILES[module].read_text().splitlines()
 
 
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in MAY])
 def test_imports_point_one_way(module):
-    """Of ours, a module imports its own part and what MAY lists (plan.py: also DOORS); a step, only earlier steps."""
+    """Of ours, a module imports its own room and what MAY lists; a step, only earlier steps."""
     room = room_of(module)
-    for name in imported(module) - (DOORS if module == "extras.plan.plan" else set()):
+    for name in imported(module):
         target = room_of(name)
-        assert not target or target == room or target in MAY[room], f"{module} imports {name}"
-        assert target != "step" or room != "step" or name < module, f"{module} imports {name}, which is not earlier"
-        if room in ("step", "common") and not target:
+        if target and target != room:
+            assert target in MAY[room], f"{module} imports {name}"
+        if target == "step" and room == "step":
+            assert name < module, f"{module} imports {name}, which is not earlier"
+        if room in COURSE and not target:
             assert name.split(".")[0] in OUTSIDE, f"{module} imports {name}"
-    assert room not in ("step", "common", "proof") or not re.search(r"\bextras\b", FILES[module].read_text())
+    if room in COURSE | {"proof"}:
+        assert not re.search(r"\bextras\b", FILES[module].read_text()), "the course names extras"
 
 
 def test_imports_form_no_circle():
@@ -92,37 +98,63 @@ def test_imports_form_no_circle():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_is_a_docstring_a_mechanism_and_train(step):
-    """A step's docstring has at most 36 lines, and `train` at most 45. `train` comes last, and `main` starts it."""
-    doc, *_, train, start = tree_of(step).body
-    assert isinstance(doc, ast.Expr) and doc.end_lineno <= 36
-    assert train.name == "train" and train.end_lineno - train.lineno + 1 <= 45
+    """`train` comes last, has at most 60 lines, and `main` starts it."""
+    doc, *_, train, start = ast.parse(FILES[step].read_text()).body
+    assert isinstance(doc, ast.Expr)
+    assert train.name == "train" and train.end_lineno - train.lineno + 1 <= 60
     assert ast.unparse(start) == "if __name__ == '__main__':\n    main(train, Config)"
 
 
-@pytest.mark.parametrize("rooms, most", [(("step", "common"), 2900), (("proof",), 3600), (tuple(MAY), 21_000)])
-def test_python_is_limited(rooms, most):
-    """Limit the lines of the course, of its tests, and of all Python: each limit may only be lowered."""
-    assert sum(len(lines_of(module)) for module in FILES if room_of(module) in rooms) <= most
+SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if name.startswith("extras.variants.step0")])
-def test_a_technique_is_one_small_file(module):
-    """A technique's file has at most 165 lines."""
-    assert len(lines_of(module)) <= 165
+def nodes_of(tree: ast.AST) -> int:
+    """The size of code in syntax nodes, without docstrings, operators and contexts."""
+    size = 0
+    for node in ast.walk(tree):
+        if not isinstance(node, SKIPPED):
+            size += 1
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            size -= 2
+    return size
 
 
-def test_the_table_of_techniques_is_what_their_files_say():
-    """extras/variants/README.md is what `python -m extras.variants` prints."""
-    assert (ROOT / "extras/variants/README.md").read_text() == table() + "\n"
+@pytest.mark.parametrize("rooms, most", NODES.items())
+def test_code_is_limited(rooms, most):
+    """Limit the nodes of the course, of its tests, and of extras."""
+    size = sum(
+        nodes_of(ast.parse(FILES[name].read_text())) for name in FILES if room_of(name) in rooms
+    )
+    assert size <= most, f"{size} nodes"
 
 
-@pytest.mark.parametrize("page", [p for at in ("*.md", "tests/*.md", "extras/**/*.md") for p in sorted(ROOT.glob(at))])
+@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in COURSE])
+def test_functions_of_the_course_are_short(module):
+    """At most 200 nodes, but for `train`."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name != "train":
+            assert nodes_of(node) <= 200, f"{node.name}: {nodes_of(node)} nodes"
+
+
+PAGES = [
+    path for glob in ("*.md", "tests/*.md", "extras/**/*.md") for path in sorted(ROOT.glob(glob))
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_of_a_page_lead_somewhere(page):
-    """Each link leads to a file or folder, and to a heading if it names one. README.md and RESULTS.md are short."""
+    """Each link leads to a file or folder, and to a heading if it names one. README and RESULTS are
+    short.
+    """
+    text = page.read_text()
     most = {"README.md": 120, "RESULTS.md": 250}.get(str(page.relative_to(ROOT)), 999)
-    assert len(page.read_text().splitlines()) <= most
-    for target, anchor in re.findall(r"(?<!\w)\[[^]]*\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
-        there = page.parent / target if target else page
-        assert there.exists(), target
-        titles = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in titles], anchor
+    assert len(text.splitlines()) <= most
+    for target, anchor in re.findall(r"(?<!\w)\[[^]]*\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", linked.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert anchor in anchors, anchor

@@ -1,4 +1,6 @@
-"""Runs all cells of extras/launch/two_t4.ipynb on CPUs. This test needs `pip install nbclient ipykernel`."""
+"""Runs all cells of extras/launch/two_t4.ipynb on CPUs. This test needs `pip install nbclient
+ipykernel`.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.exhaustive
 def test_every_cell_of_the_notebook_runs(tmp_path):
-    """Two ranks train in fp16, the picture of the losses is shown, and a new folder of lab 2 is judged."""
+    """Two ranks train in fp16, the picture of the losses is shown, and a new folder of lab 2 is
+    judged.
+    """
     nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
     for name in ("common", "extras", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -18,10 +22,12 @@ def test_every_cell_of_the_notebook_runs(tmp_path):
         shutil.copy(path, tmp_path)
     launch = tmp_path / "extras" / "launch"
     notebook = nbformat.read(launch / "two_t4.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(launch)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(launch)}}
+    ).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     printed = ["".join(out.get("text", "") for out in outs) for outs in outputs]
-    assert "nothing, all of them are here" in printed[1] and "attached: fp16 around" in printed[3]
-    assert "step 10: loss" in printed[3] and (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
+    assert "nothing, all of them are here" in printed[1] and "10/10" in printed[3]
+    assert (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
     assert sum("image/png" in out.get("data", {}) for out in outputs[4]) == 1
     assert "ring: 0 of 7 points" in printed[5], printed[5]

@@ -1,4 +1,6 @@
-"""Tests the web pages of the course: names and links lead to definitions, and pictures obey the chapters' laws."""
+"""Tests the web pages of the course: names and links lead to definitions, and pictures obey the
+chapters' laws.
+"""
 
 import json
 import re
@@ -57,7 +59,9 @@ HAS = [  # page, a regular expression that its text contains
 
 
 def test_pages_have_what_they_must(pages):
-    """The index, each step and each file of common have a page, which matches its patterns in HAS and loads no http."""
+    """The index, each step and each file of common have a page, which matches its patterns in HAS
+    and loads no http.
+    """
     assert sorted(pages) == sorted(f"{page}.html" for page in ("index", *FILES))
     assert sum(map(len, pages.values())) < LARGEST
     assert not [page for page, text in pages.items() if 'src="http' in text]
@@ -65,7 +69,9 @@ def test_pages_have_what_they_must(pages):
 
 
 def test_every_link_leads_somewhere(pages):
-    """Each link leads to an existing page and, if it names a definition, to that definition on the page."""
+    """Each link leads to an existing page and, if it names a definition, to that definition on the
+    page.
+    """
     for name, text in pages.items():
         for links in re.findall('(?:href|data-pages)="?([^">]+[.]html[^">]*)', text):
             for link in links.split(" "):
@@ -142,7 +148,9 @@ def test_each_pair_is_computed_once_and_zigzag_is_even(recorded, mode):
 
 
 def test_schedules_have_step_6s_bubble_and_memory(recorded):
-    """Four ranks, eight micro-batches: 3 of 11 units idle; 4 3 2 1 graphs in 1F1B, 8 on all in AFAB."""
+    """Four ranks, eight micro-batches: 3 of 11 units idle; 4 3 2 1 graphs in 1F1B, 8 on all in
+    AFAB.
+    """
     frames = recorded["step06_pipeline"]
     assert f"idle for {3 / 11:.1%}" in frames["1f1b/4/8"]["text"]
     assert "rank: 4 3 2 1." in frames["1f1b/4/8"]["text"]

@@ -34,8 +34,8 @@ from common.flags import flag, parse
 from common.model import PRESETS, Decoder, ModelConfig, summed_cross_entropy
 from common.trainer import Run
 from extras.__main__ import techniques, with_flags
-from extras.techniques import adafactor, compressed_sync, muon, zero_offload, zero_replicas
-from tests.equal import Watch, close, decoder, draw, equals_step1, train_whole
+from extras.techniques import adafactor, muon, zero_offload, zero_replicas
+from tests.equal import Watch, close, decoder, draw, equals_step1
 from tests.equal import train as train_with
 from tests.tape import Live, Tape
 
@@ -152,6 +152,16 @@ def test_more_layouts_train_to_one_process_numbers(pools, row):
     check_row(pools, row)
 
 
+@cases("flags", [f"script={STEP2} sync=int8", f"script={STEP3} zero=2 {MUON}"])
+def test_a_resumed_run_computes_the_same(pools, tmp_path, flags):
+    """A run that resumes after 2 of 3 steps computes the same losses: it also owes the same."""
+    flags = values(flags)
+    whole = pools(2).run(train_with, __name__, flags | dict(out=f"{tmp_path}/whole", save_every=2))
+    saved = f"{tmp_path}/whole/checkpoints/step-00000002"
+    rest = pools(2).run(train_with, __name__, flags | dict(out=f"{tmp_path}/rest", resume=saved))
+    close([losses for losses, *_ in rest], [losses[2:] for losses, *_ in whole], "losses of step 3")
+
+
 # --- Gradient sums (step 2) ----------------------------------------------------------------------
 
 
@@ -212,26 +222,6 @@ def test_what_is_lost_is_owed(sync, nbytes, loss):
     assert (missing - owed).abs().max() < 1e-4 < missing.abs().max() < loss
 
 
-@ranks(2)
-def test_a_resumed_run_owes_the_same():
-    """After its state is restored, another sync computes the same sums as the first."""
-    first, second = Sums("int8", 300), Sums("int8", 300)
-    first.sum(0)
-    second.sync.load_state({name: owed.clone() for name, owed in first.sync.state().items()})
-    close(second.sum(1), first.sum(1), "the next sum", bound=0.0)
-    assert not torch.equal(Sums("int8", 300).sum(2), second.sum(2)), "the state changes nothing"
-
-
-def test_int8_rounds_to_the_nearest():
-    """A number becomes the nearest multiple of its block's largest magnitude / 127."""
-    values = torch.cat((draw("x", 0, 3, 256), 1000 * draw("y", 0, 2, 256), torch.zeros(1, 256)))
-    sync = compressed_sync.Int8Sync
-    message = sync.compress(None, values.view(1, -1))
-    found = sync.widen(None, message, values.numel(), values.dtype).view_as(values)
-    units = values.abs().amax(1) / 127
-    assert ((found - values).abs().amax(1) <= 0.5001 * units).all()
-
-
 LOSSY = dict(bucket_mb=0.001, optimizer="sgd", lr=0.1)
 
 
@@ -271,7 +261,9 @@ def test_muon_is_torchs():
     up, down = (x.weight.detach().clone() for x in (model.up_proj, model.down_proj))
     matrices = [up, *down]
     optimizer = step01.Optimizer(model, Config(optimizer="muon", weight_decay=0.3))
-    theirs = torch.optim.Muon(matrices, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    torch_muon = torch.optim.Muon(
+        matrices, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+    )
     for turn in range(4):
         for name, param in model.named_parameters():
             param.grad = draw(f"{name} {turn}", 0, *param.shape)
@@ -281,7 +273,7 @@ def test_muon_is_torchs():
             matrix.grad = grad.clone()
         optimizer.step(0.1)
         with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
-            theirs.step()
+            torch_muon.step()
     close(model.up_proj.weight, up, "a matrix")
     close(model.down_proj.weight, torch.stack(matrices[1:]), "three experts")
 
@@ -356,7 +348,7 @@ SHAPE = dict(dim=32, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_le
 def forward(recompute: str, n_layers: int, dtype: torch.dtype = torch.float32) -> tuple:
     """The model's forward on one sequence: the loss, and the bytes that it keeps."""
     model = decoder(dtype=dtype, n_layers=n_layers, **SHAPE)
-    step01.apply_recompute(model, recompute)
+    step01.set_up_layers(model, Config(recompute=recompute))
     tokens = torch.arange(16)[None]
     with Live() as live:
         loss = model(tokens, tokens)
@@ -389,6 +381,16 @@ def test_law_of_recomputation(recompute, numbers, statistics, repeated):
     close(matrices, 2 * (7 * 2 + 1) + 2 * repeated, "matrix products of backward")
 
 
+@cases("recompute", ["selective", "all-but-attention"])
+def test_what_others_keep_is_kept(recompute):
+    """Operators that a step keeps, such as a router's topk, are kept besides those of the flag."""
+    topk = torch.ops.aten.topk.default
+    with mock.patch("extras.techniques.selective.recompute_layers") as recompute_layers:
+        step01.RECOMPUTE[recompute](None, [topk])
+    (_, kept) = recompute_layers.call_args.args
+    assert topk in kept and len(kept) > 1
+
+
 def test_law_of_logits():
     """Logits exist for an eighth of the tokens at a time, in forward and again in backward."""
     shapes = []
@@ -399,7 +401,7 @@ def test_law_of_logits():
 
     model = decoder(n_layers=1, **SHAPE)
     model.loss = loss_of
-    step01.apply_recompute(model, "logits")
+    step01.set_up_layers(model, Config(recompute="logits"))
     tokens = torch.arange(32).view(2, 16)
     model(tokens, tokens).backward()
     close(shapes, [[2, 2, 259]] * 16, "shapes of the logits of 32 tokens")
@@ -408,7 +410,7 @@ def test_law_of_logits():
 def test_heads_gradients_add_up_in_fp32():
     """In bf16, the head's gradient is the sum in fp32 of the chunks' gradients."""
     model = decoder(dtype=torch.bfloat16, n_layers=1, **SHAPE)
-    step01.apply_recompute(model, "logits")
+    step01.set_up_layers(model, Config(recompute="logits"))
     step01.Optimizer(model, step01.Config())
     hidden = draw("hidden", 0, 1, 16, 32, dtype=torch.bfloat16)
     targets = torch.arange(16)[None]
@@ -471,7 +473,7 @@ def test_what_is_on_the_host(zero):
         optimizer, *_ = zero_run(zero)
     storages = {tensor.untyped_storage().data_ptr() for tensor in on_host}
     for unit in optimizer.units:
-        kinds = dict(master=unit.master, gradient=unit.grad_shard, shard=unit.shard)
+        kinds = dict(master=unit.master, gradient=unit.summed_grad, shard=unit.shard)
         found = {kind for kind, x in kinds.items() if x.untyped_storage().data_ptr() in storages}
         expected = {"master", "gradient"} | ({"shard"} if zero == "3+offload-all" else set())
         close(found, expected, "what is on the host")
@@ -529,13 +531,18 @@ def test_a_mistake_is_one_line(pools, step, flags, message):
         assert found.startswith(message), found
 
 
-@cases("technique", TECHNIQUES)
+OURS = [module for module in TECHNIQUES if re.search("-m extras step0[1-4]", module.__doc__)]
+
+
+@cases("technique", OURS)
 def test_launch_lines(technique):
-    """The launch line of each technique has flags that its step accepts."""
+    """The launch line of each technique has flags that its step accepts; the table names it."""
     pattern = r"^Run it: .*? -m extras (\w+)\.py (.*)$"
     ((step, flags),) = re.findall(pattern, technique.__doc__, re.MULTILINE)
     module = importlib.import_module(step)
     parse(with_flags(module.Config, TECHNIQUES), flags.split())
+    table = (ROOT / "extras/techniques/README.md").read_text()
+    assert f"({Path(technique.__file__).name})" in table
 
 
 def test_a_launch(tmp_path):
@@ -544,11 +551,3 @@ def test_a_launch(tmp_path):
     words = [sys.executable, "-m", "extras", "step01_single_gpu.py", *flags.split()]
     subprocess.run([*words, f"--out={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_the_table_names_every_technique():
-    """README.md's table has a row for each file of techniques/ and loops/."""
-    table = (ROOT / "extras/techniques/README.md").read_text()
-    for folder in ("techniques", "loops"):
-        for path in (ROOT / "extras" / folder).glob("[a-z]*.py"):
-            assert f"({'../loops/' * (folder == 'loops')}{path.name})" in table, path.name

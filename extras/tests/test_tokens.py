@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from common import UserError
 from common.data import Data
 from common.model import ModelConfig
-from extras.tests.pool import ROOT
 from extras.tools import tokens
+from tests.pool import ROOT
 
 TEXTS = [
     "def f(x):\n    return x\n",

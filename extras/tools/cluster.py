@@ -1,4 +1,5 @@
-"""Simulates a cluster in one machine: nodes are Linux network namespaces, and the kernel limits their cables' speed.
+"""Simulates a cluster in one machine: nodes are Linux network namespaces, and the kernel limits
+their cables' speed.
 
     python -m extras.tools.cluster --nodes 2 --ranks-per-node 2 --gbit 0.2 -- step04_tp_sp.py --tp 2
 
@@ -7,13 +8,14 @@
         node0  eth0  |                 |  eth0  node1    /etc/hosts: node0 is 10.0.0.1, node1 is 10.0.0.2, ...
         rank 0   rank 1             rank 2   rank 3
 
-Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 ...`; the words
-after `--` end this command, and may begin with options of torchrun such as --max-restarts=3. Lines printed by nodes
-other than node 0 begin with the node's name.
+Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d
+--rdzv_endpoint=node0:29500 ...`; the words after `--` end this command, and may begin with options
+of torchrun such as --max-restarts=3. Lines printed by nodes other than node 0 begin with the node's
+name.
 
-It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one process, and when this
-process ends, the kernel removes them. Unlike in a real cluster, a cable adds no latency of its own, nodes share the
-cores of one machine, and GPUs are hidden.
+It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one
+process, and when this process ends, the kernel removes them. Unlike in a real cluster, a cable adds
+no latency of its own, nodes share the cores of one machine, and GPUs are hidden.
 """
 
 import argparse
@@ -26,11 +28,14 @@ from contextlib import suppress
 
 from common import UserError
 
-# Starts a command in new namespaces. If one process of this chain is killed, so are those that it has started.
+# Starts a command in new namespaces. If one process of this chain is killed, so are those that it
+# has started.
 ENTER = "setpriv --pdeathsig KILL unshare --map-root-user --net --uts --mount --mount-proc --pid --fork --kill-child"
-INSIDE = "import sys; from extras.services import cluster; cluster.inside(cluster.parse(sys.argv[1:]))"
+INSIDE = "import sys; from extras.tools import cluster; cluster.inside(cluster.parse(sys.argv[1:]))"
 TRY = "ip link add switch type bridge; tc qdisc add dev switch root tbf rate 1mbit burst 2kb limit 9kb"
-NO_RIGHTS = "a cluster needs Linux, iproute2, util-linux, and the right to create networks (try as root): "
+NO_RIGHTS = (
+    "a cluster needs Linux, iproute2, util-linux, and the right to create networks (try as root): "
+)
 SWITCH = r"""
 mount -t tmpfs run /run
 printf '127.0.0.1 localhost\n{hosts}' > /run/hosts
@@ -52,22 +57,28 @@ tc -n {name} qdisc add dev eth0 root tbf {speed}
 
 
 def run(script: str):
-    """Run a shell script, which stops at its first failing command. Raises UserError with that command's message."""
+    """Run a shell script, which stops at its first failing command. Raises UserError with that
+    command's message.
+    """
     done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True)
     if done.returncode:
         raise UserError(NO_RIGHTS + done.stderr.strip())
 
 
 def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
-    """Create a node (a network namespace that a cable connects to the switch) and run `line` in it. Raises UserError.
+    """Create a node (a network namespace that a cable connects to the switch) and run `line` in it.
+    Raises UserError.
 
     `gbit`: the speed of the cable in Gbit/s, each way.
     """
-    name, second = f"node{number}", round(gbit * 1e9 / 8)  # bytes that the cable carries in a second
-    burst = max(2 * 1514, second // 10000)  # bytes of a tenth of a millisecond, but at least two packets
+    # Bytes that the cable carries in a second
+    name, second = f"node{number}", round(gbit * 1e9 / 8)
+    # Bytes of a tenth of a millisecond, but at least two packets
+    burst = max(2 * 1514, second // 10000)
     speed = f"rate {round(gbit * 1e6)}kbit burst {burst} limit {2**26}"
     run(NODE.format(n=number, name=name, last=number + 1, speed=speed))
-    prefix, alone = ["sed", "-u", f"s/^/{name}: /"], dict(start_new_session=True)  # so no signal to the job reaches it
+    # So no signal to the job reaches it
+    prefix, alone = ["sed", "-u", f"s/^/{name}: /"], dict(start_new_session=True)
     prefixed = subprocess.Popen(prefix, stdin=subprocess.PIPE, **alone).stdin if number else None
     named = f"echo {name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
     line = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "sh", "-c", named]
@@ -75,11 +86,17 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
 
 
 def inside(args: argparse.Namespace):
-    """As process 1 of the namespaces that `main` creates, make the switch and the nodes; exit with node 0's status."""
+    """As process 1 of the namespaces that `main` creates, make the switch and the nodes; exit with
+    node 0's status.
+    """
     signal.signal(signal.SIGINT, lambda *_: None)  # ignored: each node's torchrun gets it, too
     run(SWITCH.format(hosts="".join(rf"10.0.0.{n + 1} node{n}\n" for n in range(args.nodes))))
     line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={args.nodes}"]
-    line += [f"--nproc_per_node={args.ranks_per_node}", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500"]
+    line += [
+        f"--nproc_per_node={args.ranks_per_node}",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=node0:29500",
+    ]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     nodes = [start(n, line + args.line, args.gbit) for n in range(args.nodes)]
     status = nodes[0].wait()
@@ -91,31 +108,50 @@ def inside(args: argparse.Namespace):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the flags. Raises UserError."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="processes that torchrun starts on each node")
-    parser.add_argument("--gbit", type=float, default=1.0, help="speed of a node's cable in Gbit/s, each way")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="processes that torchrun starts on each node"
+    )
+    parser.add_argument(
+        "--gbit", type=float, default=1.0, help="speed of a node's cable in Gbit/s, each way"
+    )
     parser.add_argument("line", nargs="*", help="after `--`: the end of torchrun's line")
     args = parser.parse_args(argv)
-    if not args.line or not 1 <= args.nodes <= 200 or args.ranks_per_node < 1 or not 1e-6 <= args.gbit <= 1000:
-        raise UserError("--nodes is 1 to 200, --ranks-per-node 1 or more, --gbit 1e-6 to 1000; then: -- step02_ddp.py")
+    if (
+        not args.line
+        or not 1 <= args.nodes <= 200
+        or args.ranks_per_node < 1
+        or not 1e-6 <= args.gbit <= 1000
+    ):
+        raise UserError(
+            "--nodes is 1 to 200, --ranks-per-node 1 or more, --gbit 1e-6 to 1000; then: -- step02_ddp.py"
+        )
     return args
 
 
 def main(argv: list[str]) -> int:
     """Start `inside` in new namespaces, and wait for it; returns an exit status."""
-    os.environ["PATH"] += ":/usr/sbin:/sbin"  # ip and tc are there, but not every user's PATH has these
+    # Ip and tc are there, but not every user's PATH has these
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
     try:
         parse(argv)
         run(f"{ENTER} sh -ec '{TRY}'")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    # In a session of its own: else a terminal would send Ctrl-C to the nodes, too, and `pass_on` would send it again.
-    job = subprocess.Popen([*ENTER.split(), sys.executable, "-c", INSIDE, *argv], start_new_session=True)
+    # In a session of its own: else a terminal would send Ctrl-C to the nodes, too, and `pass_on`
+    # would send it again.
+    job = subprocess.Popen(
+        [*ENTER.split(), sys.executable, "-c", INSIDE, *argv], start_new_session=True
+    )
 
     def pass_on(number: int, _: object):
-        """Send a signal to all nodes. If the same signal comes again, it ends this process, and thereby everything."""
+        """Send a signal to all nodes. If the same signal comes again, it ends this process, and
+        thereby everything.
+        """
         signal.signal(number, signal.SIG_DFL)
         os.killpg(job.pid, number)
 

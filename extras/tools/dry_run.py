@@ -305,7 +305,7 @@ def count_step(train: Callable, config: Any) -> dict[str, Any]:
     flops, seconds = (
         sum(count[key] for count in meter.operators.values()) for key in ("flops", "seconds")
     )
-    needed = flops_per_token(shape_of(run.model.config, config))[0] * run.tokens / config.ranks
+    needed = flops_per_token(shape_of(run.model.config, config)) * run.tokens / config.ranks
     return dict(
         held=run.held,
         peak=meter.peak(run.start),

@@ -1,216 +1,207 @@
-"""Converts checkpoints to Hugging Face's formats and back: `python -m extras.tools.hf export | import`.
+"""Converts a run's model to Hugging Face's files and back. It needs `pip install transformers`.
 
-    export DIR OUT     write the weights of a run (or checkpoint) DIR, in the dtype that it computed in, as config.json
-                       and model.safetensors into OUT, which AutoModelForCausalLM.from_pretrained(OUT) opens
-    import FOLDER OUT  write such a model's config.json and *.safetensors into a new run OUT, as a checkpoint of step 0;
-                       --resume OUT starts a run from it, without moments and at the beginning of the data
+    python -m extras.tools.hf export runs/step05_cp_ring hf_model
+    python -m extras.tools.hf import hf_model runs/from_hf [--model smollm-135m,seq_len=512]
 
-Both commands hold all weights in host memory. Two architectures compute the same numbers as the course's decoder:
+`export RUN FOLDER` writes the masters of RUN's last checkpoint (or of a checkpoint), which any
+number of ranks saved in any layout, as config.json and model.safetensors, or as several such files
+and their index if they are large. `AutoModelForCausalLM.from_pretrained(FOLDER)` opens them.
 
-    Llama       no experts. Names and shapes are the same on both sides. SmolLM and SmolLM2 are of this kind
-    Mixtral     step 7: softmax over all experts, then top-k; the gates of the chosen experts sum to 1
+`import FOLDER RUN` writes the weights of such a folder as a checkpoint of step 0 into a new run
+directory, which every step can `--resume` in any layout. Training then begins at step 0 with new
+moments. The checkpoint records the model's flags, which a resumed run must keep, and no others.
+`--model` may choose another seq_len, as no weight depends on it.
 
-Mixtral's files have one tensor for each expert; ours have one for all, [experts, out, in]. A model with one expert per
-token cannot be exported: step 7 multiplies the expert's output by its probability p, while Mixtral multiplies it by 1.
+Two classes of `transformers` compute what our decoder computes:
+
+    LlamaForCausalLM      steps 1 to 6: the same names and shapes. SmolLM is such a model
+    MixtralForCausalLM    step 7 with experts in every layer: softmax over all experts, then top-k,
+                          and the scores of a token's experts are divided by their sum
+
+Both commands hold the weights twice in the memory of one process. Both refuse, in one line, a model
+for which the class and this course would compute different numbers.
 """
 
-import json
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from common import UserError
-from common.model import PRESETS, Decoder, ModelConfig
-from extras.services.checkpoint import Saver, find
-from extras.services.pieces import Piece
-from extras.services.shapes import check_shape, differing
-from extras.plan.shapes import Shape, shape_of
+from common.checkpoint import pieces_of, save
+from common.flags import Parser, spelled
+from common.layout import materialize
+from common.model import PRESETS, Decoder, ModelConfig, model_shape, wide
+from common.ranks import Ranks
+from common.trainer import report
+from extras.tools.saved import build_model, load_model
+from step01_single_gpu import Config, Optimizer
 
+CPU = torch.device("cpu")
 SHARD_BYTES = 4 * 2**30  # the most bytes in one file
-SIZES = {  # ours -> theirs
+SIZES = {  # a field of ModelConfig -> its key in config.json
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
     "vocab_size": "vocab_size",
-    "seq_len": "max_position_embeddings",
     "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
-    "ffn_dim": "intermediate_size",
-    "experts": "num_local_experts",
-    "experts_per_token": "num_experts_per_tok",
+    "seq_len": "max_position_embeddings",
 }
-NAMES = {  # the * is the number of an expert
-    "mlp.router.": "block_sparse_moe.gate.",
-    "mlp.experts.gate_proj.": "block_sparse_moe.experts.*.w1.",
-    "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
-    "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
+EXPERT_SIZES = {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+FIXED = ["hidden_act", "attention_bias", "mlp_bias", "sliding_window", "quantization_config"]
+FIXED += ["head_dim", "rope_parameters"]
+MIXTRAL = {  # flags of step 7, and the values with which it computes what Mixtral does
+    "experts_per_token": range(2, 2**31),  # the score of a single one is p here, and 1 there
+    "balance": ["loss", "none"],
+    "moe_every": [1],
+    "dense_layers": [0],
 }
-FIXED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)  # the only values supported
-OLD = dict(num_key_value_heads=None, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4)
-KINDS = {  # by model_type: the defaults of keys that a config.json lacks
-    "llama": FIXED | OLD | dict(num_local_experts=0, num_experts_per_tok=0),
-    "mixtral": FIXED | OLD | dict(rms_norm_eps=1e-5, rope_theta=1e6),
-}
-LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3_ROPE = dict(  # `rope_tables` of common/model.py has these numbers
+    low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 
 
-def shapes_of(m: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes of parameters by name. Experts' parameters are [experts, out, in]; `m.ffn_dim` is an expert's width."""
-    with torch.device("meta"):
-        shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
-    for name in [name for name in shapes if m.experts and ".mlp." in name]:
-        layer, linear = name.split("mlp.")
-        shapes[f"{layer}mlp.router.weight"] = (m.experts, m.dim)
-        shapes[f"{layer}mlp.experts.{linear}"] = (m.experts, *shapes.pop(name))
-    return shapes
+def hf_config(flags: dict[str, Any]) -> Any:
+    """The configuration of the class that computes what a run with these flags does.
+
+    Raises UserError if there is none.
+    """
+    shape = model_shape(flags["model"])
+    kind, sizes = "llama", {key: getattr(shape, field) for field, key in SIZES.items()}
+    if "experts" in flags:
+        for name, values in MIXTRAL.items():
+            if flags.get(name, values[0]) not in values:
+                raise UserError(f"{spelled(name)} {flags[name]}: Mixtral does not compute this")
+        kind = "mixtral"
+        sizes |= {key: flags[name] for name, key in EXPERT_SIZES.items()}
+        sizes["intermediate_size"] = flags.get("expert_dim") or shape.ffn_dim
+    rope: dict[str, Any] = dict(rope_type="default", rope_theta=shape.rope_theta)
+    if shape.rope_scaling != 1.0:
+        rope |= dict(rope_type="llama3", factor=shape.rope_scaling, **LLAMA3_ROPE)
+    ids = dict(bos_token_id=None, eos_token_id=None)
+    return AutoConfig.for_model(kind, rope_parameters=rope, head_dim=shape.head_dim, **sizes, **ids)
 
 
-def names_of(name: str, experts: int) -> list[str]:
-    """The names of one of our parameters in Hugging Face's files: one name, or one for each expert."""
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return [name.replace("*", str(n)) for n in range(experts)] if "*" in name else [name]
+def model_text(shape: ModelConfig) -> str:
+    """The shortest value of --model that has this shape: a preset, and changes."""
+    texts = []
+    for name, preset in PRESETS.items():
+        changes = sorted(asdict(shape).items() - asdict(preset).items())
+        texts.append(",".join([name, *(f"{field}={value}" for field, value in changes)]))
+    return min(texts, key=len)
 
 
-def config_of(m: Shape, dtype: str) -> dict[str, Any]:
-    """The config.json of a model. It describes RoPE twice, for version 4 and for version 5 of `transformers`."""
-    kind = "mixtral" if m.experts else "llama"
-    rope: dict[str, Any] = dict(rope_type="default")
-    if m.rope_scaling != 1.0:
-        rope = dict(rope_type="llama3", factor=m.rope_scaling, **LLAMA3_ROPE)
-    sizes = {theirs: getattr(m, ours) for ours, theirs in SIZES.items() if m.experts or "expert" not in ours}
-    return dict(
-        **sizes,
-        **FIXED,
-        architectures=[f"{kind.capitalize()}ForCausalLM"],
-        model_type=kind,
-        head_dim=m.head_dim,
-        rope_theta=m.rope_theta,
-        rope_scaling=rope if m.rope_scaling != 1.0 else None,
-        rope_parameters=dict(rope_theta=m.rope_theta, **rope),
-        bos_token_id=None,
-        eos_token_id=256 if m.vocab_size == 257 else None,  # the END of our byte tokens
-        pad_token_id=None,
-        torch_dtype=dtype,
-    )
+def flags_of(config: Any, text: str) -> dict[str, Any]:
+    """The flags of a run that computes what the class with this configuration does.
+
+    `text`: the run's --model; "": the one that fits. Raises UserError if there are no such flags.
+    """
+    if config.model_type not in ("llama", "mixtral"):
+        raise UserError(f"model_type is {config.model_type}: only llama and mixtral are known")
+    rope = config.rope_parameters
+    values = {field: getattr(config, key) for field, key in SIZES.items()}
+    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=rope.get("factor", 1.0))
+    flags = dict(model=text or model_text(ModelConfig(**values)))
+    if config.model_type == "mixtral":
+        flags |= {name: getattr(config, key) for name, key in EXPERT_SIZES.items()}
+    own = hf_config(flags)
+    for key in [*SIZES.values(), *FIXED]:
+        found, value = getattr(config, key, None), getattr(own, key, None)
+        if found not in (None, value) and key != "max_position_embeddings":
+            raise UserError(f"{key} is {found}, and with --model {flags['model']} it is {value}")
+    return flags
 
 
-def export(source: str, out: str) -> str:
-    """Write the weights of a run (or checkpoint) into folder `out`; returns a line to print. Raises UserError."""
-    found, folder = find(source, Path(source)), Path(out)
-    index, held = found.index, found.shapes("master")
-    m = shape_of(ModelConfig(**index["model"]), SimpleNamespace(**index["config"]))
-    m = replace(m, ffn_dim=m.expert_width)
-    if m.experts_per_token == 1:
-        raise UserError("the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
-    if odd := sorted(held.keys() ^ shapes_of(m).keys()) or sorted(found.shapes("buffer")):
-        raise UserError(f"Llama's and Mixtral's formats have no place for {odd[0]}")
-    if any(folder.glob("*.safetensors*")):  # files of two saves do not belong in one folder
-        raise UserError(f"{folder} has *.safetensors files already; give a new folder")
-    dtype, tensors = index["dtype"].removeprefix("torch.").replace("auto", "float32"), {}
-    for name in held:
-        whole = found.whole("master", name).to(getattr(torch, dtype))
-        parts = whole if whole.dim() == 3 else [whole]
-        tensors |= {theirs: part.clone() for theirs, part in zip(names_of(name, m.experts), parts, strict=True)}
-    config = config_of(m, dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    return f"{found.path} (step {index['step']}, {dtype}) -> {folder}/, {config['architectures'][0]}"
+def pairs(model: Decoder, hf_model: torch.nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors that both models have: yields ours and Hugging Face's, of the same shape."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    for name, param in hf_model.named_parameters():
+        if name.endswith("gate_up_proj"):  # one tensor [experts, 2 out, in]
+            gate, up = param.detach().chunk(2, dim=1)
+            yield params[name.replace("gate_up_proj", "gate_proj.weight")], gate
+            yield params[name.replace("gate_up_proj", "up_proj.weight")], up
+        else:
+            own = name.replace("mlp.gate.", "mlp.router.")
+            own = own.replace("experts.down_proj", "experts.down_proj.weight")
+            yield params[own], param.detach()
 
 
-def model_of(config: dict[str, Any]) -> Shape:
-    """Read a model's shape from its config.json. Raises UserError if the course's decoder cannot compute this model."""
+def export_model(run: Path, folder: Path):
+    """Write the weights of a run or checkpoint into a folder, in fp32.
 
-    def need(name: str, value: Any, *allowed: Any):
-        if value not in allowed:
-            known = " or ".join(map(str, allowed))
-            raise UserError(f"its {name} is {value!s:.80}, this decoder knows only {known}")
-
-    need("model_type", config.get("model_type"), *KINDS)
-    theirs = KINDS[config["model_type"]] | config
-    for key, value in (FIXED | dict(quantization_config=None)).items():
-        need(key, theirs.get(key), value)
-    values = {ours: theirs[key] for ours, key in SIZES.items()}
-    values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
-    if values["experts_per_token"] == 1:
-        raise UserError("its one expert a token has the gate 1, this decoder's has p")
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default"))
-    need("rope_type", scaled, "default", "llama3")
-    if scaled == "llama3":
-        for key, value in LLAMA3_ROPE.items():
-            need(key, rope.get(key), value)
-        values["rope_scaling"] = float(rope["factor"])
-    m = Shape(**values, rope_theta=float(rope.get("rope_theta", theirs["rope_theta"])))
-    need("head_dim", theirs.get("head_dim") or m.head_dim, m.head_dim)
-    check_shape(m)
-    return m
+    Raises UserError if no class computes what the run does.
+    """
+    flags, model = load_model(run, CPU)
+    hf_model = AutoModelForCausalLM.from_config(hf_config(flags), dtype=torch.float32)
+    for own, other in pairs(model, hf_model):
+        other.copy_(own)
+    hf_model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
 
 
-def weights(folder: Path, m: Shape) -> list[Piece]:
-    """Read all weights in `folder`, from model.safetensors or from the files that an index names. Raises UserError."""
-    index, files, theirs = folder / "model.safetensors.index.json", {"model.safetensors"}, {}
-    if index.exists():
-        files = {*json.loads(index.read_text())["weight_map"].values()}
-    for name in files:
-        theirs |= load_file(folder / name)
-    pieces = []
-    for name, shape in shapes_of(m).items():
-        parts = [theirs.pop(one) for one in names_of(name, m.experts)]
-        if any(part.shape != shape[-2:] for part in parts):
-            raise UserError(f"{name} {list(parts[0].shape)} does not fit config.json")
-        pieces.append(Piece("master", name, torch.stack(parts) if len(shape) == 3 else parts[0], shape))
-    known = "lm_head.weight", "rotary_emb.inv_freq"  # a copy of the embedding, and a table
-    if odd := [name for name in theirs if not name.endswith(known)]:
-        raise UserError(f"this decoder has no place for {odd[0]}")
-    return pieces
+def read_model(folder: Path) -> Any:
+    """Open a folder with transformers, in the dtype of its files.
 
-
-def import_weights(source: str, out: str) -> str:
-    """Write a model as a checkpoint of training step 0 into run directory `out`; returns a line to print."""
-    folder, target = Path(source), Path(out)
-    if target.exists():
-        raise UserError(f"{out} exists already; give a new run directory")
-    m = model_of(json.loads((folder / "config.json").read_text()))
-    pieces = weights(folder, m)
-    preset = min(PRESETS, key=lambda name: len(differing(m, PRESETS[name]).split()))
-    flags = f"{preset} {differing(m, PRESETS[preset])}".strip()
-    flags += f" --experts {m.experts} --experts-per-token {m.experts_per_token}" * bool(m.experts)
-    dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)
-    config = dict(model=flags, experts=m.experts, experts_per_token=m.experts_per_token)
-    about = dict(config=config, dtype=dtype, state={})
-    about["model"] = {name: getattr(m, name) for name in ModelConfig.__dataclass_fields__}
-    Saver(target).save(0, pieces, about)
-    where = f"{folder} ({dtype}) -> {target}/; continue{' in step 7' * bool(m.experts)}"
-    return f"{where} with --model {flags} --resume {target}"
-
-
-def convert(verb: str, source: str, out: str) -> str:
-    """Export or import, as `verb` says; returns a line to print. Raises UserError if a file is missing or wrong."""
+    Raises UserError if files are missing or damaged, or do not fit config.json.
+    """
+    options = dict(dtype="auto", local_files_only=True, output_loading_info=True)
+    options |= dict(ignore_mismatched_sizes=True)  # they are among the problems
+    wrong = OSError, ValueError, RuntimeError, StrictDataclassError, SafetensorError
     try:
-        return dict(export=export, **{"import": import_weights})[verb](source, out)
-    except UserError as error:
-        raise UserError(f"{verb} {source}: {error}") from error
-    except KeyError as error:
-        raise UserError(f"{verb} {source}: config.json or model.safetensors lacks {error}") from error
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, SafetensorError) as error:
-        raise UserError(f"{verb} {source}: a file cannot be read or written ({error})") from error
+        model, problems = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except wrong as error:
+        raise UserError(f"transformers cannot open {folder}: {error}") from error
+    if any(problems.values()):
+        raise UserError(f"the weights do not fit config.json: {problems}")
+    return model
+
+
+def import_model(folder: Path, out: Path, text: str):
+    """Write a folder's model as a checkpoint of step 0 into a new run directory. Raises UserError.
+
+    `text`: the run's --model; "": the one that fits.
+    """
+    hf_model = read_model(folder)
+    flags = flags_of(hf_model.config, text)
+    model = build_model(flags)
+    materialize(model, 0, CPU, wide(hf_model.dtype))
+    for own, other in pairs(model, hf_model):
+        own.copy_(other)
+    content = dict(step=0, flags=flags, fingerprint="", history=[], state={})
+    pieces = pieces_of(model, Optimizer(model, Config()))  # no step was taken: no moments
+    save(out / "checkpoints/step-00000000", content, pieces, Ranks())
+    words = " ".join(f"{spelled(name)} {value}" for name, value in flags.items())
+    print(f"resume it with {words} --resume {out}")
+
+
+def main(argv: list[str]):
+    """Run a command line. Raises UserError."""
+    parser = Parser(prog="python -m extras.tools.hf", description=__doc__.partition("\n")[0])
+    parser.add_argument("verb", choices=("export", "import"))
+    parser.add_argument("source", type=Path, help="to export, a run or checkpoint; else a folder")
+    parser.add_argument("target", type=Path, help="a new folder, or a new run directory")
+    parser.add_argument("--model", default="", help="of import: the run's --model")
+    given = parser.parse_args(argv)
+    logging.set_verbosity_error()  # its warnings have many lines
+    if given.target.exists():
+        raise UserError(f"{given.target} exists: give a new folder")
+    if given.verb == "export":
+        export_model(given.source, given.target)
+    else:
+        import_model(given.source, given.target, given.model)
 
 
 if __name__ == "__main__":
     try:
-        if len(sys.argv) != 4 or sys.argv[1] not in ("export", "import"):
-            raise UserError("usage: python -m extras.tools.hf export DIR OUT, or import FOLDER OUT")
-        print(convert(*sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        main(sys.argv[1:])
+    except Exception as problem:
+        sys.exit(report(problem, early=True))

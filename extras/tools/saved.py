@@ -1,0 +1,48 @@
+"""The model of a saved run, whole, in one process: whatever its layout was, and its technique."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import step07_moe_ep as step07
+from common import UserError
+from common.checkpoint import whole_parameters
+from common.comm import Mesh
+from common.layout import materialize
+from common.model import Decoder, model_shape
+from extras.__main__ import techniques, with_flags
+
+
+def build_model(flags: dict[str, Any]) -> Decoder:
+    """The whole model of a run with these flags, on the meta device.
+
+    It has experts if the flags have; all steps but step 7 train the same dense model.
+    """
+    shape = model_shape(flags["model"])
+    with torch.device("meta"):
+        model = Decoder(shape)
+    if "experts" in flags:
+        cls = with_flags(step07.Config, techniques())
+        alone = flags | dict(pp=1, cp=1, tp=1, ep=1)
+        config = cls(**{each.name: alone[each.name] for each in fields(cls) if each.name in alone})
+        step07.shard_experts(model, Mesh(pp=1, dp=1, cp=1, tp=1), config)
+    return model
+
+
+def load_model(
+    run: Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Any], Decoder]:
+    """The flags and the model of a run, or of one of its checkpoints. Raises UserError."""
+    flags, tensors = whole_parameters(run)
+    model = build_model(flags)
+    materialize(model, 0, device, dtype)
+    values = dict(tensors)
+    if model.config.tied:  # saved once, as the embedding
+        values["lm_head.weight"] = values["model.embed_tokens.weight"]
+    try:
+        model.load_state_dict(values)
+    except RuntimeError as error:
+        raise UserError(f"{run}: its weights do not fit its flags: {error}") from error
+    return flags, model
