@@ -213,8 +213,8 @@ class Run(AbstractContextManager):
                 bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
                 raise UserError(
                     f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
-                    "one device trains well with these flags, the sharding has a bug. Not finite on "
-                    f"rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'})"
+                    "one device trains well with these flags, it is a bug in the sharding. Not "
+                    f"finite on rank {self.rank}: gradients of {', '.join(bad[:2]) or 'nothing'})"
                 )
 
     def record(self, step: int, tokens: int, **numbers: float):
