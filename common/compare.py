@@ -32,8 +32,8 @@ def compare(one: list[dict], other: list[dict], bound: float) -> bool:
             beyond.append(a["step"])
         if i % every == 0 or beyond == [a["step"]]:
             print(f"{a['step']:6}{a['loss']:12.6f}{b['loss']:12.6f}{loss:12.1e}{norm:12.1e}")
-    where = f"first above {bound}: step {beyond[0]}" if beyond else f"none above {bound}"
-    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {where}")
+    first = beyond[0] if beyond else "none"
+    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; first above {bound}: {first}")
     return bool(pairs) and not beyond
 
 

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from common import UserError, checkpoint
-from common.checkpoint import Checkpoint, Piece, candidates, place_of, save, whole_parameters, write
+from common.checkpoint import (
+    Checkpoint,
+    Piece,
+    candidates,
+    place_of,
+    problem_of,
+    save,
+    whole_parameters,
+    write,
+)
 from common.layout import ParamLayout, Shard, shard_of
 from common.ranks import Ranks
 from common.resume import check_flags, choose_checkpoint
@@ -47,6 +56,7 @@ RECORDS = {
     "only padding": ((3, 4), [Shard(0, "tp", 4, 6, 3)]),
     "experts and rows": ((4, 6, 2), [Shard(0, "ep", 2, 4, 4), Shard(1, "tp", 3, 6, 6)]),
     "rows twice": ((10, 2), [Shard(0, "ep", 5, 10, 10), Shard(0, "tp", 3, 6, 5)]),
+    "padding before others' rows": ((10, 2), [Shard(0, "ep", 0, 5, 10), Shard(0, "tp", 3, 6, 5)]),
 }
 
 
@@ -94,15 +104,20 @@ def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to
     close(saved.whole("weight"), whole, "the whole tensor")
 
 
+def piece_of(master: Tensor) -> Piece:
+    """A whole tensor as one piece."""
+    shape = tuple(master.shape)
+    box = tuple((0, size) for size in shape)
+    return Piece(shape, box, shape, (0, master.numel()), dict(master=master))
+
+
 def test_a_rank_finds_its_own_piece_first(tmp_path):
     """Copies that differ, as DiLoCo's between two outer steps, go back to their ranks."""
-    place = ((2,), ((0, 2),), (2,), (0, 2))
     for rank in range(2):
-        piece = Piece(*place, dict(master=torch.full((2,), float(rank))))
+        piece = piece_of(torch.full((2,), float(rank)))
         write(tmp_path / f"rank-0000{rank}.pt", dict(state={}), dict(weight=piece))
     for rank in range(2):
-        own = Piece(*place, dict(master=torch.zeros(2)))
-        found = Checkpoint(tmp_path, rank).tensor("weight", "master", own)
+        found = Checkpoint(tmp_path, rank).tensor("weight", "master", piece_of(torch.zeros(2)))
         close(found.tolist(), [rank, rank], f"rank {rank}")
 
 
@@ -386,14 +401,38 @@ def test_without_a_shared_disk_no_checkpoint_gets_a_name(pools, tmp_path):
     close(list(tmp_path.glob("*/checkpoints/step-*")), [], "checkpoints")
 
 
+def test_one_altered_byte_of_a_tensor_is_noticed(tmp_path):
+    """The archive's checksums cover the weights themselves."""
+    path = tmp_path / "rank-00000.pt"
+    weight = torch.full((100,), 1.2345)
+    write(path, dict(rank=0, ranks=1, state={}), dict(weight=piece_of(weight)))
+    close(problem_of(tmp_path, Ranks()), "", "problem of a sound file")
+    content = bytearray(path.read_bytes())
+    content[content.find(weight.numpy().tobytes()) + 50] ^= 1
+    path.write_bytes(content)
+    assert "rank-00000.pt is damaged" in problem_of(tmp_path, Ranks())
+
+
 def test_a_full_disk_is_an_oserror(tmp_path):
-    """`write` raises the error of the file, not that of torch.save, which follows it."""
+    """A file that cannot be written raises the system's error."""
     path = tmp_path / "rank-00000.pt"
     path.symlink_to("/dev/full")  # a file that is always full
-    piece = Piece((1000, 1000), (), (), (0, 10**6), dict(master=torch.zeros(1000, 1000)))
-    for pieces in ({}, dict(weight=piece)):
+    for pieces in ({}, dict(weight=piece_of(torch.zeros(1000, 1000)))):
         with pytest.raises(OSError, match="No space left on device"):
             write(path, {}, pieces)
+
+
+def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
+    """torch.save can raise a RuntimeError after the file's OSError; `write` raises the first."""
+
+    def fail(content: dict, file: Any):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904 (torch does not say `from`)
+
+    with mock.patch.object(torch, "save", fail), pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "rank-00000.pt", {}, {})
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
