@@ -63,7 +63,7 @@ from common.data import Data
 from common.flags import flag
 from common.layout import data_group, layout_of, materialize
 from common.model import IGNORE, Decoder, model_shape
-from common.ranks import compare_launches
+from common.ranks import compare_launches, store_of_attempt
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     Optimizer,
@@ -84,6 +84,7 @@ def join_ranks(device: torch.device, **options) -> int:
         if device.type == "cuda":
             options |= dict(backend="nccl", device_id=device)  # creates NCCL's communicator now
         try:
+            options |= store_of_attempt()
             dist.init_process_group(**options)
         except (RuntimeError, ValueError) as error:
             advice = "the ranks cannot meet: see MASTER_ADDR, *_SOCKET_IFNAME"

@@ -87,3 +87,19 @@ def compare_launches():
         digest.update(path.read_bytes())
     ranks.require_same(" ".join(sys.orig_argv[1:]), "the flags differ")
     ranks.require_same(digest.hexdigest()[:8], "torch or the source files differ")
+
+
+def store_of_attempt() -> dict[str, Any]:
+    """Arguments of init_process_group, if torchrun has started this job again after a failure.
+
+    torchrun keeps one store over all attempts of a job, which still has the addresses of processes
+    that are gone. So each attempt after the first has keys of its own in it.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return {}
+    address = os.environ["MASTER_ADDR"]
+    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    return dict(store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world)

@@ -212,15 +212,9 @@ class Run(AbstractContextManager):
                 gradients = self.parts["optimizer"].gradients().items()
                 bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
                 raise UserError(
-<<<<<<< HEAD
-                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. "
-                    "(If one device trains well with these flags, sharding has a bug.) Not finite "
-                    f"on rank {self.rank}: the gradients of {', '.join(bad[:2]) or 'no parameter'}"
-=======
                     f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
                     "one device trains well with these flags, it is a bug in the sharding. Not "
                     f"finite on rank {self.rank}: gradients of {', '.join(bad[:2]) or 'nothing'})"
->>>>>>> refs/heads/common
                 )
 
     def record(self, step: int, tokens: int, **numbers: float):

@@ -22,7 +22,8 @@ MAY = {  # room (`room_of`) -> the other rooms that it may import
     "proof": COURSE,  # tests/ at the root
     "techniques": COURSE,
     "loops": COURSE | {"techniques"},
-    "tools": COURSE | {"extras", "plan"},  # the dry run takes GPUs and the law of FLOPs from the planner
+    "tools": COURSE
+    | {"extras", "plan"},  # the dry run takes GPUs and the law of FLOPs from the planner
     "plan": {"common", "techniques"},
     "labs": {"common"},
     "pages": COURSE | {"extras", "tools"},
