@@ -120,15 +120,12 @@ class Unit:
         self.missing = 0  # additions to gradients that are still to come in this training step
         # From stage 2 on: names whose gradient of this micro-batch is in local_grad
         self.arrived: set[str] = set()
-        self.local_grad: Tensor | None = (
-            None  # [padded], from this rank's tokens: not summed over ranks
-        )
-        self.new_sum: Tensor | None = (
-            None  # [padded / n], this rank's shard of local_grad, summed over ranks
-        )
-        self.summed_grad: Tensor | None = (
-            None  # [padded / n], new_sum of all micro-batches, added up
-        )
+        # [padded], from this rank's tokens: not summed over ranks.
+        self.local_grad: Tensor | None = None
+        # [padded / n], this rank's shard of local_grad, summed over ranks.
+        self.new_sum: Tensor | None = None
+        # [padded / n], new_sum of all micro-batches, added up.
+        self.summed_grad: Tensor | None = None
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
