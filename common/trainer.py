@@ -206,15 +206,24 @@ class Run(AbstractContextManager):
         return dict(sent)
 
     def require_finite(self, step: int, **numbers: float):
-        """Raise UserError if a number is inf or nan, before the update makes weights nan."""
+        """Raise UserError if a number is inf or nan, before the update makes weights nan.
+
+        The numbers are the same on all ranks, so either all ranks gather what they found, or none.
+        """
         for name, value in numbers.items():
             if not math.isfinite(value):
-                gradients = self.parts["optimizer"].gradients().items()
-                bad = [key for key, gradient in gradients if not gradient.isfinite().all()]
+                bad = []
+                for key, gradient in self.parts["optimizer"].gradients().items():
+                    if gradient is not None and not gradient.isfinite().all():
+                        bad.append(key)
+                found = []
+                for rank, names in enumerate(self.ranks.gather(bad)):
+                    if names:
+                        found.append(f"{names[-1]} on rank {rank}")  # backward ran through it first
                 raise UserError(
                     f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
-                    "one device trains well with these flags, it is a bug in the sharding. Not "
-                    f"finite on rank {self.rank}: gradients of {', '.join(bad[:2]) or 'nothing'})"
+                    "one device trains well with these flags, it is a bug in the sharding. "
+                    f"Gradients that are not finite: {', '.join(found[:4]) or 'none'})"
                 )
 
     def record(self, step: int, tokens: int, **numbers: float):

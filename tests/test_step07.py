@@ -655,7 +655,7 @@ RESUMED += [
 
 @cases("n, of, layout", RESUMED)
 def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
-    """In every chapter a resumed run equals an uninterrupted one, bit for bit, in bf16 with
+    """In every step a resumed run equals an uninterrupted one, bit for bit, in bf16 with
     masters.
     """
     flags = layout | dict(dtype="bf16", save_every=2)
@@ -681,7 +681,7 @@ def every_legal_layout() -> list[tuple[str, dict, bool]]:
         [],
     )
     for number, (pp, cp, tp, ep) in product(range(6), product([1, 2, 4, 8], repeat=4)):
-        i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # in the order of chapters 4 to 7
+        i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # in the order of steps 4 to 7
         known = list(sizes)[: max(0, number - 1)]
         if (
             8 % (pp * cp * tp)

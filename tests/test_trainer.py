@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -212,6 +215,28 @@ def test_ranks_with_other_data_are_named(pools):
     text = "--dataset: .* differ: b on rank 1, but a on rank 0"
     with pytest.raises(RankError, match=text):
         pools(2).run(other_data, {})
+
+
+class Poisoned(Watch):
+    """A run of which rank 1 gets a nan in one gradient."""
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """The steps of the run."""
+        if self.rank == 1:
+            parts["model"].lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
+        return super().steps(**parts)
+
+
+def poisoned(options: dict):
+    """Train step 4 by `Poisoned`."""
+    run_of("step04_tp_sp", options, Poisoned)
+
+
+def test_a_number_that_is_not_finite_names_where_it_was_found(pools):
+    """The norm is nan on all ranks; the line names the rank and the gradient that made it so."""
+    text = "the grad norm is nan: lower --lr.* not finite: lm_head.weight on rank 1\\)"
+    with pytest.raises(RankError, match=text):
+        pools(2).run(poisoned, dict(tp=2))
 
 
 # --- What a run shows

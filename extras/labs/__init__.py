@@ -1,16 +1,16 @@
-"""A lab is an evening's work, or two: a student writes functions removed from a chapter's code.
+"""A lab is an evening's work, or two: a student writes functions removed from a step's code.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, some functions of which only
                                                raise NotImplementedError
     python -m extras.labs check FOLDER         points by task
     python -m extras.labs grade FOLDERS > points.csv
 
-The chapter's own tests in tests/ judge the work: the decorator `task` gives the task and the points
+The step's own tests in tests/ judge the work: the decorator `task` gives the task and the points
 of each test. A lab consists of an entry of TASKS below and of labN.md, which says for each task how
 many minutes it takes and what to read, and gives three hints. At the end it asks a question, which
 is answered in writing and graded by hand.
 
-The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution.
+The folder holds all that the step needs: earlier steps, common/ and the tests, but no solution.
 You can run pytest there. From the folder, `check` and `grade` take only LAB.md's head and the files
 with removed functions. All else comes from the project, so changed tests have no effect.
 """

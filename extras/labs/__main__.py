@@ -10,7 +10,7 @@ from typing import Any
 
 from common import UserError
 from extras.labs import TASKS, holes, hollow, step_of
-from extras.labs.judge import chapter, judge, lay_out, require_packages
+from extras.labs.judge import judge, lay_out, require_packages, tests_of
 
 COLUMNS = ["folder", "student", "lab", "points", "of", "error", "lost"]  # of the table of grades
 # What a student launches in the end, on two ranks from lab 2 on
@@ -59,7 +59,7 @@ def start(lab: int, folder: Path, student: str):
         step=step_of(lab),
         student=student,
         files=" and ".join(holes(lab)),
-        tests=chapter(lab),
+        tests=tests_of(lab),
         launch=f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)}{FLAGS[lab]}",
         folder=folder.resolve(),
         tasks="\n".join(tasks),
@@ -140,7 +140,7 @@ def grade(folders: list[Path], seconds: float):
 def main() -> int:
     """Run a command; returns the exit status."""
     top = argparse.ArgumentParser(
-        prog="python -m extras.labs", description="Each chapter as an evening's work."
+        prog="python -m extras.labs", description="Each step as an evening's work."
     )
     verbs = top.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("start", help="make a student's folder")

@@ -1,4 +1,4 @@
-"""Runs a chapter's tests on a student's files, in a folder of their own, and counts points.
+"""Runs a step's tests on a student's files, in a folder of their own, and counts points.
 
 The tests run in a process that has imported the student's files (run_tests.py). Malicious code can
 therefore forge the results, and can read and write all that you can: use a container to grade the
@@ -36,8 +36,8 @@ class Result(NamedTuple):
     wrong: str  # why it earns no points, or ""
 
 
-def chapter(lab: int) -> str:
-    """The path of the file with the chapter's tests."""
+def tests_of(lab: int) -> str:
+    """The path of the file with the tests of the step."""
     return f"tests/test_step{lab:02d}.py"
 
 
@@ -51,8 +51,8 @@ def require_packages():
 
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
-    """Copy what a chapter needs, without tests/faults.py, which has solutions; write `texts`."""
-    others = {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")} - {ROOT / chapter(lab)}
+    """Copy what a step needs, without tests/faults.py, which has solutions; write `texts`."""
+    others = {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")} - {ROOT / tests_of(lab)}
     paths = {ROOT / "pyproject.toml", *ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py")} - others
     paths |= {path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)}
     for path in paths:
@@ -138,7 +138,7 @@ def judge(lab: int, texts: dict[str, str], seconds: float, a_case: float = 40.0)
     end = time.monotonic() + seconds
     events: list[list] = []
     found: list[Result] = []
-    before, left = [], [chapter(lab)]
+    before, left = [], [tests_of(lab)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name).resolve()
         lay_out(lab, place, texts)

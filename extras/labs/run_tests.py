@@ -1,4 +1,4 @@
-"""Runs in a copy of a student's folder: imports the student's files, then runs the chapter's tests.
+"""Runs in a copy of a student's folder: imports the student's files, then runs the step's tests.
 
     python run_tests.py step05_cp_ring.py tests/test_step05.py
 

@@ -138,14 +138,16 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
         norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        norms = run.ranks.gather(norm)  # new: each rank of dp has its own
+        mean_norm = sum(norms) / len(norms)  # new
+        run.require_finite(step, loss=loss.item(), grad_norm=mean_norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
         if (step + 1) % config.inner_steps == 0:  # new
             outer.take()  # new
-        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=mean_norm, lr=lr)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from common import UserError
 from extras.labs import ROOT, TASKS, definitions, holes, hollow, ours, step_of, with_bodies
 from extras.labs.__main__ import head, start, submitted
-from extras.labs.judge import ENVIRONMENT, Result, chapter, judge, lay_out, results
+from extras.labs.judge import ENVIRONMENT, Result, judge, lay_out, results, tests_of
 
 LABS, SECONDS = list(TASKS), 900
 
@@ -218,9 +218,9 @@ def test_grading_folders(tmp_path):
     for name in "right", "wrong", "starter":
         start(2, tmp_path / name, f"={name}")
     (tmp_path / "right" / step).write_text(ours(2)[step])
-    (tmp_path / "right" / chapter(2)).write_text("def test_fill_buckets():\n    assert False\n")
+    (tmp_path / "right" / tests_of(2)).write_text("def test_fill_buckets():\n    assert False\n")
     (tmp_path / "right/common/comm.py").write_text("raise SystemExit\n")
-    (tmp_path / "starter" / chapter(2)).write_text("def test_fill_buckets():\n    pass\n")
+    (tmp_path / "starter" / tests_of(2)).write_text("def test_fill_buckets():\n    pass\n")
     wrong = ours(2)[step].replace("range(2 * (n - 1))", "range(n - 1)")
     (tmp_path / "wrong" / step).write_text(wrong)
     rows = graded(*(tmp_path / name for name in ("right", "wrong", "starter")))
@@ -363,12 +363,12 @@ return torch.zeros_like(out_ND).index_copy(0, order_N, out_ND).view(*ids_TK.shap
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES)
 def test_another_right_solution_passes(tmp_path, style):
-    """The chapter's tests judge what a function returns and sends, not how it is written."""
+    """The step's tests judge what a function returns and sends, not how it is written."""
     lab, tasks, bodies = STYLES[style]
     step = step_of(lab)
     lay_out(lab, tmp_path, {step: with_bodies(ours(lab)[step], bodies)})
     selection = " or ".join("task_" + task.replace(" ", "_") for task in tasks)
-    words = [sys.executable, "-m", "pytest", "-q", "-x", chapter(lab), "-k", selection]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", tests_of(lab), "-k", selection]
     env = os.environ | ENVIRONMENT
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-3000:]

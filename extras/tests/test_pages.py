@@ -1,5 +1,5 @@
 """Tests the web pages of the course: names and links lead to definitions, and pictures obey the
-chapters' laws.
+steps' laws.
 """
 
 import json
