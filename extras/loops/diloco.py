@@ -17,9 +17,9 @@ THE LAW. If masters have S bytes, an outer step sends 2 (n-1)/n S over dp, on av
 2's gradients: for tiny on 4 ranks with H = 10, 4,825,344 bytes once in 10 steps, and the loss in
 each. A rank holds 2 S more, w and m. The price: H > 1 needs more tokens to reach the same loss.
 
-Between outer steps there are n models. The loss is the mean of theirs, and the norm the root mean
-square, by which all clip. With tp, the tp ranks that hold one model share its matrices as in step
-4.
+Between outer steps there are n models, and each clips by the norm of its own gradient. The loss and
+norm of a step are the means of theirs. With tp, the tp ranks that hold one model share its matrices
+as in step 4.
 
 Source: Douillard et al. 2023, "DiLoCo", with H = 500, eta = 0.7, mu = 0.9; Stich 2018 (local SGD).
 
@@ -140,14 +140,15 @@ def train(config: Config, run: Run):
         norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         norms = run.ranks.gather(norm)  # new: each rank of dp has its own
         mean_norm = sum(norms) / len(norms)  # new
-        run.require_finite(step, loss=loss.item(), grad_norm=mean_norm)
+        run.require_finite(step, loss=loss.item(), grad_norm=mean_norm)  # new
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
         if (step + 1) % config.inner_steps == 0:  # new
             outer.take()  # new
-        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=mean_norm, lr=lr)
+        shown = dict(loss=loss.item(), grad_norm=mean_norm, lr=lr)  # new
+        run.record(step, tokens.numel(), **shown)  # new
 
 
 if __name__ == "__main__":
