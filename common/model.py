@@ -73,14 +73,14 @@ def model_shape(text: str) -> ModelConfig:
             raise UserError(
                 f"--model {text}: {name or 'an empty change'} is none of {', '.join(kinds)}"
             )
+        kind = kinds[name]
         try:
-            values[name] = (
-                {"True": True, "False": False}[value] if kinds[name] is bool else kinds[name](value)
-            )
+            if kind is bool:
+                values[name] = {"True": True, "False": False}[value]
+            else:
+                values[name] = kind(value)
         except (ValueError, KeyError):
-            raise UserError(
-                f"--model {text}: {value!r} is no {kinds[name].__name__} for {name}"
-            ) from None
+            raise UserError(f"--model {text}: {value!r} is no {kind.__name__} for {name}") from None
     shape = replace(PRESETS[preset], **values)
     check_shape(shape, text)
     return shape
@@ -125,12 +125,37 @@ def rope_tables(
     return angle.cos(), angle.sin()
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of channels (i, i + head_dim/2) of x [batch, seq, heads, head_dim] -> like
     x.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
+
+
+class RotaryEmbedding(torch.autograd.Function):
+    """Backward of a rotation is the rotation by the opposite angle, whose sine is -sin.
+
+    So the gradient of x is rounded to its dtype once. Autograd's own backward of `rotate` rounds
+    the two terms of it, and then their sum; and it makes more passes over memory.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `rotate`."""
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of x."""
+        cos, sin = ctx.saved_tensors
+        return rotate(dy, cos, -sin), None, None
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [batch, seq, heads, head_dim], which is q or k -> like x."""
+    return RotaryEmbedding.apply(x, cos, sin)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -151,20 +176,22 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim, kv_dim = config.head_dim, config.n_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.project, self.attend = project, attend
+        self.project = project
+        self.attend = attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
         qkv = self.project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
-        return self.o_proj(
-            self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2)
-        )
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
+        return self.o_proj(self.attend(q, k, v).flatten(-2))
 
 
 class MLP(nn.Module):

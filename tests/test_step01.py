@@ -25,6 +25,10 @@ from common.model import (
     IGNORE,
     PRESETS,
     Decoder,
+    ModelConfig,
+    apply_rope,
+    rope_tables,
+    rotate,
     summed_cross_entropy,
 )
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, train_whole
@@ -142,6 +146,30 @@ def test_rope_has_at_least_fp32_in_a_bf16_run(dtype, expected):
     x, cos, sin = inputs
     close((x.dtype, cos.dtype, sin.dtype), (dtype, expected, expected), "dtypes")
     close(cos[257, 0, 0].item(), math.cos(257), "the cosine", bound=1e-5)
+
+
+def gradient_of_rope(rope: Callable, dtype: torch.dtype) -> Tensor:
+    """The gradient of x in bf16 or wider; the same x and dy, which bf16 can represent."""
+    config = ModelConfig(**SHAPE)
+    wide_dtype = torch.promote_types(dtype, FP32)
+    cos, sin = rope_tables(torch.arange(50, 90), config, wide_dtype)
+    x = draw("x", 0, 2, 40, 3, config.head_dim).to(BF16).to(dtype).requires_grad_()
+    dy = draw("dy", 0, *x.shape).to(BF16).to(dtype)
+    return torch.autograd.grad(rope(x, cos, sin), x, dy)[0]
+
+
+def test_rope_rotates_gradients_back():
+    """Its own backward is what autograd makes of its forward."""
+    found = gradient_of_rope(apply_rope, FP64)
+    close(found, gradient_of_rope(rotate, FP64), "the gradient of x", bound=1e-12)
+
+
+def test_a_bf16_gradient_of_rope_is_rounded_once():
+    """So its error is smaller than that of autograd, which rounds both terms and their sum."""
+    exact = gradient_of_rope(rotate, FP64)
+    error = (gradient_of_rope(apply_rope, BF16).double() - exact).norm()
+    autograds_error = (gradient_of_rope(rotate, BF16).double() - exact).norm()
+    assert error < 0.8 * autograds_error, (error, autograds_error)
 
 
 def test_the_loss_of_bf16_logits_is_summed_in_fp32():
