@@ -128,12 +128,12 @@ def recompute_layers(model: Decoder, keep: Sequence[Callable] = ()):
 RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
 
 
-def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Tensor) -> Tensor:
-    """Run a compiled forward while its parameters have no `.grad`.
+def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
+    """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    torch.compile looks at `.grad`, too, and compiles nothing with a bf16 weight whose `.grad` is
-    fp32.
+    torch.compile looks at `.grad`, too, and gives up on a bf16 weight whose `.grad` is fp32.
     """
+    params = list(layer.parameters())  # now: later steps replace them after this function was set
     gradients = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -145,11 +145,10 @@ def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Te
 
 
 def compile_layer(layer: DecoderLayer):
-    """torch.compile fuses norms, RoPE, SiLU and additions into a few kernels; all layers share
-    them.
+    """torch.compile fuses norms, RoPE, SiLU and additions into a few kernels, which all layers
+    share.
     """
-    params = list(layer.parameters())
-    layer.forward = partial(without_gradients, params, torch.compile(layer.forward))
+    layer.forward = partial(without_gradients, layer, torch.compile(layer.forward))
 
 
 def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):

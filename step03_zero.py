@@ -100,7 +100,6 @@ class Unit:
         self.named = named
         self.group = group
         self.trained = {name: param for name, param in named.items() if param.requires_grad}
-        accumulate_wide(self.trained.values())
         self.span: dict[str, tuple[int, int]] = {}  # name -> (start, stop) in flat
         stop = 0
         for name, param in named.items():
@@ -144,8 +143,8 @@ class Unit:
         return shard[start:stop]
 
     def allocate_grad(self):
-        """Allocate a flat buffer of zeros for this rank's gradients."""
-        self.local_grad = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
+        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, with any content."""
+        self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
 
     def reduce(self) -> Pending:
         """Start the reduce-scatter of the gradients. This rank's shard of the sum goes to a new
@@ -212,7 +211,9 @@ class Zero1:
         self.pending = []
         for unit in self.units:
             unit.allocate_grad()
+            unit.local_grad.zero_()
             unit.missing = n_micro_batches * backwards_of(unit)
+            accumulate_wide(unit.trained.values())
             for name, param in unit.trained.items():
                 param.grad = unit.view(unit.local_grad, name)
 
@@ -303,8 +304,12 @@ class Zero2(Zero1):
         freed after                     | H       | layer 1 | layer 0 | E
 
     So whole gradients of two units exist at a time. (If the head is tied, there is a third:
-    autograd keeps the head's part of the tied gradient.) The last sum, here the embedding's, is
-    awaited in the next micro-batch's backward, or in `finish`.
+    autograd keeps the head's part of the tied gradient, and adds the embedding's to it in the
+    weight's dtype.) The last sum, here the embedding's, is awaited in the next micro-batch's
+    backward, or in `finish`.
+
+    A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
+    Micro-batches and ranks are added up in fp32: `mark_ready` copies it into an fp32 buffer.
     """
 
     def begin(self, n_micro_batches: int):

@@ -153,7 +153,7 @@ class Film(Run):
             gradients += [unit.local_grad, unit.new_sum, unit.summed_grad]
         state = list(self.optimizer.masters.values()) + [unit.master for unit in units]
         for of_master in self.optimizer.torch_optimizer.state.values():
-            state += [value for value in of_master.values() if isinstance(value, Tensor)]
+            state += [of_master[name] for name in ("exp_avg", "exp_avg_sq")]
         with torch._C._DisableTorchDispatch():
             self.memory.label("weights", weights)
             self.memory.label("gradients", gradients)
