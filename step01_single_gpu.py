@@ -8,7 +8,8 @@ SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, di
 of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
 have different numbers of target tokens: of the losses 1 and 3, 3, 3 the mean is 10/4 = 2.5, while
-the mean of the two means 1 and 3 is 2.
+the mean of the two means 1 and 3 is 2. (The texts that this course trains on make every token a
+target. Data for fine-tuning do not: they mark the tokens of a prompt with IGNORE, as the tests do.)
 
 PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds
 back to 0.02, and the update is lost. So for bf16 weights, gradients add up in fp32, and AdamW
@@ -17,28 +18,36 @@ parameter:
 
     weight 2, gradient 4, master 4, moments 8     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
     weight 4 (its own master), gradient 4, 8      16    here, in fp32
-    weight 2, gradient 2, master 4, moments 8     16    gradients in bf16, as in the ZeRO paper
+    weight 2, gradient 2, master 4, moments 8     16    16-bit gradients, as in the ZeRO paper
     weight 2, gradient 2 and its sum 4, 4, 8      20    a bf16 gradient beside its fp32 sum
 
 RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a
 layer saves, for each token,
 
-    6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32
-    tiny in bf16, on a GPU: 2 x 2,304 + 4 x 10 = 4,648 bytes
+    numbers                 of what                                                  tiny
+    4 dim                   inputs and outputs of the two norms                       512
+    2 dim                   queries, and the output of attention                      256
+    2 kv_dim                keys, values                                              128
+    4 ffn_dim               gate, up, silu(gate), and its product with up           1,408
+    n_heads + 2, in fp32    of each head log sum exp(scores), of each norm 1 / rms     10
+    in bf16, on a GPU                     2 x 2,304 + 4 x 10 bytes = 4,648 bytes
 
-On a CPU the two norms also save 2 dim numbers, and if these are bf16 another 2 dim in fp32. With
+(On a CPU a norm saves its input and its normalised input, both in fp32: 6,184 bytes.) With
 recomputation a layer saves only its input, dim numbers (tiny: 256 bytes), and backward repeats its
 forward, except the product with down_proj, whose result backward does not need.
 
-    FLOPs of a token: 6 for each weight of a matrix (2 forward, 4 backward), but none for the
-    embedding, and 7 seq dim (2 forward, 5 backward) in each layer for causal attention, whose
-    other half is masked. tiny: 6 x 770,176 + 4 x 7 x 256 x 128 = 5,538,560
+FLOPS OF A TOKEN. Each weight of a matrix, except the embedding's, costs 6: 2 forward, 4 backward.
+In causal attention a token meets seq/2 others on average, so a product of all queries with all keys
+costs seq dim. Forward has two such products, and backward five, because it computes the scores
+again, as FlashAttention does.
+
+    tiny: 6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
 
-PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights and casts them at
-each use, so there are no separate masters; torch.utils.checkpoint is used here, too.
+PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights and casts each
+once in a forward, so there are no separate masters; torch.utils.checkpoint is used here, too.
 
 Try this: in `train`, divide by `(y != IGNORE).sum()` of the micro-batch, and by `len(xs)`: the mean
 of means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers
@@ -93,7 +102,7 @@ def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.o
     """AdamW on the masters, given by name, with Llama's betas, 0.9 and 0.95, not PyTorch's
     defaults.
 
-    `parts`: the run's model, optimizer and mesh. AdamW updates each element alone: it needs none.
+    `parts`: the run's model, optimizer and mesh, which optimizers of extras/ need.
     """
     return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
 
@@ -109,19 +118,20 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 
 
 def recompute_nothing(model: Decoder, keep: Sequence[Callable] = ()):
-    """Save all that backward needs."""
+    """Leave the model as it is: autograd saves all that backward needs."""
 
 
 def recompute_layers(model: Decoder, keep: Sequence[Callable] = ()):
     """A layer saves only its input, and its forward runs again in backward. Gradients stay the
     same.
 
-    `keep`: operators, such as torch.ops.aten.topk.default, whose results are saved all the same.
+    `keep`: operators whose results are saved all the same (step 7's router has one).
     """
     context = noop_context_fn
     if keep:
         context = partial(create_selective_checkpoint_contexts, list(keep))
     for layer in model.model.layers.values():
+        # `layer(x)` calls this attribute of the object, and no longer the method of its class
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context)
 
 
@@ -154,8 +164,8 @@ def compile_layer(layer: DecoderLayer):
 def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):
     """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
 
-    Messages between ranks break a layer's graph into several. A loss that sends messages stays as
-    it is.
+    (extras/ has more entries of RECOMPUTE, and several can act together. From step 4 on the loss
+    may send messages, which cannot be compiled.)
     """
     if config.compile:
         for layer in model.model.layers.values():
@@ -200,8 +210,8 @@ class Config:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak at step `config.steps`. From step
-    0.
+    """Linear warm-up, then a cosine down to a tenth of the peak after the last step. The first step
+    is 0.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -217,7 +227,7 @@ def accumulate_wide(params: Iterable[nn.Parameter]):
 
 class Optimizer:
     """The update rule on masters, the fp32 copies of the weights. fp32 and fp64 weights are their
-    own.
+    own masters.
     """
 
     sharded = False  # whether data-parallel ranks update different elements (from step 3 on)
@@ -236,7 +246,7 @@ class Optimizer:
         self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, not copied: clipping scales them in place. At first, None."""
+        """The gradients by name, not copied: clipping scales them in place. At first None."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
@@ -290,9 +300,9 @@ def train(config: Config, run: Run):
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # 0, 1, ...; restores, saves
+    # Yields 0, 1, ...; restores a checkpoint before the first step, and saves after some
     for step in run.steps(model=model, optimizer=optimizer, data=data):
-        tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token, or IGNORE
+        tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens.to(device).split(config.micro_batch_size)
         ys = targets.to(device).split(config.micro_batch_size)
@@ -303,7 +313,7 @@ def train(config: Config, run: Run):
             loss = loss + micro_loss.detach()
 
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # else the weights become nan
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # nan would spoil all weights
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
         optimizer.step(lr)

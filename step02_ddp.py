@@ -6,14 +6,14 @@
     rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+   -> the same update everywhere
 
 torchrun starts this script n times. Each process is a *rank* and joins the others with
-`init_process_group`. A *collective* is a call that all ranks make. After `dist.all_reduce(tensor)`,
-each rank's tensor is the sum of all.
+`init_process_group`. A *collective* is a call that all ranks of a group make. After
+`dist.all_reduce(tensor)`, each rank's tensor is the sum of all.
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the
 gradient of a sum is the sum of gradients. Each rank's loss is already divided by the global T (step
-1: scale once), so nothing is divided by the number of ranks. (DistributedDataParallel averages:
-there, each rank's loss is the mean over its own tokens, and the mean of means is right only if all
-ranks have equally many targets.)
+1: scale once), so nothing is divided by the number of ranks. (DistributedDataParallel divides the
+sum by n. If each rank's loss is the mean over its own tokens, that gives a mean of means, which is
+right only if all ranks have equally many targets.)
 
 THE SAME START. Every rank draws its weights from the same seed and names, so all start equal, and
 stay equal, because they make the same updates. (DistributedDataParallel broadcasts rank 0's
@@ -26,12 +26,14 @@ weights.)
                      complete (Li et al. 2020, "PyTorch Distributed"):
 
         backward      | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
-        all-reduce                    | bucket 0   | bucket 1   | bucket 2             | bucket 3 |
+        of bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3    3 3       |
+        all-reduce                    | bucket 0      | bucket 1     | bucket 2         | bucket 3 |
 
-    (tiny, whose four buckets end about where layers do: bucket 1 also has layer 1's down_proj)
+    (tiny; a bucket ends inside a layer: bucket 1 also has layer 1's down_proj, bucket 2 also layer
+    0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
 
-THE LAW. A rank sends 2 (n-1)/n times the bytes of all gradients in a training step, and of the
-loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
+THE LAW. In a training step a rank sends 2 (n-1)/n times the bytes of all gradients and of the loss.
+For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. This compares the two runs:
@@ -43,8 +45,8 @@ PyTorch does not report its messages.
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.
 
-Try this: in `BucketSync.begin`, expect one addition fewer: n_micro_batches * len(bucket.params) -
-1. A bucket is then sent before its last gradient is there; `mark_ready` says so.
+Try this: in `BucketSync.begin`, expect one addition fewer, n_micro_batches * backwards - 1. A
+bucket is then sent before its last gradient is there; `mark_ready` says so.
 """
 
 import os
@@ -75,7 +77,7 @@ from step01_single_gpu import (
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Return the number of ranks. If RANK is set, initialise the process group, unless it exists.
+    """Initialise the process group, if a launcher has set RANK. Returns the number of ranks.
 
     Raises UserError if the ranks do not find one another.
     """
@@ -141,9 +143,7 @@ class RingSync(NaiveSync):
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """Sum a contiguous tensor over the group, in place. Shards may have different lengths, or
-        none.
-        """
+        """Sum a contiguous tensor over the group, in place. Shards may be of unequal length."""
         n = group.size
         r = group.rank
         right = (r + 1) % n
@@ -220,8 +220,8 @@ class BucketSync:
         """Zero the buffers; make each `.grad` a view of its buffer, to which each backward adds
         once.
 
-        (Twice, if two pipeline stages of this rank have the parameter: its record says `backwards`
-        2.)
+        (In this step `backwards` is 1 for each parameter. It is 2 if a rank has two stages of a
+        pipeline that both use it.)
         """
         self.unsent = list(self.buckets)
         self.pending = []
@@ -251,7 +251,7 @@ class BucketSync:
         """Wait for every sum. (The embedding's gradient comes last: nothing is left to hide its
         sum.)
         """
-        # A parameter had no gradient in some micro-batch: its bucket is not complete
+        # Buckets that are not complete, because a parameter had no gradient in some micro-batch
         while self.unsent:
             self.send(self.unsent.pop(0))
         for pending in self.pending:

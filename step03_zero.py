@@ -167,11 +167,11 @@ def unit_names(model: Decoder) -> list[list[str]]:
 
 
 class Zero1:
-    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2.
+    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
+    because the update comes between the two halves of the all-reduce.
 
-    ZeRO is in three methods: `mark_ready` starts the reduce-scatter of a unit's gradients as soon
-    as its last gradient of the last micro-batch is there, `step` updates our shards, `publish`
-    gathers weights.
+    `mark_ready` starts the reduce-scatter of a unit's gradients when that unit and all before it
+    are complete, as step 2 sends buckets. `step` updates our shards. `publish` gathers weights.
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
@@ -196,6 +196,7 @@ class Zero1:
                 if len(master):
                     self.masters[name] = master
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
+        self.unsent: list[Unit] = []  # whose sums have not started, in the order of backward
         self.pending: list[tuple[Unit, Pending]] = []  # reduce-scatters in flight
         make = OPTIMIZERS[config.optimizer]
         self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
@@ -208,6 +209,7 @@ class Zero1:
         """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which
         autograd accumulates.
         """
+        self.unsent = self.units[::-1]
         self.pending = []
         for unit in self.units:
             unit.allocate_grad()
@@ -218,20 +220,21 @@ class Zero1:
                 param.grad = unit.view(unit.local_grad, name)
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: autograd has added to a gradient of `unit`. After the last addition, start the sum
-        over ranks.
-        """
+        """Hook: autograd has added to a gradient of `unit`. Start the sums of what is complete."""
         unit.missing -= 1
-        if unit.missing == 0:
-            self.pending.append((unit, unit.reduce()))
         if unit.missing < 0:
-            raise RuntimeError(f"a gradient of {name} came after the sum over ranks had started")
+            raise RuntimeError(f"a gradient of {name} came after the last expected one")
+        while self.unsent and self.unsent[0].missing == 0:
+            self.start_sum(self.unsent.pop(0))
+
+    def start_sum(self, unit: Unit):
+        """Start the reduce-scatter of a unit's gradients."""
+        self.pending.append((unit, unit.reduce()))
 
     def finish(self):
         """After the last micro-batch: complete every `summed_grad`."""
-        for unit in self.units:
-            if unit.missing:  # a parameter had no gradient in some micro-batch
-                self.pending.append((unit, unit.reduce()))
+        while self.unsent:  # because a parameter had no gradient in some micro-batch
+            self.start_sum(self.unsent.pop(0))
         for unit, pending in self.pending:
             pending.wait()
             unit.summed_grad = unit.new_sum

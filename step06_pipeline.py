@@ -38,9 +38,10 @@ twice the work; then 1 and bb, ...):
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
 THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for p-1
-forwards and backwards: (p-1)/m of its working time, (p-1)/(m+p-1) of the whole (here 9 of 18, and 9
-of 27 units). 1F1B saves memory: rank r holds activations of at most p - r micro-batches, in AFAB
-those of all m.
+forwards and backwards. Here that is 9 units beside 18 of work: (p-1)/m of the working time, and
+(p-1)/(m+p-1) of the whole. (Stages are never quite equal: the first has the embedding, the last the
+head and the loss.) 1F1B saves memory: rank r holds activations of at most p - r micro-batches, in
+AFAB those of all m.
 
 AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send:
 
@@ -52,25 +53,26 @@ Of y, backward needs only the graph that hangs on it, not its numbers. `Stage` k
 graph's last node (`get_gradient_edge(y)`), where backward can start, so y's memory is free once it
 is sent. Megatron-LM calls this deallocate_pipeline_outputs.
 
-THE LAW. Rank 0 sends over pp one x a micro-batch, and 18 bytes for loss and norm. For tiny, pp 4
-and 8 micro-batches: 8 x (4 x 256 x 128 x 4) + 18 = 4,194,322 bytes.
+THE LAW. Rank 0 sends over pp one x a micro-batch, and for the loss (4 bytes) and the norm (8) 2
+(p-1)/p times as much. For tiny, pp 4 and 8 micro-batches: 8 x (4 x 256 x 128 x 4) + 18 = 4,194,322.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step06_pipeline
-`python -m common.schedules 4 6 1` draws the two schedules.
+`python -m common.schedules 4 6 1` draws the two schedules (with one stage a rank, interleaved is
+1F1B).
 
-PyTorch's own way: torch.distributed.pipelining: stage = PipelineStage(module, rank, p, device);
-schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss); schedule.step(x) on the first rank,
-schedule.step(target=y) on the last. ScheduleGPipe is AFAB; ScheduleInterleaved1F1B,
-ScheduleZBVZeroBubble.
+PyTorch's own way, in torch.distributed.pipelining: stage = PipelineStage(module, rank, p, device),
+then schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False), because
+gradients of a loss that is scaled once must not be divided by m again; schedule.step(x) on the
+first rank, schedule.step(target=y) on the last. Its ScheduleGPipe is AFAB; there is also
+ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, let warm_up be `self.group.size - self.group.rank`,
-one more. The losses stay right, but a rank holds one micro-batch more: tests/test_step06.py says
-so.
+one more. The losses stay right, but a rank holds one micro-batch more:
+tests/test_step06.py::test_graphs_in_flight fails.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -283,29 +285,31 @@ class Pipeline:
         """Receive the x of micro-batch i. On the first rank, return None: it has the tokens."""
         return self.send_receive(self.group.rank - 1, receive_of=i)
 
-    def send_forward(self, y: Tensor, dy_of: int | None = None) -> Tensor | None:
-        """Send y and, together, receive the dy of micro-batch `dy_of`, if given. On the last rank,
-        do nothing.
-        """
-        return self.send_receive(self.group.rank + 1, send=y, receive_of=dy_of)
+    def send_forward(self, y: Tensor):
+        """Send y to the next rank. On the last rank, do nothing: y is its loss."""
+        self.send_receive(self.group.rank + 1, send=y)
 
     def recv_backward(self, i: int) -> Tensor | None:
         """Receive the dy of micro-batch i. On the last rank, return None: it has the loss."""
         return self.send_receive(self.group.rank + 1, receive_of=i)
 
-    def send_backward(self, dx: Tensor | None, x_of: int | None = None) -> Tensor | None:
-        """Send dx and, together, receive the x of micro-batch `x_of`, if given. On the first rank,
-        do nothing.
-        """
-        return self.send_receive(self.group.rank - 1, send=dx, receive_of=x_of)
+    def send_backward(self, dx: Tensor | None):
+        """Send dx to the previous rank. On the first rank, do nothing: dx is None."""
+        self.send_receive(self.group.rank - 1, send=dx)
+
+    def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
+        """Send y and receive the dy of micro-batch i, together. On the last rank, return None."""
+        return self.send_receive(self.group.rank + 1, send=y, receive_of=i)
+
+    def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
+        """Send dx and receive the x of micro-batch i, together. On the first rank, return None."""
+        return self.send_receive(self.group.rank - 1, send=dx, receive_of=i)
 
     def send_receive(
         self, peer: int, send: Tensor | None = None, receive_of: int | None = None
     ) -> Tensor | None:
-        """Send `send` and receive micro-batch `receive_of`'s tensor, together. If `peer` is no
-        rank, return None.
-        """
-        if not 0 <= peer < self.group.size:
+        """Send a tensor to `peer` and receive micro-batch `receive_of`'s from it, together."""
+        if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
         sends = []
         receives = []
@@ -345,10 +349,12 @@ class OneForwardOneBackward(Pipeline):
             x = self.recv_forward(warm_up)  # a later x is received while a dx is sent
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.stage.forward(i, x)
-            dy = self.send_forward(y, dy_of=i - warm_up)
+            dy = self.send_forward_recv_backward(y, i - warm_up)
             dx = self.stage.backward(i - warm_up, dy)
-            next_i = i + 1 if i + 1 < m else None
-            x = self.send_backward(dx, x_of=next_i)
+            if i + 1 < m:
+                x = self.send_backward_recv_forward(dx, i + 1)
+            else:
+                self.send_backward(dx)
 
         for i in range(m - warm_up, m):  # cool-down: the remaining backwards
             dy = self.recv_backward(i)
@@ -373,19 +379,19 @@ class OneForwardOneBackward(Pipeline):
 
 
 class Schedule(NamedTuple):
-    """How to make a rank's list, how many stages a rank has, and which; how long actions take, and
-    who does them.
-    """
+    """A schedule whose ranks follow lists."""
 
-    actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
-    v: int = 1
+    actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank) -> this rank's list
+    v: int = 1  # stages on each rank
     ranks: Callable[[int, int], list[int]] = round_robin  # (p, v) -> the rank of each stage
-    costs: dict[str, int] = COSTS
-    stage: type[Stage] = Stage
+    costs: dict[str, int] = COSTS  # units of time that an action takes
+    stage: type[Stage] = Stage  # runs the actions
 
 
 class ListPipeline(Pipeline):
-    """Run any lists of actions, with any number of stages on a rank."""
+    """Run any lists of actions, with any number of stages on a rank. Of `Pipeline` it uses
+    `buffer`.
+    """
 
     def __init__(
         self,
@@ -396,34 +402,36 @@ class ListPipeline(Pipeline):
         positions: Tensor,
     ):
         """`schedule`: made from the flags. Raises UserError."""
-        how = schedule(config)
+        plan = schedule(config)
         p = config.pp
         n_layers = model.config.n_layers
-        v = how.v if p > 1 else 1  # a single rank has a single stage
+        v = plan.v if p > 1 else 1  # a single rank has a single stage
         self.n_stages = p * v
         if n_layers < self.n_stages:
             raise UserError(
                 f"--pp {p}: {n_layers} layers for {self.n_stages} stages: lower --pp or --chunks"
             )
         m = math.ceil(config.global_batch_size // mesh["dp"].size / config.micro_batch_size)
-        lists = [how.actions(p, m, v, rank) for rank in range(p)]
-        ranks = how.ranks(p, v)
+        self.n_micro_batches = m
+        lists = [plan.actions(p, m, v, rank) for rank in range(p)]
+        rank_of_stage = plan.ranks(p, v)
         self.model = model
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1
         self.stages: dict[int, Stage] = {}  # this rank's stages by number
-        for number, rank in enumerate(ranks):
+        for number, rank in enumerate(rank_of_stage):
             if rank == self.group.rank:
-                layers = range(
-                    n_layers * number // self.n_stages, n_layers * (number + 1) // self.n_stages
-                )
-                self.stages[number] = how.stage(model, layers, positions, number)
-        self.program = add_messages(lists, ranks, how.costs)[self.group.rank]
+                start = n_layers * number // self.n_stages
+                stop = n_layers * (number + 1) // self.n_stages
+                self.stages[number] = plan.stage(model, range(start, stop), positions, number)
+        self.program = add_messages(lists, rank_of_stage, plan.costs)[self.group.rank]
         keep_stages(model, [stage.layers for stage in self.stages.values()])
         first_contact(self.group, positions.device)
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """As `Pipeline.step`, with several stages."""
+        """As `Pipeline.step`, with several stages. ValueError, if the lists are for another m."""
+        if len(xs) != self.n_micro_batches:
+            raise ValueError(f"the lists have {self.n_micro_batches} micro-batches, not {len(xs)}")
         self.xs = xs
         for stage in self.stages.values():
             stage.begin(xs, ys, n_targets)
@@ -436,8 +444,8 @@ class ListPipeline(Pipeline):
         """
         # Action -> its input, and the message that brings it
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
-        # Peer -> the last tensor sent, its message
-        sending: dict[int, tuple] = defaultdict(lambda: (None, Pending()))
+        # Peer -> the last message to it, and the tensor that this message sends
+        sending: dict[int, tuple[Pending, Tensor]] = {}
         for verb, action, peer in self.program:
             if verb == "compute":
                 received, pending = inputs.pop(action, (None, Pending()))
@@ -449,15 +457,16 @@ class ListPipeline(Pipeline):
                 if next_action is not None:
                     inputs[next_action] = output, Pending()
             elif verb == "send":
-                sending[peer][1].wait()
+                if peer in sending:
+                    sending[peer][0].wait()
                 tensor, _ = inputs.pop(action)
                 # Keep the tensor until its send is done: gloo and NCCL read its memory after
                 # `exchange` returns.
-                sending[peer] = tensor, exchange([(tensor, peer)], [], self.group)
+                sending[peer] = exchange([(tensor, peer)], [], self.group), tensor
             else:
                 buffer = self.buffer(action.micro_batch)
                 inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
-        for _, pending in sending.values():
+        for pending, _ in sending.values():
             pending.wait()
 
 

@@ -2,7 +2,7 @@
 
 THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
 each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
-Transformer").
+Transformer"). E, K and other sizes are capital letters.
 
     p = softmax(W x)    chosen: the K largest p
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
@@ -22,26 +22,28 @@ an all-to-all, in which every rank sends rows to every other, and each is the ot
 many rows a rank gets depends on the tokens; so numbers of rows travel before the rows.
 
 WHY. An expert's weights stay on their rank, and tokens travel. A layer of 8 experts in tiny has 8 x
-135,168 weights; the 512 rows of a micro-batch that a rank sends have 65,536 numbers.
+135,168 weights; the 512 rows that a rank routes in a micro-batch have 65,536 numbers, and with ep 2
+about half of them leave the rank.
 
-BALANCE. A router may send all tokens to one expert: the others learn nothing, and their ranks wait.
-So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss),
+BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
+wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss),
 
     aux_loss_coeff * E * sum_e f_e P_e,      averaged over the training step's micro-batches.
 
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
-0.0625) = 1.15; with equal f and P it is 1. Where f is high, P is pushed down. (The loss that you
-see excludes this one.) --balance bias uses no loss: see `BiasBalancedMoE`. All layouts with the
-same --micro-batch-size train alike, unless rounding decides between two almost equal p.
+0.0625) = 1.15; if all f and all P are 1/E, it is 1. Where f is high, P is pushed down. (The loss
+that you see excludes this one.) --balance bias uses no loss: see `BiasBalancedMoE`. All layouts
+with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
 
-GROUPS. tp shards no expert. A rank routes the tokens that it has between blocks, without f and g
-(--no-sp: a shard of them, gathered afterwards). So dp x cp x tp ranks route different tokens, and
-the experts can be spread over all of them ("MoE parallel folding", Liu et al. 2025).
+GROUPS. tp shards no expert. A rank routes the tokens that it has between blocks, so a layer of
+experts needs no f and g of step 4 (--no-sp: it routes a shard of them, gathered afterwards). So dp
+x cp x tp ranks route different tokens, and the experts can be spread over all of them ("MoE
+parallel folding", Liu et al. 2025).
 
-    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks have                 they
-    dp           0 4 8 12                            different sequences            divide the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       the same but for experts       sum gradients
+    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
+    dp           0 4 8 12                            different sequences            shard the batch
+    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights, no experts   sum gradients
     sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
     ep           0 1 2 3 4 5 6 7     (neighbours)    all experts, each on one       exchange rows
     expert_data  0 8                                 the same experts               sum gradients
@@ -52,7 +54,8 @@ it sends over ep, in each layer,
 
     forward     2 (ep-1)/ep T K dim elements, and (ep-1)/ep 8 E bytes of counts; again if recomputed
     backward    2 (ep-1)/ep T K dim elements
-    tiny as launched below: T = 256, so 2 x 1/2 x 256 x 2 x 128 x 4 bytes = 262,144; counts: 32
+    tiny as launched below: T = 256, so forward sends 2 x 1/2 x 256 x 2 x 128 x 4 bytes = 262,144
+    in a layer, and 32 of counts; backward sends 262,144
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py --out runs/one, then
@@ -68,7 +71,6 @@ tokens. tests/test_step07.py::test_dispatch_and_combine fails.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +106,8 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-        return F.grouped_mm(rows, weight.mT, offs=ends)  # one kernel; it needs rows of 16 n bytes
+        # One kernel. It needs rows whose bytes are a multiple of 16.
+        return F.grouped_mm(rows, weight.mT, offs=ends)
     parts = rows.split(counts.tolist())
     return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
 
@@ -170,8 +173,12 @@ class MoE(nn.Module):
         """Each token's rows through its experts: x [T, D] -> outputs [T, K, D]."""
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
-        out_ND = self.experts(x_TD[token_N], counts_E)  # the figure, from "sorted" to "returned"
+        out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
         return out_ND[order_N.argsort()].unflatten(0, ids_TK.shape)  # by the inverse permutation
+
+    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows through their experts, which this rank holds. `shard_moe` replaces this method."""
+        return self.experts(sorted_ND, counts_E)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
@@ -216,7 +223,7 @@ class AddLoss(torch.autograd.Function):
 
 
 class LossBalancedMoE(MoE):
-    """--balance loss: a load-balancing auxiliary loss (Shazeer et al. 2017; Fedus et al. 2021)."""
+    """--balance loss: Switch Transformer's load-balancing auxiliary loss (Fedus et al. 2021)."""
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
@@ -246,9 +253,9 @@ class BiasBalancedMoE(MoE):
     one.
 
     A bias for each expert is added to p where experts are chosen, but not in their scores. After
-    each step it grows by --bias-rate for experts with less than the mean load, and shrinks for the
-    others (Wang et al. 2024, "Auxiliary-loss- free load balancing"; DeepSeek-V3). The bias is no
-    parameter: it has no gradient. It is a buffer, saved with them.
+    each step it grows by --bias-rate for experts with less than the mean load, and shrinks for
+    those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). The bias
+    is no parameter, because it has no gradient. It is a buffer, saved with the parameters.
     """
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
@@ -264,8 +271,8 @@ class BiasBalancedMoE(MoE):
         return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Count the choices. (A recomputed forward counts twice, for all experts alike: the sign
-        stays right.)
+        """Count the choices. (PyTorch ends a recomputed forward before it comes here. If it did
+        come here, it would count each choice twice, and the signs below would be the same.)
         """
         self.load_E += counts_E
         return out
@@ -287,6 +294,8 @@ BALANCE: dict[str, Callable[..., MoE]] = {
 def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
     then by i.
+
+    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
     """
     blocks = rows.split(sizes.flatten().tolist())
     n = sizes.shape[1]
@@ -355,35 +364,49 @@ class Dispatch(torch.autograd.Function):
     """`dispatch`, whose backward is `combine`: a row's gradient goes back the way the row came."""
 
     @staticmethod
-    def forward(ctx, sorted_ND: Tensor, *arguments: Any) -> Tensor:
+    def forward(
+        ctx,
+        sorted_ND: Tensor,
+        group: Group,
+        leaving_Ge: Tensor,
+        arriving_Ge: Tensor,
+        send_rows: Callable,
+    ) -> Tensor:
         """Rows [N, D], sorted by expert -> the rows of this rank's experts, [R, D]."""
-        ctx.arguments = arguments
+        ctx.arguments = (group, leaving_Ge, arriving_Ge, send_rows)
         return dispatch(sorted_ND, *ctx.arguments)
 
     @staticmethod
     def backward(ctx, grad_RD: Tensor):
         """[R, D] -> [N, D]."""
-        return combine(grad_RD, *ctx.arguments), *(None for _ in ctx.arguments)
+        return combine(grad_RD, *ctx.arguments), None, None, None, None
 
 
 class Combine(torch.autograd.Function):
     """`combine`, whose backward is `dispatch`."""
 
     @staticmethod
-    def forward(ctx, out_RD: Tensor, *arguments: Any) -> Tensor:
+    def forward(
+        ctx,
+        out_RD: Tensor,
+        group: Group,
+        leaving_Ge: Tensor,
+        arriving_Ge: Tensor,
+        send_rows: Callable,
+    ) -> Tensor:
         """Outputs of this rank's experts, [R, D] -> the outputs of this rank's rows, [N, D]."""
-        ctx.arguments = arguments
+        ctx.arguments = (group, leaving_Ge, arriving_Ge, send_rows)
         return combine(out_RD, *ctx.arguments)
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
         """[N, D] -> [R, D]."""
-        return dispatch(grad_ND, *ctx.arguments), *(None for _ in ctx.arguments)
+        return dispatch(grad_ND, *ctx.arguments), None, None, None, None
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """How many rows leave for and arrive from each rank, for each of its (our) experts: both int64
-    [G, e], on the CPU.
+    """How many rows leave for each expert of each rank, and how many arrive from each rank for each
+    of our experts: both int64 [G, e], on the CPU.
 
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
@@ -518,7 +541,7 @@ def shard_moe(moe: MoE, mesh: Mesh, config: Config):
         # global_norm sees in `shards` that ep ranks differ
         note_layout(linear.weight, data_dim="expert_data")
     if config.ep > 1:
-        moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
+        moe.run_experts = partial(DISPATCH[config.ep_mode], moe.experts, mesh["ep"])
     # Tp ranks have the same tokens: each routes a shard of them
     if mesh["tp"].size > 1 and not config.sp:
 
@@ -533,7 +556,7 @@ def shard_moe(moe: MoE, mesh: Mesh, config: Config):
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put this rank's experts, without f and g, in the place of MLPs. Raises UserError."""
+    """Replace MLPs, with their f and g, by this rank's experts. Raises UserError."""
     check_experts(config, mesh, model.config)
     make_groups(mesh, config)
     width = config.expert_dim or model.config.ffn_dim

@@ -356,7 +356,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
         return vectors
 
     def visit(vectors: Tensor, counts: Tensor) -> Tensor:
-        """What step 7 puts in the place of `Experts.forward`, with a look at the rows."""
+        """What step 7 puts in the place of `MoE.run_experts`, with a look at the rows."""
         show("sorted", vectors, counts, range(4))
         received = partial(show, "received", experts=own_experts)
         returned = step07.visit_experts(
@@ -364,7 +364,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
         )
         return show("returned", returned, counts, range(4))
 
-    layer.experts.forward = visit
+    layer.run_experts = visit
     with torch.no_grad():
         layer(tokens[2 * mesh.rank :][None, :2])
     states = []

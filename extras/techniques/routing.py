@@ -101,7 +101,7 @@ class CapacityMoE(LossBalancedMoE):
         ids_N = ids_TK.where(kept_TK, n_experts).flatten()  # dropped ones are sorted to the end
         order_R = ids_N.argsort(stable=True)[: kept_TK.sum()]
         counts_E = F.one_hot(ids_N, n_experts + 1).sum(0)[:-1]
-        out_RD = self.experts(x_TD[order_R // self.top_k], counts_E)
+        out_RD = self.run_experts(x_TD[order_R // self.top_k], counts_E)
         out_ND = out_RD.new_zeros(len(ids_N), out_RD.shape[1])
         return out_ND.index_copy(0, order_R, out_RD).unflatten(0, ids_TK.shape)
 

@@ -341,8 +341,12 @@ for k in range(m + ahead):
         exchange([(y, self.group.rank + 1)], receives, self.group).wait()
     else:
         i = k - ahead
-        dy = self.send_forward(y, dy_of=i) if k < m else self.recv_backward(i)
-        x = self.send_backward(self.stage.backward(i, dy), x_of=following)""",
+        dy = self.send_forward_recv_backward(y, i) if k < m else self.recv_backward(i)
+        dx = self.stage.backward(i, dy)
+        if following is None:
+            self.send_backward(dx)
+        else:
+            x = self.send_backward_recv_forward(dx, following)""",
         },
     ),
     "rows sorted by index": (
@@ -353,7 +357,7 @@ for k in range(m + ahead):
 order = column.repeat_interleave(sizes.flatten()).argsort(stable=True)
 return rows.index_select(0, order)""",
             "MoE.visit": """order_N = ids_TK.flatten().argsort(stable=True)
-out_ND = self.experts(x_TD.repeat_interleave(self.top_k, 0)[order_N], counts_E)
+out_ND = self.run_experts(x_TD.repeat_interleave(self.top_k, 0)[order_N], counts_E)
 return torch.zeros_like(out_ND).index_copy(0, order_N, out_ND).view(*ids_TK.shape, -1)""",
         },
     ),
