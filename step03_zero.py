@@ -14,49 +14,56 @@ H. A unit is a flat buffer, padded, of n equal shards; rank r updates shard r.
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20.
 Plain gradient descent with rate 0.1:
 
-           rank 0 holds                             rank 1 holds
-    stage  weights  gradient     shard of the sum   weights  gradient     shard of the sum
-    0      1 2 3 4  25 25 25 25                     1 2 3 4  25 25 25 25
-    1      1 2 3 4  5 5 5 5      25 25              1 2 3 4  20 20 20 20  25 25
-    2      1 2 3 4               25 25              1 2 3 4               25 25
-    3      1 2                   25 25                  3 4               25 25
-    after  -1.5 -0.5                                         0.5 1.5      (1 and 2: then all-gather)
+    at the update          rank 0 holds             rank 1 holds
+    stage 0    weights     1 2 3 4                  1 2 3 4
+               gradient    25 25 25 25              25 25 25 25        (the sum, by all-reduce)
+    stage 1    weights     1 2 3 4                  1 2 3 4
+               gradient    5 5 5 5,   sum 25 25     20 20 20 20, sum 25 25
+    stage 2    weights     1 2 3 4                  1 2 3 4
+               gradient               sum 25 25                  sum 25 25
+    stage 3    weights     1 2                      3 4
+               gradient               sum 25 25                  sum 25 25
+
+With stages 1 to 3, rank 0 then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1
+and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter, in bf16 (2 of the weight, 4 of its gradient, 4
 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
 
-    stage   whole on every rank    bytes, bf16    n = 8    bytes, fp32    n = 8
-    0       all of these           18             18       16             16
-    1       weights, gradients     6 + 16/n       8        8 + 12/n       9.5
-    2       weights                2 + 16/n       4        4 + 12/n       5.5
-    3       nothing                18/n           2.25     16/n           2
+    stage   whole on every rank             bytes, bf16    n = 8    bytes, fp32    n = 8
+    0       weights, gradients, state       18             18       16             16
+    1       weights, gradients              6 + 16/n       8        8 + 12/n       9.5
+    2       weights                         2 + 16/n       4        4 + 12/n       5.5
+    3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds whole gradients and a shard of their sums. Stages 2 and 3 also hold the few whole
-units that are in use. Activations are not in the table: each rank has its own, of its own
-sequences.
+Stage 1 holds whole gradients and a shard of their sums. Stage 2 also holds the whole gradients of
+the few units that are in use, stage 3 also their weights. Activations are not in the table: each
+rank has its own, of its own sequences.
 
 State is sharded first because it is the largest part and costs no extra message: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
 next: a reduce-scatter in each micro-batch. Weights are last: they must be gathered for each use.
 
-    stage   elements sent, times (n-1)/n      in a training step of m micro-batches of P parameters
-    0       2 P                               all-reduce (step 2)
-    1       2 P                               reduce-scatter, all-gather
-    2       (m+1) P                           m reduce-scatters, one all-gather
-    3       m (3 P - e)                       m times: two all-gathers, one reduce-scatter
-    3       (m+1) P        with --keep        one all-gather, m reduce-scatters
+In a training step of m micro-batches, a rank that trains P parameters sends (n-1)/n times
 
-e: the parameters that a micro-batch gathers once, not twice: those of units E and H; if embedding
-and head are tied, only the last norm. tiny on 4 ranks with m = 2 (P = 804,224, e = 65,920) sends in
-stage 3 3/4 x 2 x (3 P - e) = 3,520,128 elements.
+    stage 0              2 P elements      an all-reduce (step 2)
+    stage 1              2 P               a reduce-scatter, an all-gather
+    stage 2              (m+1) P           m reduce-scatters, one all-gather
+    stage 3              m (3 P - e)       m times two all-gathers and a reduce-scatter
+    stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
+
+A micro-batch gathers most weights twice, for forward and for backward, but e of them only once:
+those of units E and H (if embedding and head are tied, those of the last norm). Stage 3 of tiny on
+4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e) = 3,520,128 elements.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
 `sent` is (n-1)/n x (4 bytes x elements + 24 for loss and norm); in bf16, gathers have 2 bytes.
 
-PyTorch's own way: ZeroRedundancyOptimizer is stage 1; `fully_shard(layer)` for each layer, then
-`fully_shard(model)`, is stage 3, and with reshard_after_forward=False keeps weights from forward to
-backward. Its parameters are DTensors with the placement Shard(0).
+PyTorch's own way: ZeroRedundancyOptimizer shards state, as stage 1 does, beside an all-reduce of
+gradients. `fully_shard(layer)` for each layer, then `fully_shard(model)`, is stage 3, and with
+reshard_after_forward=False keeps weights from forward to backward. Its parameters are DTensors with
+the placement Shard(0). It averages gradients; model.set_gradient_divide_factor(1.0) makes it sum.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 two lines). Backward then computes with weights that have no memory: PyTorch says so.
@@ -111,20 +118,20 @@ class Unit:
         self.flat = some_param.new_zeros(self.length * group.size).detach()
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            # `.data`: autograd does not see later writes to flat
+            # `.data`: a later write to flat is then no change that autograd must know of
             param.data = self.view(self.flat, name)
         self.shard = self.flat[self.first : self.first + self.length]
-        # The shard itself, if it is fp32 or fp64
+        # In fp32 or fp64 this is the shard itself
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # additions to gradients that are still to come in this training step
-        # From stage 2 on: names whose gradient of this micro-batch is in local_grad
-        self.arrived: set[str] = set()
-        # [padded], from this rank's tokens: not summed over ranks.
+        # [padded], from this rank's tokens: not summed over ranks
         self.local_grad: Tensor | None = None
-        # [padded / n], this rank's shard of local_grad, summed over ranks.
+        # [padded / n], this rank's shard of local_grad, summed over ranks
         self.new_sum: Tensor | None = None
-        # [padded / n], new_sum of all micro-batches, added up.
+        # [padded / n], new_sum of all micro-batches (stage 1: of all together)
         self.summed_grad: Tensor | None = None
+        # Stages 2 and 3: names whose gradient of this micro-batch is in local_grad
+        self.arrived: set[str] = set()
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
@@ -143,7 +150,7 @@ class Unit:
         return shard[start:stop]
 
     def allocate_grad(self):
-        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, with any content."""
+        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised."""
         self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
 
     def reduce(self) -> Pending:
@@ -418,9 +425,12 @@ class Zero3(Zero2):
         reduce-scatter                         H   1   0   E
 
     H stays whole from its forward to its backward. The backward of E needs no weights. So two units
-    are whole at a time. If the head is tied, there is a third: E is gathered again with H, and
-    freed after the backward of E. With --keep, a unit is gathered once in a training step, and
-    freed after the update.
+    are whole at a time. (If the head is tied, there is a third: E is gathered again with H, and
+    freed after the backward of E. In a pipeline the last unit of a rank's stage also stays.) With
+    --keep, a unit is gathered once in a training step, and freed after the update.
+
+    A unit is freed when its last gradient has arrived. That gradient is the first norm's, whose dx
+    is computed together with it, so nothing of the unit's backward is left to do.
     """
 
     def __init__(self, model: Decoder, *args):
@@ -541,7 +551,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     set_up_layers(model, config)
-    # new: this shard of the update
+    # new: initialises unit by unit, so layers were set up before; this shard of the update
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -15,25 +15,30 @@ query and a key; `+`: the causal half of them; `.`: none, because these keys com
     queries of rank 2     # # + .     5
     queries of rank 3     # # # +     7: all ranks wait for this one
 
-ZIGZAG (--cp-mode zigzag, the default; Llama 3, Dubey et al. 2024, 3.3.2). To balance the work, rank
-r has chunks r and 2n-1-r of 2n, an early one and a late one.
+ZIGZAG (--cp-mode zigzag, the default). To balance the work, rank r has chunks r and 2n-1-r of 2n,
+an early one and a late one. (Llama 3 shards so, too, but gathers all keys and values at once, which
+needs the memory of a whole sequence; Dubey et al. 2024, 3.3.2.)
 
-    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7
-    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      16 units on each rank
-    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .
-    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .
-    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .
+    keys of chunk ->          0 1 2 3 4 5 6 7
+    rank 0    its chunk 0     + . . . . . . .
+              its chunk 7     # # # # # # # +      16 units on each rank
+    rank 1    its chunk 1     # + . . . . . .
+              its chunk 6     # # # # # # + .
+    rank 2    its chunk 2     # # + . . . . .
+              its chunk 5     # # # # # + . .
+    rank 3    its chunk 3     # # # + . . . .
+              its chunk 4     # # # # + . . .
 
 In hop 0 a rank works on its own two chunks (+ # +), in hop h > 0 with the chunks of rank r-h (mod
-n) (# #). So in each hop all ranks do the same work. (Hop 0 is one causal product of s/n queries and
-s/n keys, masked half included: twice the FLOPs of a later hop here; a fused kernel skips the masked
-half.)
+n) (# #). So in each hop all ranks have the same work. (Units count the pairs that are needed. Hop 0
+also computes the masked half of + blocks, so it takes twice the FLOPs of a later hop. A fused
+kernel skips it.)
 
 THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An online softmax
 (Milakov and Gimelshein 2018) merges the outputs of several parts, without approximation: see
 `merge`, whose docstring has an example.
 
-BACKWARD. k and v travel again, followed by dkv, the sum of their gradients. A rank sends k and v on
+BACKWARD. k and v travel again, followed by dkv, the sum so far of their gradients. A rank sends k and v on
 before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last
 returns dkv to its owner). With 3 ranks (kv2: k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have
 added their terms):
@@ -48,13 +53,13 @@ tokens, the last token of its second chunk would have no target, and the last to
 chunk would get the first token of its second chunk as target: on all ranks but the last a wrong
 one, in silence.
 
-THE LAW. B: bytes of a rank's k and v in a micro-batch. G: of their gradients, in fp32 or wider. In
-each layer a rank sends
+THE LAW. B: the bytes of a rank's k and v in a micro-batch. G: the bytes of their gradients, which
+are fp32 or wider. In each layer a rank sends
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
-    tiny, 4 ranks in fp32, micro-batches of 4: B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes,
-    and 3 B + 3 B + 4 G = 1,310,720 bytes
+    tiny, 4 ranks: k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes:
+    B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes
 
 The bytes grow like s, attention's FLOPs like s^2/n: for long sequences messages hide behind
 computation.
@@ -63,11 +68,12 @@ Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
 `sent` over cp has the law's bytes x layers x micro-batches.
 
-PyTorch's own way: `with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1]):` of
-torch.distributed.tensor.experimental shards the buffers, zigzag, and replaces SDPA by ring
-attention.
+PyTorch's own way: `with context_parallel(mesh, buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0,
+0]):` of torch.distributed.tensor.experimental shards the buffers, zigzag, and replaces SDPA. (RoPE's
+tables must be among the buffers, or each rank's positions begin at 0.) By default it gathers k and
+v; set_rotate_method("alltoall") sends them round a ring.
 
-Try this: in `merge`, average the two outputs: share = 0.5. tests/test_step05.py::test_merge fails.
+Try this: in `merge`, average the two outputs: share = 0.5. tests/test_step05.py -k merge fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,8 +102,8 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d]
     is k and v.
 
-    While the caller computes with a pair, it is sent to the right, and the next received (but for
-    the last).
+    While the caller computes with a pair, that pair is sent to the right, and the next one received.
+    The last pair is not sent.
     """
     n = group.size
     r = group.rank
@@ -223,10 +229,10 @@ def part_gradients(
     k = repeat_heads(k, heads)
     v = repeat_heads(v, heads)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
-    dp = do @ v.mT
+    d_p = do @ v.mT
     # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
     delta = (do * o).sum(-1, keepdim=True)
-    ds = p * (dp - delta)  # the backward of a softmax
+    ds = p * (d_p - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
     dv = p.mT @ do
@@ -284,7 +290,7 @@ class RingAttention(torch.autograd.Function):
         r = ctx.group.rank
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))
-        arriving = Pending()  # the message that brings dkv: none yet
+        arriving = Pending()  # the message that brings dkv, or sends it on: none yet
         for source, kv in travel(own_kv, ctx.group):
             own_term = torch.zeros_like(dkv)  # of the gradient of kv
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
@@ -305,7 +311,7 @@ class RingAttention(torch.autograd.Function):
             dkv += own_term
             next_dkv = torch.empty_like(dkv)
             arriving = exchange([(dkv, (r + 1) % n)], [(next_dkv, (r - 1) % n)], ctx.group)
-            sent_dkv = dkv  # keep it until it is sent: the message reads its memory
+            sent_dkv = dkv  # this name keeps it until it is sent: the message reads its memory
             dkv = next_dkv
         arriving.wait()  # the gradient of our own k and v is back, complete
         del sent_dkv
@@ -374,7 +380,7 @@ def shard_context(
     """
     group = mesh["cp"]
     tp = mesh["tp"].size
-    # With dp = 1 these are mesh["cp"]'s ranks, in another process group.
+    # Gradient sums have a handle of their own, even if dp is 1 and the ranks are those of cp
     mesh.join("data", "dp", "cp", urgent=False)
     for param in model.parameters():
         note_layout(param, data_dim="data")

@@ -2,18 +2,34 @@
 named dimensions.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
-memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*: calls
-that all ranks of a group make.
+memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*, calls
+that all ranks of a group make, and by messages between two ranks (`exchange`).
 
               tp ->
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On
          |  [4  5  6  7]      rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which it is number 1,
                               and mesh["dp"] is the group {1, 5}.
 
-A collective starts at once and returns a `Pending`. Until you call its `wait`, do not change a
-tensor that it sends, or use one that it fills; all must be contiguous. S: the bytes of the larger
-tensor. We count what each of n ranks sends if the group is a ring (NCCL may choose a tree, which
-sends a little more). A group of one sends nothing. In a larger one:
+What each does, on two ranks:
+
+                      rank 0 has     rank 1 has          then rank 0 has     and rank 1
+    all_reduce        1 2            10 20               11 22               11 22
+    reduce_scatter    1 2            10 20               11                  22
+    all_gather        1              2                   1 2                 1 2
+    all_to_all        1 2            10 20               1 10                2 20
+
+Each returns a `Pending` at once, and the work goes on:
+
+    pending = all_reduce(gradient, mesh["dp"])
+    ...                                            computation that overlaps the message
+    pending.wait()                                 now `gradient` may be used
+
+Before `wait`, do not change a tensor that is sent, or use one that is filled; all must be
+contiguous. On a GPU a message is a kernel, which begins when the kernels before it have ended.
+
+We count what each of n ranks sends if the group is a ring (NCCL may choose a tree, which sends a
+little more). S: the bytes of the input or the output, whichever is larger. A group of one sends
+nothing. In a larger one:
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
@@ -36,9 +52,13 @@ from common import UserError
 # The number of rows sent to, or received from, each rank; None: the same number for each
 Rows = list[int] | None
 
-# torch 2.13 renamed two collectives. Use the new name where it exists, else the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed two collectives. Older versions, which also work, have the old names.
+if hasattr(dist, "all_gather_single"):
+    _all_gather = dist.all_gather_single
+    _reduce_scatter = dist.reduce_scatter_single
+else:
+    _all_gather = dist.all_gather_into_tensor
+    _reduce_scatter = dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -82,15 +102,19 @@ class Mesh:
         """`sizes`: ranks along each dimension; the last varies fastest. UserError unless their
         product is `world`.
         """
-        self.sizes, self.world = sizes, dist.get_world_size() if dist.is_initialized() else 1
+        self.sizes = sizes
+        self.world = 1
+        self.rank = 0
+        if dist.is_initialized():
+            self.world = dist.get_world_size()
+            self.rank = dist.get_rank()
         require_product(sizes, self.world)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
         self.sent: Counter = Counter()  # shared by all groups of this mesh
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # Dp has gradient sums, the others have activations
+            # Sums of gradients over dp have time until the update; the others' activations do not
             self.join(name, name, urgent=name != "dp")
 
     def __getitem__(self, name: str) -> Group:
@@ -108,6 +132,7 @@ class Mesh:
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
+        # `axes` become the last ones, so the ranks of a group become neighbours: a row
         rows = self.ranks.transpose(others + axes).reshape(-1, size)
         self.add_groups(name, rows, urgent)
         return rows
@@ -115,9 +140,10 @@ class Mesh:
     def add_groups(self, name: str, rows: np.ndarray, urgent: bool):
         """Create a group for each row of ranks [groups, size]; keep ours.
 
-        A handle is a queue of operations. Activations are `urgent`: they must not queue behind
-        gradient sums, which have time until the update. So the same ranks have one handle for each
-        of the two kinds.
+        A handle is a queue of operations (on GPUs an NCCL communicator). Activations are `urgent`:
+        they must not queue behind gradient sums, which have time until the update. So if the same
+        ranks need both kinds, they have two handles. All ranks start operations in one order, as
+        NCCL requires of several communicators.
         """
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
@@ -134,7 +160,9 @@ class Pending:
     """
 
     def __init__(self, group: Group | None = None, *works: dist.Work, then: Callable | None = None):
-        self.group, self.works, self.then = group, works, then
+        self.group = group
+        self.works = works
+        self.then = then
 
     def wait(self):
         """Wait until the results may be used (on a GPU, only the compute stream waits). A second
@@ -159,8 +187,8 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]. Ours may be
-    its own part of it.
+    """From step 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], which may be this
+    rank's part of `output`.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -182,9 +210,11 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     # Gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
     shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
-    return Pending(
-        group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))
-    )
+
+    def add_up():
+        torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))
+
+    return Pending(group, work, then=add_up)
 
 
 def all_to_all(
@@ -196,21 +226,21 @@ def all_to_all(
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    stays = in_rows[group.rank] / max(1, len(tensor)) if in_rows else 1 / group.size
-    note("all_to_all", group, tensor, 1 - stays)
-    return Pending(
-        group,
-        dist.all_to_all_single(
-            output, tensor, out_rows, in_rows, group=group.handle, async_op=True
-        ),
+    own_share = 1 / group.size
+    if in_rows is not None:
+        own_share = in_rows[group.rank] / max(1, len(tensor))
+    note("all_to_all", group, tensor, 1 - own_share)
+    work = dist.all_to_all_single(
+        output, tensor, out_rows, in_rows, group=group.handle, async_op=True
     )
+    return Pending(group, work)
 
 
 def exchange(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
 ) -> Pending:
-    """Exchange messages (tensor, peer's rank in the group). Peers must agree on shape and dtype;
-    gloo hardly checks.
+    """Send and receive messages, each (tensor, the peer's rank in the group). Peers must agree on
+    shape and dtype; gloo hardly checks.
     """
     if group.size == 1:
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
@@ -225,10 +255,12 @@ def exchange(
     for tensor, peer in sends:
         note("send", group, tensor, 1.0)
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
-    return Pending(group, *(dist.batch_isend_irecv(operations) if operations else ()))
+    if not operations:
+        return Pending()
+    return Pending(group, *dist.batch_isend_irecv(operations))
 
 
 @torch.compiler.disable
 def note(operation: str, group: Group, tensor: Tensor, share: float):
-    """Count an operation: its whole tensor, and which share of its bytes this rank sends."""
+    """Count the bytes that this rank sends: `share` times those of the tensor."""
     group.sent[group.name, operation] += round(share * tensor.nbytes)

@@ -1,14 +1,17 @@
-"""Token batches: a pure function of (seed, step), the same on every rank and in every layout.
+"""Token batches: for given data, a function of (seed, step), the same on every rank and in every
+layout. On a first reading, `to_tokens` and `Data` are enough; the readers of files may be skipped.
 
     documents -> bytes 0-255 of each, then END -> one stream:   d e f ... END i m p o r t ... END
-    window w  = stream[w*seq : w*seq + seq + 1]       tokens = its first seq, targets = its last seq
-    sample j of step s = window order[i mod n]        i = s*B + j, B = global batch size,
-                                                      n = number of windows to train on,
-                                                      order: drawn from (seed, epoch = i // n)
+    window w = seq + 1 tokens from w*seq on: the first seq are tokens, the last seq their targets
 
-Targets are shifted here, before a sequence is sharded. Every rank reads the whole global batch,
-since token ids are small, and works on its share. The last twentieth of the windows is held out:
-no batch has them, and `Data.held_out` returns them.
+A step takes the next B windows, B the global batch size. Each epoch has all n windows once, in a
+random order of its own, drawn from (seed, epoch): sample i, counted over all steps, is the window
+at place i mod n in the order of epoch i // n.
+
+Targets are shifted here, before a sequence is sharded. Attention may look back across END into an
+earlier document. Every rank reads the whole global batch, since token ids are small, and works on
+its share. The last twentieth of the windows (at least one) is held out: no batch has them, and
+`Data.held_out` returns them.
 
     --dataset            what is read
     (nothing)            the source code of Python's standard library
@@ -45,7 +48,7 @@ from common import UserError
 from common.model import ModelConfig
 
 END = 256  # the token that ends a document
-REPLACED = b"\xef\0\xbf\0\xbd\0"  # the memory of the three tokens of U+FFFD, in uint16
+REPLACED = b"\xef\0\xbf\0\xbd\0"  # in UTF-8 U+FFFD is EF BF BD; in memory, three uint16
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 BLOCK = 2**21  # tokens in each of the 64 blocks of a fingerprint
@@ -214,7 +217,8 @@ def suffix_of(path: Path) -> str:
 def kind_of(source: str) -> str:
     """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
 
-    Only a name of the hub's form is looked up there, and none that ends in a known suffix.
+    What exists is a folder or a file of a known kind. What does not exist is looked up on the hub
+    if it has the form of a name there, and does not end like a file: "trian.jsonl" is a mistake.
     """
     path = Path(source)
     suffix = suffix_of(path)
@@ -262,7 +266,7 @@ class Data:
         name = source or "(default)"
         largest = int(self.tokens.max())  # numpy reads a mapped file piece by piece
         if self.n_train < 1:
-            few = f"{len(self.tokens)} tokens are less than two sequences of {shape.seq_len}"
+            few = f"{len(self.tokens)} tokens are too few for two sequences of {shape.seq_len}"
             raise UserError(f"--dataset {name}: {few}")
         if largest >= shape.vocab_size:
             need = f"its token id {largest} needs a --model with vocab_size={largest + 1} or more"
@@ -294,7 +298,7 @@ class Data:
         """A short hash of the stream, by which ranks can tell whether they read the same tokens.
 
         SHA-256 of its length and of the first BLOCK tokens of each of 64 equal parts: all tokens
-        of a stream of up to 256 MB (uint16), and a sample of a longer one, so it takes a second.
+        of a stream of up to 256 MiB (uint16), and a sample of a longer one, so it takes a second.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):

@@ -1,16 +1,21 @@
 """Initial values, and one small record per parameter: how it is sharded, and over which ranks its
 gradient is summed.
 
-Step 1 needs `draw` and `materialize`. From step 2 on, each dimension of parallelism notes in a
-parameter's record what it changes. Initial weights, gradient sums, shards of optimizer state,
-checkpoints and the global norm follow the record.
+Step 1 needs `draw` and `materialize`, step 2 `data_group`, step 3 `global_norm`. From step 4 on,
+each dimension of parallelism notes in a parameter's record what it changes. Initial weights,
+gradient sums, shards of optimizer state, checkpoints and the global norm follow the record.
 
-    parameter (full shape)          shards                       partial_over     data_dim
-    q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
-    norm.weight     [128]           none                         ("tp",)          "dp"      (SP)
+    parameter (full shape)                shards                      partial_over   data_dim
+    steps 1 to 3: every parameter         none                        ()             "dp"
+    step 4: q_proj.weight [128, 128]      dim 0 over tp: rows 0-63    ()             "dp"
+            norm.weight [128]             none                        ("tp",)        "dp"      (SP)
+    step 5: the same                      the same                    the same       "data"
+    step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3          ()             "expert_data"
+            router.weight [8, 128]        none                        ("tp",)        "data"
 
-All gradients are summed over `data_dim`. `partial_over` names further dimensions over which this
-gradient is summed. ZeRO's shards are not in the record: units (step 3) cut across parameters.
+All gradients are summed over `data_dim`, a group of ranks. `partial_over` names further groups over
+which this gradient is summed. ZeRO's shards are not in the record, because its units (step 3) cut
+across parameters.
 """
 
 import hashlib
@@ -63,9 +68,8 @@ class ParamLayout:
     shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
     # From step 4 on: groups over which its gradient must still be summed
     partial_over: tuple[str, ...] = ()
-    data_dim: str = (
-        "dp"  # its ranks hold the same weights and see different tokens; step 5: "data", dp x cp
-    )
+    # Its ranks hold the same weights and see different tokens. Step 5: "data", which is dp x cp
+    data_dim: str = "dp"
     stage_copies: int = 1  # from step 6 on: pipeline stages, on different ranks, that hold it
     # Backward passes of a micro-batch that add to its gradient (2: on two stages of one rank)
     backwards: int = 1
@@ -91,7 +95,7 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 def full_shape(param: Tensor) -> list[int]:
     """The shape of the whole parameter, of which this rank has a shard."""
     shape = list(param.shape)
-    # A dimension sharded twice: the first shard has its full size
+    # If a dimension was sharded twice, its first shard has the full size
     for shard in reversed(layout_of(param).shards):
         shape[shard.dim] = shard.full
     return shape
@@ -122,7 +126,7 @@ def materialize(
         filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
         filled.parallel_layout = layout_of(param)
         replace_param(model, param, filled)
-    for module in model.modules():  # from step 7 on
+    for module in model.modules():  # buffers: from step 7 on
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 persistent = key in module.state_dict()
@@ -130,8 +134,8 @@ def materialize(
 
 
 def ranks_that_differ(record: ParamLayout, sharded: bool) -> set[str]:
-    """Groups along which ranks hold different elements of a gradient. `sharded`: ZeRO's shards of
-    it.
+    """Groups along which ranks hold different elements of a gradient. `sharded`: the gradients are
+    ZeRO's shards.
     """
     names = {"pp"}
     for shard in record.shards:
@@ -147,10 +151,12 @@ def global_norm(
     """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
 
     If c ranks hold an element, each adds 1/c of its square, so each element counts once in total.
+    An example: 8 ranks, tp 2 and dp 4. Without ZeRO a matrix's elements are on 4 ranks, those of a
+    norm's weight on 8; with ZeRO over dp (`sharded`), on 1 and on 2.
+
     Ranks have different elements along pp, along the groups that shard the parameter, and along
-    data_dim if `gradients` are ZeRO's shards (`sharded`). Other ranks hold copies, as do two stages
-    of a tied matrix (`stage_copies`). An example: 8 ranks, tp 2 and dp 4. Without ZeRO a matrix's
-    elements are on 4 ranks, those of a norm's weight on 8; with ZeRO over dp, on 1 and on 2.
+    data_dim if `gradients` are ZeRO's shards. Other ranks hold copies, as do two stages of a tied
+    matrix (`stage_copies`).
     """
     params = dict(model.named_parameters())
     by_copies: dict[float, list[Tensor]] = {}
@@ -171,9 +177,7 @@ def global_norm(
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """Groups that together span all ranks, as few as exist: "data" in place of dp and cp, from step
-    5 on.
-    """
+    """Groups that together span all ranks. From step 5 on, "data" takes the place of dp and cp."""
     if "data" not in mesh.groups:
         return list(mesh.sizes)
     return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]

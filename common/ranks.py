@@ -2,7 +2,8 @@
 
 A launcher (torchrun) starts the same script on every rank, perhaps on several machines. If one has
 other flags or another version of the code, messages no longer match: the run hangs, or trains on
-nonsense. So ranks compare how they were started before they create any group.
+nonsense. So ranks compare how they were started before they create the groups of the mesh. Of this
+file step 2 calls `compare_launches`; the rest may be skipped on a first reading.
 
 Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
 `Ranks` lets all know, so that all decide alike. Its messages are sent by the CPUs, and are so small
@@ -26,7 +27,7 @@ LAUNCHED = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # others: the n
 
 
 def check_environment():
-    """Raise UserError if another launcher than torchrun has started this process with others."""
+    """Raise UserError if another launcher than torchrun has started several processes."""
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     if present and not os.environ.keys() >= NEEDED:
         names = " ".join(present)

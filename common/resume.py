@@ -8,9 +8,12 @@ from common.checkpoint import Checkpoint, candidates, find
 from common.flags import spelled
 from common.ranks import Ranks
 
-# A resumed run keeps its flags, except those of where files are and how numbers are computed,
+# A resumed run keeps its flags (also --steps, because the learning rate follows it), but for two
+# sets. The first: where files are, and how precisely and where numbers are computed. (--dataset may
+# be another path; the fingerprint of its tokens must be the same.)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# and except those of which rank computes what. (Only state besides parameters depends on these.)
+# The second: which rank computes what. These must be kept only if there is state that is neither
+# parameter nor buffer, such as errors owed by a compressed sync: each rank has its own.
 LAYOUT = {"nproc_per_node", "micro_batch_size", "recompute", "compile", "sync", "bucket_mb"}
 LAYOUT |= {"zero", "keep", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks"}
 LAYOUT |= {"ep", "ep_mode"}
@@ -34,7 +37,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
-    """Raise UserError unless a run with these flags and data computes what the saved one did."""
+    """Raise UserError unless a run with these flags and data continues what the saved one did."""
     free = FREE if saved.has_state else FREE | LAYOUT
     if flags.get("balance", "none") not in ("none", "bias"):
         free = free - {"micro_batch_size"}  # experts are balanced within each micro-batch

@@ -1,9 +1,12 @@
 """A run: its directory, progress bar and checkpoints; and `main`, which every script calls.
 
     with Run(config) as run:
-        for step in run.steps(model=..., optimizer=..., ...):   0, 1, ..., or what --resume leaves
+        for step in run.steps(model=..., optimizer=..., ...):   yields 0, 1, ...
             run.require_finite(step, loss=..., grad_norm=...)   before the update
             run.record(step, tokens, loss=..., ...)             after it
+
+With step 1, read `choose_device`, `Run.steps` and `Run.record`; one rank is then all there is, so
+`ranks.gather` returns a list of one. The rest may be skipped.
 
     OUT/config.json          the flags
         metrics.jsonl        a line for each step
@@ -11,9 +14,10 @@
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
         trace-0.json.gz      with --profile, from each rank (meter.py)
 
-A batch depends on no earlier step, so a resumed run computes what an uninterrupted one does. After
-Ctrl-C, SIGTERM or SIGUSR1, a run ends its step, saves a checkpoint, and exits with status 0. If a
-step takes longer than --timeout, each rank prints where it waits, and the job ends.
+A checkpoint has all that a later step depends on, because a batch depends on the step's number
+alone. So a resumed run computes what an uninterrupted one does. After Ctrl-C, SIGTERM or SIGUSR1, a
+rank ends its step, saves a checkpoint, and exits with status 0. If a step takes longer than
+--timeout, each rank prints where it waits, and the job ends. (The start and saving are not timed.)
 """
 
 import dataclasses
@@ -75,7 +79,8 @@ class Run(AbstractContextManager):
 
     def __init__(self, config: Any):
         self.config = config
-        self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
+        script = Path(inspect.getfile(type(config))).stem  # each script defines its own Config
+        self.out = Path(config.out or f"runs/{script}")
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -92,10 +97,10 @@ class Run(AbstractContextManager):
                 draw_loss(self.history, self.out / "loss.png")
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Yield the numbers of the steps. `parts`: what makes up this run (model, optimizer, ...).
+        """Yield the numbers of the steps. `parts`: model, optimizer, data, mesh, ..., by name.
 
-        A part may have state besides parameters: methods `state`, which returns a dict of tensors,
-        and `load_state`, which takes it. It is restored in the same layout only. Raises UserError.
+        A part with methods `state` and `load_state` has state besides parameters: a dict of
+        tensors, which is saved, and restored in the same layout only. Raises UserError.
         """
         self.parts = parts
         self.mesh = parts.get("mesh") or Mesh(dp=1)
@@ -105,9 +110,10 @@ class Run(AbstractContextManager):
                 "--nproc_per_node: this script trains on one device; step 2 is for more"
             )
         done = self.restore()
-        self.begin()  # only now: a launch that fails earlier does not touch an earlier run's files
+        # Only now: a launch that fails above must not touch the files of an earlier run
+        self.begin()
         self.introduce(parts["model"], parts["optimizer"])
-        self.take_sent()  # what was sent before the first step
+        self.take_sent()  # do not count what was sent before the first step
         steps = range(done, self.config.steps)
         gpu = self.meter.device != "cpu"
         trace = profiling(self.config.profile, len(steps), self.out, self.rank, gpu)
@@ -170,14 +176,14 @@ class Run(AbstractContextManager):
         if self.first:
             sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
             total = sum(math.prod(row.whole) for row in rows.values())
-            held = sum(param.numel() for param in model.parameters())
+            own = sum(param.numel() for param in model.parameters())
             updated = sum(master.numel() for master in optimizer.masters.values())
             print(f"device: {self.world} x {self.meter.device}, {param.dtype}; mesh: {sizes}")
             if "data" in self.parts:
                 print(self.parts["data"].summary)
             if self.world > 1:
                 print(parameter_table(rows))
-            print(f"parameters: {total:,}; rank 0 holds {held:,}, and updates {updated:,} of them")
+            print(f"parameters: {total:,}; rank 0 holds {own:,}, and updates {updated:,} of them")
             sys.stdout.flush()
 
     def save_is_due(self, step: int) -> bool:
@@ -208,7 +214,7 @@ class Run(AbstractContextManager):
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        The numbers are the same on all ranks, so either all ranks gather what they found, or none.
+        The numbers must be the same on all ranks: then all raise, or none.
         """
         for name, value in numbers.items():
             if not math.isfinite(value):
@@ -219,7 +225,7 @@ class Run(AbstractContextManager):
                 found = []
                 for rank, names in enumerate(self.ranks.gather(bad)):
                     if names:
-                        found.append(f"{names[-1]} on rank {rank}")  # backward ran through it first
+                        found.append(f"{names[-1]} on rank {rank}")  # the last: backward's first
                 raise UserError(
                     f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
                     "one device trains well with these flags, it is a bug in the sharding. "

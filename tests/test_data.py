@@ -97,7 +97,7 @@ def test_held_out_windows_are_the_last_twentieth(numbered):
 def test_two_windows_are_the_fewest(numbered):
     """One window to train on and one to hold out are enough; with fewer, an error says so."""
     assert numbered(seq_len=86).batch(1)[0].shape == (3, 86)
-    with pytest.raises(UserError, match=r"--dataset .* are less than two sequences of 87"):
+    with pytest.raises(UserError, match=r"--dataset .* are too few for two sequences of 87"):
         numbered(seq_len=87)
 
 
