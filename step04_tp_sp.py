@@ -1,11 +1,11 @@
 """Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
 
-A *block*, attention or the MLP, computes act(x A) B. In Megatron-LM (Shoeybi et al. 2019) A is
-sharded by columns (outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, because
-attention heads and MLP channels are independent, and then z_i B_i, a term of the block's output z_0
-B_0 + z_1 B_1. Such a term is called *partial*.
+A *block*, attention or the MLP, computes h(x A) B, in which h works on each attention head, or each
+channel of the MLP, alone. In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), B
+by rows (inputs). So rank i can compute its term h(x A_i) B_i without the others, and the block's
+output is the sum of these terms. A term is also called a *partial* sum.
 
-AN EXAMPLE, without act: x = [1 2], two ranks.
+AN EXAMPLE, without h: x = [1 2], two ranks.
 
     A = [1 3]   column 0 on rank 0,     B = [1 0]   row 0 on rank 0,      x A B = [16 33]
         [2 4]   column 1 on rank 1          [1 3]   row 1 on rank 1
@@ -25,11 +25,13 @@ calls the two operators f and g:
     f   enter_block   identity: all ranks have x          all-reduce: each rank has a term of dx
     g   leave_block   all-reduce: each rank has a term    identity: dL/d(term) = dL/d(sum)
 
-embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f.
+embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code, a
+block's f is in its `project`, before the first matrices, and its g is a hook after its forward.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a
-reduce-scatter, then an all-gather: g does the first, the next f the second. In between, norms and
-residual sums see s/n of the s tokens:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, not messages. An
+all-reduce is a reduce-scatter, then an all-gather. g does the first half, and the f of the next
+block the second. In between, norms and residual sums see s/n of the s tokens, so what they save for
+backward is also 1/n:
 
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
@@ -38,6 +40,7 @@ WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: eac
 Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
 
                                            shape            value    gradient
+    embed_tokens, lm_head                  [vocab/n, dim]   shard    shard     (padded)
     x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
     weights of the norms                   [dim]            whole    partial   --no-sp: whole
     f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
@@ -45,6 +48,7 @@ Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partia
     q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
     o_proj down_proj                       [out, in/n]      shard    shard     RowParallelLinear
     their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
+    logits                                 [b, s, vocab/n]  shard    shard
 
 THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch, (n-1)/n times
 
@@ -55,13 +59,14 @@ THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch
 
 and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2: S = 4
 x 256 x 128 x 4 bytes = 524,288 bytes, so (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184 bytes a
-micro-batch.
+micro-batch, without those of the loss.
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
-PyTorch's own way: parallelize_module(block, mesh["tp"], {"q_proj": ColwiseParallel(), "o_proj":
-RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with loss_parallel():`.
+PyTorch's own way: parallelize_module(block, device_mesh["tp"], {"q_proj": ColwiseParallel(),
+"o_proj": RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with
+loss_parallel():`. With SP, PrepareModuleInput and output_layouts say where tokens are gathered.
 Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for a norm.
 
 Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
@@ -245,11 +250,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] ->
         summed loss, in nats.
         """
-        # For the sum of exponentials; autograd casts the gradient back
+        # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
         logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
         held = (targets >= ids.start) & (targets < ids.stop)
-        # Any column, if another rank has the target
+        # Any column of the logits, if another rank has the target's
         column = ((targets - ids.start) % logits.shape[-1])[..., None]
         own_target_logit = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding

@@ -38,9 +38,9 @@ THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An o
 (Milakov and Gimelshein 2018) merges the outputs of several parts, without approximation: see
 `merge`, whose docstring has an example.
 
-BACKWARD. k and v travel again, followed by dkv, the sum so far of their gradients. A rank sends k and v on
-before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last
-returns dkv to its owner). With 3 ranks (kv2: k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have
+BACKWARD. k and v travel again, followed by dkv, the sum so far of their gradients. A rank sends k
+and v on before it computes (n-1 messages), and dkv after it has added its own term (n messages: the
+last returns dkv to its owner). With 3 ranks (kv2: k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have
 added their terms):
 
                  hop 0               hop 1                 hop 2                    last message
@@ -68,10 +68,10 @@ Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
 `sent` over cp has the law's bytes x layers x micro-batches.
 
-PyTorch's own way: `with context_parallel(mesh, buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0,
-0]):` of torch.distributed.tensor.experimental shards the buffers, zigzag, and replaces SDPA. (RoPE's
-tables must be among the buffers, or each rank's positions begin at 0.) By default it gathers k and
-v; set_rotate_method("alltoall") sends them round a ring.
+PyTorch's own way: context_parallel of torch.distributed.tensor.experimental: `with
+context_parallel(mesh, buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0, 0]):` shards the buffers,
+zigzag, and replaces SDPA. (RoPE's tables must be among them, or each rank's positions begin at 0.)
+By default it gathers k and v; set_rotate_method("alltoall") sends them round a ring.
 
 Try this: in `merge`, average the two outputs: share = 0.5. tests/test_step05.py -k merge fails.
 """
@@ -102,7 +102,7 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d]
     is k and v.
 
-    While the caller computes with a pair, that pair is sent to the right, and the next one received.
+    While the caller computes with a pair, it is sent to the right, and the next one is received.
     The last pair is not sent.
     """
     n = group.size

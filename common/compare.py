@@ -1,9 +1,9 @@
 """Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
 Two layouts of one training have the same losses and gradient norms, up to rounding, which grows
-slowly from step to step. In fp32, the default on CPUs, a relative difference above --bound (1e-3) is
-a bug. In bf16 rounding alone gives more: compare runs with --dtype fp32. Exit status: 0 if all steps
-that both runs have are within the bound, 1 if not, 2 if they cannot be compared.
+slowly from step to step. In fp32, the default on CPUs, a relative difference above --bound (1e-3)
+is a bug. In bf16 rounding alone gives more: compare runs with --dtype fp32. Exit status: 0 if all
+steps that both runs have are within the bound, 1 if not, 2 if they cannot be compared.
 """
 
 import argparse
