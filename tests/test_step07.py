@@ -6,7 +6,7 @@ puts it into step 1's model (`train`, below). All layouts must train to the same
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -42,10 +42,9 @@ FP64, BF16 = torch.float64, torch.bfloat16
 
 def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
     """The output of expert e for x."""
-    gate = experts.gate_proj.weight[e]
-    up = experts.up_proj.weight[e]
-    down = experts.down_proj.weight[e]
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    gate = x @ experts.gate_proj.weight[e].T
+    up = x @ experts.up_proj.weight[e].T
+    return (F.silu(gate) * up) @ experts.down_proj.weight[e].T
 
 
 class Plain(nn.Module):
@@ -54,7 +53,8 @@ class Plain(nn.Module):
     def __init__(self, dim: int, width: int, config: Config):
         super().__init__()
         self.top_k = config.experts_per_token
-        self.router = nn.Linear(dim, config.experts, bias=False)  # weights
+        # These two only hold the weights, under the names that step 7 gives them
+        self.router = nn.Linear(dim, config.experts, bias=False)
         self.experts = step.Experts(config.experts, dim, width)
         # The auxiliary loss is averaged over a step's micro-batches
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
@@ -86,8 +86,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
         first = config.dense_layers + config.moe_every - 1
         for number in range(first, shape.n_layers, config.moe_every):
-            layer = model.model.layers[str(number)]
-            layer.mlp = Plain(shape.dim, shape.ffn_dim, config)
+            model.model.layers[str(number)].mlp = Plain(shape.dim, shape.ffn_dim, config)
         return model
 
     with mock.patch.object(step01, "Decoder", with_experts):
@@ -102,18 +101,18 @@ def config(**flags: Any) -> Config:
     return Config(**BASE | dict(experts=5, aux_loss_coeff=0.3) | flags)
 
 
-def filled(module: nn.Module, dtype: torch.dtype = FP64) -> nn.Module:
-    """Fill the parameters with values that follow from their names and shapes."""
+def filled(module: nn.Module) -> nn.Module:
+    """Fill the parameters with fp64 values that follow from their names and shapes."""
     for name, param in module.named_parameters():
-        param.data = (draw(name, 0, *param.shape) * 0.5).to(dtype)
+        param.data = draw(name, 0, *param.shape) * 0.5
     return module
 
 
-def layer(dim: int = 6, width: int = 10, dtype: torch.dtype = FP64, **flags: Any) -> step.MoE:
-    """An MoE layer in groups of one rank."""
+def layer(dim: int = 6, width: int = 10, **flags: Any) -> step.MoE:
+    """An MoE layer in fp64, in groups of one rank."""
     alone = {name: Group(name, 0, 1, None) for name in ("sequence", "stage")}
     flags = config(**flags)
-    return filled(step.BALANCE[flags.balance](dim, width, flags, alone), dtype)
+    return filled(step.BALANCE[flags.balance](dim, width, flags, alone))
 
 
 def results(function: Callable, module: nn.Module, x: Tensor, rank: int = 0) -> dict[str, Tensor]:
@@ -138,9 +137,9 @@ def test_experts(counts):
     """Each expert computes its own rows; without rows its gradient is zero, not None."""
     x = draw("x", 0, sum(counts), 6)
     experts = filled(step.Experts(3, 6, 10))
+    expected = results(partial(side_by_side, experts=experts, counts=counts), experts, x)
+    experts.zero_grad()
     found = results(partial(experts, counts=torch.tensor(counts)), experts, x)
-    same = filled(step.Experts(3, 6, 10))
-    expected = results(partial(side_by_side, experts=same, counts=counts), same, x)
     for name, value in expected.items():
         close(found[name], value, f"the output or gradient {name}")
 
@@ -148,7 +147,7 @@ def test_experts(counts):
 INPUTS = {
     "many": draw("x", 0, 2, 7, 6),
     "one": -draw("x", 0, 1, 1, 6),  # the last expert gets no token
-    "alike": -draw("x", 0, 1, 1, 6).expand(2, 7, 6),
+    "equal": -draw("x", 0, 1, 1, 6).expand(2, 7, 6),
 }
 
 
@@ -170,11 +169,19 @@ def test_a_layer_is_mixtrals():
     from transformers.models.mixtral import modeling_mixtral as hf
 
     moe = layer()
-    sizes = dict(hidden_size=6, intermediate_size=10, num_experts_per_tok=2, num_local_experts=5)
-    mixtral = hf.MixtralSparseMoeBlock(hf.MixtralConfig(**sizes)).double()
+    sizes = hf.MixtralConfig(
+        hidden_size=6,
+        intermediate_size=10,
+        num_experts_per_tok=2,
+        num_local_experts=5,
+    )
+    mixtral = hf.MixtralSparseMoeBlock(sizes).double()
     router, gate, up, down = moe.state_dict().values()
-    weights = {"gate.weight": router, "experts.down_proj": down}
-    weights["experts.gate_up_proj"] = torch.cat((gate, up), 1)
+    weights = {
+        "gate.weight": router,
+        "experts.gate_up_proj": torch.cat((gate, up), 1),
+        "experts.down_proj": down,
+    }
     mixtral.load_state_dict(weights)
     x = draw("x", 0, 2, 8, 6)
     with mock.patch.object(Tensor, "float", Tensor.double):  # transformers routes in fp32
@@ -189,9 +196,9 @@ def test_a_layer_is_mixtrals():
 def test_a_layer_of_bf16_routes_in_fp32():
     """In bf16, ties among 64 scores would select other experts. Results are rounded once."""
     x = draw("x", 0, 4, 64, 32, dtype=BF16)
-    moe = layer(32, 8, BF16, experts=64)
+    moe = layer(32, 8, experts=64).bfloat16()
     found = results(moe, moe, x)
-    plain = filled(Plain(32, 8, config(experts=64)), BF16)
+    plain = filled(Plain(32, 8, config(experts=64))).bfloat16()
     plain.router.float()  # the gradient is not rounded
     expected = results(plain, plain, x)
     close(found["y"].dtype, BF16, "the dtype of the output")
@@ -203,16 +210,13 @@ def test_a_layer_of_bf16_routes_in_fp32():
 
 @task("layer", 2)
 def test_equal_scores():
-    """With equal scores, each token visits two experts, with weights 1/2; two calls agree."""
+    """With equal p, each token chooses two experts, always the same, with weights 1/2."""
     moe = layer()
-    moe.router.weight.data.zero_()
-    x = draw("x", 0, 2, 8, 6)
-    y = moe(x)
-    outputs = [mlp(x, moe.experts, e) for e in range(5)]
-    means = torch.stack([(one + other) / 2 for one, other in combinations(outputs, 2)])
-    nearest = (means - y).norm(dim=-1).amin(0)
-    close(nearest, torch.zeros(2, 8), "distance to the nearest mean of two experts")
-    close(moe(x), y, "the output of a second call")
+    p = torch.full((7, 5), 0.2)
+    ids = moe.choose(p)
+    close((ids[:, 0] == ids[:, 1]).any().item(), False, "a token chose an expert twice")
+    close(moe.score(p, ids), torch.full((7, 2), 0.5), "the scores")
+    close(moe.choose(p).tolist(), ids.tolist(), "the experts of a second call")
 
 
 # --- Balance --------------------------------------------------------------------------------------
@@ -226,43 +230,30 @@ def test_aux_loss_of_the_figure():
     close(loss, 1.15, "the auxiliary loss")
 
 
-def balanced_on_four_ranks() -> tuple[step.MoE, Mesh]:
-    """A layer whose micro-batch has its tokens on four ranks, and the mesh."""
+@ranks(4)
+@task("balance", 6)
+def test_aux_loss():
+    """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp", urgent=False)
-    return step.LossBalancedMoE(6, 10, config(), mesh), mesh
-
-
-@ranks(4)
-@task("balance", 4)
-def test_aux_loss():
-    """The terms of four ranks sum to the auxiliary loss of all their 32 tokens."""
-    moe, mesh = balanced_on_four_ranks()
-    p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()
-    chosen = F.one_hot(p.topk(2).indices, 5).sum(1)
-    expected = 5 * (chosen.double().mean(0) / 2 * p.mean(0)).sum()
+    moe = step.LossBalancedMoE(6, 10, config(), mesh)
+    p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
+    chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
+    expected = 5 * (chosen.double().mean((0, 1)) / 2 * p.mean((0, 1))).sum()
     expected.backward()
-    own = slice(8 * mesh.rank, 8 * mesh.rank + 8)
-    own_p = p.detach()[own].clone().requires_grad_()
-    term = moe.aux_loss(own_p, chosen[own].sum(0))
+    own_p = p.detach()[mesh.rank].clone().requires_grad_()
+    counts = chosen[mesh.rank].sum(0)
+    before = counts.tolist()
+    with Tape() as tape:
+        term = moe.aux_loss(own_p, counts)
     term.backward()
     total = term.detach().clone()
     dist.all_reduce(total)
     close(total, expected, "the sum of all ranks' terms", 4)
-    close(own_p.grad, p.grad[own], "the gradient of this rank's p", 4)
-
-
-@ranks(4)
-@task("balance", 2)
-def test_aux_loss_sums_counts():
-    """One all-reduce of five int64 counts; the given counts stay."""
-    moe, _ = balanced_on_four_ranks()
-    counts = torch.tensor([1, 2, 3, 4, 6])
-    with Tape() as tape:
-        moe.aux_loss(torch.full((8, 5), 0.2), counts)
+    close(own_p.grad, p.grad[mesh.rank], "the gradient of this rank's p", 4)
     close(tape.started, [("allreduce", 5 * 8 * 3 // 2)], "calls, with bytes")
     close(tape.left, [], "calls that were never waited for")
-    close(counts.tolist(), [1, 2, 3, 4, 6], "the given counts after the call")
+    close(counts.tolist(), before, "the given counts after the call")
 
 
 @task("balance", 2)
@@ -295,9 +286,9 @@ def test_bias_is_added_to_the_choice_alone():
 def test_bias_moves_by_the_rate_towards_the_mean_load():
     """Loads 6, 1, 3, 2, 3 (mean 3): biases -0.5, 0.5, 0, 0.5, 0; the loads start anew."""
     moe = layer(balance="bias", bias_rate=0.5)
-    p = torch.full((7, 5), 0.2)
+    unused = torch.zeros(1)
     for counts in ([4, 1, 0, 1, 3], [2, 0, 3, 1, 0]):
-        moe.balance(torch.zeros(1), p, torch.tensor(counts))
+        moe.balance(unused, unused, torch.tensor(counts))
     moe.end_step()
     moe.end_step()  # no loads since
     close(moe.bias.tolist(), [-0.5, 0.5, 0.0, 0.5, 0.0], "the biases")
@@ -306,25 +297,30 @@ def test_bias_moves_by_the_rate_towards_the_mean_load():
 @ranks(1)
 def test_recomputation_keeps_the_chosen_experts():
     """`train` recomputes a layer with the same choice, even if other experts have the largest p."""
-    plain_probabilities = step.MoE.probabilities
-    plain_forward = step.Experts.forward
     seen = []
 
-    def other_probabilities(moe: step.MoE, x: Tensor) -> Tensor:
-        favourite = torch.tensor(len(seen))  # 0, and when the layer is recomputed 1
-        return plain_probabilities(moe, x) + F.one_hot(favourite, 4)
+    class Fickle(step.MoE):
+        """Expert 0 has the largest p, and when the layer is recomputed expert 1."""
 
-    def recorded(experts: step.Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        seen.append(counts.tolist())
-        return plain_forward(experts, rows, counts)
+        def probabilities(self, x_TD: Tensor) -> Tensor:
+            return super().probabilities(x_TD) + F.one_hot(torch.tensor(len(seen)), 8)
 
-    flags = dict(recompute="full", n_layers=1, steps=1, global_batch_size=1)
-    with (
-        mock.patch.object(step.MoE, "probabilities", other_probabilities),
-        mock.patch.object(step.Experts, "forward", recorded),
-    ):
-        run_of(S7, flags | dict(experts=4, experts_per_token=1))
-    close(seen, [[16, 0, 0, 0]] * 2, "rows of each expert, in forward and recomputation")
+        def visit(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+            seen.append(counts_E.tolist())
+            return super().visit(x_TD, ids_TK, counts_E)
+
+    options = dict(
+        n_layers=1,
+        steps=1,
+        global_batch_size=1,
+        experts_per_token=1,
+        balance="none",
+        recompute="full",
+    )
+    with mock.patch.dict(step.BALANCE, none=Fickle):
+        run_of(S7, options)
+    rows = [16, 0, 0, 0, 0, 0, 0, 0]
+    close(seen, [rows, rows], "rows of each expert, in forward and recomputation")
 
 
 # --- Dispatch and combine -------------------------------------------------------------------------
@@ -332,21 +328,29 @@ def test_recomputation_keeps_the_chosen_experts():
 
 # Rows that each of three ranks sends to each expert; every rank holds two of the six experts.
 ROUTES = {
-    "uneven": [[2, 0, 1, 3, 0, 1], [1, 2, 2, 0, 3, 0], [1, 4, 0, 2, 0, 1]],
-    "all to one expert": [[0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 7, 0, 0, 0]],
+    "uneven": [
+        [2, 0, 1, 3, 0, 1],
+        [1, 2, 2, 0, 3, 0],
+        [1, 4, 0, 2, 0, 1],
+    ],
+    "all to one expert": [
+        [0, 0, 5, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0],  # a rank with nothing to send
+        [0, 0, 7, 0, 0, 0],
+    ],
 }
 
 
-def group_and_routes(way: str) -> tuple[Group, Tensor]:
+def group_and_routes(name: str) -> tuple[Group, Tensor]:
     """This rank's group, [0] or [1, 2, 3], and its part of ROUTES: int64 [sender, expert]."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
         mesh.add_groups("ep", np.array([row]), urgent=False)
     n = mesh["ep"].size
-    return mesh["ep"], torch.tensor(ROUTES[way])[:n, : 2 * n]
+    return mesh["ep"], torch.tensor(ROUTES[name])[:n, : 2 * n]
 
 
-def named_rows(routes: Tensor, senders: Iterable[int], experts: Iterable[int]) -> Tensor:
+def named_rows(routes: Tensor, senders: Iterable, experts: Iterable) -> Tensor:
     """Rows (sender, expert, number), sorted by expert, then by sender."""
     rows = []
     for expert in experts:
@@ -358,10 +362,10 @@ def named_rows(routes: Tensor, senders: Iterable[int], experts: Iterable[int]) -
 
 @ranks(4)
 @task("dispatch", 6)
-@cases("way", ROUTES)
-def test_dispatch_and_combine(way):
-    """Rows travel to their experts' ranks, sorted by expert; outputs return to their rows' places."""
-    group, routes = group_and_routes(way)
+@cases("name", ROUTES)
+def test_dispatch_and_combine(name):
+    """Rows get to their experts' ranks, sorted by expert; outputs return to their rows' places."""
+    group, routes = group_and_routes(name)
     experts = [2 * group.rank, 2 * group.rank + 1]
     sent = named_rows(routes, [group.rank], range(2 * group.size))
     received = named_rows(routes, range(group.size), experts)
@@ -389,25 +393,24 @@ def on_one_device(routes: Tensor, experts: nn.Module) -> list[dict[str, Tensor]]
 
 @ranks(4)
 @task("dispatch", 6)
-@cases("way", ROUTES)
-def test_visit_experts(way):
+@cases("name", ROUTES)
+def test_visit_experts(name):
     """As if this rank held all experts, whose gradients are sums over the rows of all ranks."""
-    group, routes = group_and_routes(way)
+    group, routes = group_and_routes(name)
     whole = filled(step.Experts(2 * group.size, 5, 4))
     expected = on_one_device(routes, whole)[group.rank]
-
     held = slice(2 * group.rank, 2 * group.rank + 2)
-    experts = step.Experts(2, 5, 4)
-    for name, param in experts.named_parameters():
-        param.data = whole.get_parameter(name)[held].detach().clone()
+    experts = step.Experts(2, 5, 4).double()
+    experts.load_state_dict({name: value[held] for name, value in whole.state_dict().items()})
+
     counts = routes[group.rank]
     function = partial(step.visit_experts, experts, group, counts_E=counts)
     x = draw("x", group.rank, int(counts.sum()), 5)
     found = results(function, experts, x, group.rank)
     close(found["y"], expected["y"], "the outputs", group.size)
     close(found["dx"], expected["dx"], "the gradient of the rows", group.size)
-    for name, param in whole.named_parameters():
-        close(found[name], param.grad[held], f"the gradient of {name}", group.size)
+    for weight, param in whole.named_parameters():
+        close(found[weight], param.grad[held], f"the gradient of {weight}", group.size)
 
 
 @ranks(4)
@@ -430,15 +433,13 @@ def test_visit_experts_sends_counts_then_rows():
 # --- Which rank has which experts -----------------------------------------------------------------
 
 
-def sharded(
-    sizes: dict[str, int], sp: bool = True, seq_len: int = 16, **flags: Any
-) -> tuple[Mesh, nn.ModuleDict]:
+def sharded(sizes: dict, seq_len: int = 16, **flags: Any) -> tuple[Mesh, nn.ModuleDict]:
     """The mesh, and five layers on the meta device, sharded over tp and ep."""
     mesh = Mesh(**dict(pp=1, dp=1, cp=1, tp=1) | sizes)
-    settings = config(**dict(experts=8, sp=sp, pp=mesh["pp"].size) | flags)
+    settings = config(**dict(experts=8, pp=mesh["pp"].size) | flags)
 
     def shard(model: Decoder):
-        shard_tensors(model, mesh, sp)
+        shard_tensors(model, mesh, settings.sp)
         step.shard_experts(model, mesh, settings)
 
     model = decoder(shard, None, n_layers=5, seq_len=seq_len)
@@ -446,11 +447,22 @@ def sharded(
 
 
 GROUPS = [
-    # mesh, --ep -> the ranks of each group
-    (dict(dp=2, tp=2), 2, dict(ep="01 23", expert_data="02 13", sequence="01 23")),
-    (dict(pp=2, cp=2), 2, dict(ep="01 23", expert_data="0 1 2 3", sequence="01 23")),
-    (dict(dp=4), 1, dict(ep="0 1 2 3", expert_data="0123", sequence="0 1 2 3")),
-    (dict(cp=2, tp=2), 4, dict(ep="0123", expert_data="0 1 2 3", sequence="0123")),
+    # mesh, --ep, and the ranks of the groups called ep, expert_data, sequence
+    (
+        dict(dp=2, tp=2),
+        2,
+        dict(ep="01 23", expert_data="02 13", sequence="01 23"),
+    ),
+    (
+        dict(pp=2, cp=2),
+        2,
+        dict(ep="01 23", expert_data="0 1 2 3", sequence="01 23"),
+    ),
+    (
+        dict(cp=2, tp=2),
+        4,
+        dict(ep="0123", expert_data="0 1 2 3", sequence="0123"),
+    ),
 ]
 
 
@@ -463,40 +475,35 @@ def test_ranks_of_the_groups(sizes, ep, groups):
     for name, text in groups.items():
         row = next(word for word in text.split() if str(mesh.rank) in word)
         group = mesh[name]
-        found = [mesh.rank]
-        if group.size > 1:
-            found = dist.get_process_group_ranks(group.handle)
+        found = dist.get_process_group_ranks(group.handle) if group.size > 1 else [mesh.rank]
         close("".join(str(rank) for rank in found), row, f"the ranks of {name}")
         close(group.rank, row.index(str(mesh.rank)), f"this rank's number in {name}")
 
 
 @ranks(4)
 @task("groups", 2)
-@cases("ep, n", [(1, 8), (2, 4), (4, 2)])
+@cases("ep, n", [(2, 4), (4, 2)])
 def test_groups(ep, n):
     """A rank has n experts, summed over expert_data; its router is summed over data and tp."""
     mesh, layers = sharded(dict(dp=2, tp=2), ep=ep)
+    moe = layers["1"].mlp
+    router = ParamLayout(data_dim="data", partial_over=("tp",))
+    close(layout_of(moe.router.weight), router, "the record of the router")
     start = mesh.rank % ep * n
-    shards = (Shard(0, "ep", start, start + n, 8),) if ep > 1 else ()
-    for name, param in layers["1"].mlp.named_parameters():
-        if name == "router.weight":
-            expected = (8, ParamLayout(data_dim="data", partial_over=("tp",)))
-        else:
-            expected = (n, ParamLayout(shards, data_dim="expert_data"))
-        close((len(param), layout_of(param)), expected, f"{name}: length and record")
+    shard = Shard(0, "ep", start, start + n, 8)
+    record = ParamLayout((shard,), data_dim="expert_data")
+    for name, param in moe.experts.named_parameters():
+        close((len(param), layout_of(param)), (n, record), f"{name}: length and record")
 
 
 @ranks(4)
 @task("groups", 2)
-@cases(
-    "flags, numbers",
-    [({}, "01234"), (dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")],
-)
+@cases("flags, numbers", [(dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")])
 def test_which_layers_have_experts(flags, numbers):
     """--moe-every counts from the --dense-layers; other layers keep an MLP, sharded over tp."""
     _, layers = sharded(dict(dp=2, tp=2), ep=2, expert_dim=20, **flags)
-    for number, layer in layers.items():
-        module = getattr(layer.mlp, "experts", layer.mlp)
+    for number, block in layers.items():
+        module = getattr(block.mlp, "experts", block.mlp)
         shape = tuple(module.gate_proj.weight.shape)
         expected = (4, 20, 16) if number in numbers else (6, 16)
         close(shape, expected, f"layer {number}: the shape of gate_proj")
@@ -529,9 +536,9 @@ def test_a_mistake_is_one_line(flags, flag):
 @ranks(4)
 @cases("flags, forwards", [({}, 1), (dict(recompute="full"), 2)])
 def test_law_of_bytes(flags, forwards):
-    """If all experts are equally busy, a rank sends what step 7's law says, in each forward, too."""
-    flags = flags | dict(steps=1, ep=2, experts=4, experts_per_token=4)
-    sent = run_of(S7, flags).history[0]["sent"]
+    """If all experts are equally busy, each forward and backward sends what step 7's law says."""
+    run = run_of(S7, flags | dict(steps=1, ep=2, experts=4, experts_per_token=4))
+    sent = run.history[0]["sent"]
     passes = 3 * 3  # layers, micro-batches of a rank
     rows = 16 * 4 // 2 * 32 * 8  # T K (ep - 1) / ep of 32 numbers in fp64
     counts = 4 * 8 // 2
@@ -597,7 +604,7 @@ RESUMED = [
 
 
 def last_step(result: tuple) -> tuple:
-    """A rank's last loss and norm, and for each tensor of gradients and weights a hash of its bits."""
+    """A rank's last loss and norm, and a hash of the bits of each gradient and weight."""
     losses, norms, gradients, weights = result
     tensors = [(name, hash(values.tobytes())) for name, _, _, values in gradients[-1] + weights]
     return losses[-1], norms[-1], tensors
@@ -616,7 +623,7 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
         close(found, last_step(whole[rank]), f"rank {rank}: loss, norm, gradients and weights")
 
 
-DIMENSIONS = {
+DIMENSIONS = {  # of each step's flags
     "step02_ddp": [],
     "step03_zero": [],
     "step04_tp_sp": ["tp"],
@@ -651,10 +658,15 @@ def every_legal_layout() -> list[tuple[str, dict, bool]]:
 @pytest.mark.exhaustive
 @cases("name, layout, tied", every_legal_layout(), ids=str)
 def test_every_legal_layout(pools, name, layout, tied):
-    """Every legal layout of 8 ranks trains to step 1's numbers."""
-    base = dict(global_batch_size=32, micro_batch_size=4, n_kv_heads=4, n_layers=8, tied=tied)
-    beside = STEP1
+    """Every legal layout of 8 ranks, in each step, trains to step 1's numbers."""
+    base = dict(
+        global_batch_size=32,
+        micro_batch_size=4,
+        n_kv_heads=4,
+        n_layers=8,
+        tied=tied,
+    )
     if name == S7:
         base |= dict(experts=8, aux_loss_coeff=0.3)
-        beside = __name__
+    beside = __name__ if name == S7 else STEP1
     equals_step1(pools, 8, name, base, beside=beside, **layout)
