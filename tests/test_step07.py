@@ -212,7 +212,7 @@ def test_a_layer_of_bf16_routes_in_fp32():
 def test_equal_scores():
     """With equal p, each token chooses two experts, always the same, with weights 1/2."""
     moe = layer()
-    p = torch.full((7, 5), 0.2)
+    p = torch.full((7, 5), 0.2, dtype=FP64)
     ids = moe.choose(p)
     close((ids[:, 0] == ids[:, 1]).any().item(), False, "a token chose an expert twice")
     close(moe.score(p, ids), torch.full((7, 2), 0.5), "the scores")
@@ -376,7 +376,7 @@ def test_dispatch_and_combine(name):
         (step.combine, received, sent),
     ):
         for x in (given.clone(), given.T.contiguous().T):  # the second is not contiguous
-            found = function(x, group, leaving.clone(), arriving.clone())
+            found = function(x, group, leaving, arriving)
             close(found, expected, f"the output of {function.__name__}", group.size)
             close(x, given, "the input after the call")
 
