@@ -1,12 +1,13 @@
-"""Chapter 7, experts: what each function of step07_moe_ep.py must do. tests/__init__.py explains
-the helpers.
+"""Step 7, experts: step07_moe_ep.py. The last two tests are about all steps.
 
-Step 1 has no experts. So this file implements the layer once more, directly by its definition
-(`Plain`), and uses it in step 1's model and loop (`train`, below). All layouts, and step 7 in one
-process, must train to the same numbers.
+Step 1 has no experts. So this file implements the layer once more, by its definition (`Plain`), and
+puts it into step 1's model (`train`, below). All layouts must train to the same numbers.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,512 +21,492 @@ import step01_single_gpu as step01
 import step07_moe_ep as step
 from common import UserError
 from common.comm import Group, Mesh
-from common.data import Data
-from common.layout import layout_of
-from common.model import IGNORE, Decoder, ModelConfig
+from common.layout import ParamLayout, Shard, layout_of
+from common.model import Decoder, ModelConfig
 from common.trainer import Run
 from step04_tp_sp import shard_tensors
-from step05_cp_ring import CONTEXT, shard_context
-from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, equals_step1
+from tests.equal import BASE, STEP1, close, decoder, draw, equals_step1, run_of
 from tests.equal import train as train_with
 from tests.tape import Tape
 
-ranks, task, cases = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize
-S7, Config = "step07_moe_ep", step.Config
+ranks = pytest.mark.ranks
+task = pytest.mark.task
+cases = pytest.mark.parametrize
+S7 = "step07_moe_ep"
+Config = step.Config
+FP64, BF16 = torch.float64, torch.bfloat16
 
 
-# --- The layer by its definition, and step 1 with it ----------------------------------------------------------------
+# --- The layer by its definition, and step 1 with it ----------------------------------------------
 
 
 def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
     """The output of expert e for x."""
-    gate, up, down = (linear.weight[e] for linear in experts.children())
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    gate = x @ experts.gate_proj.weight[e].T
+    up = x @ experts.up_proj.weight[e].T
+    return (F.silu(gate) * up) @ experts.down_proj.weight[e].T
 
 
 class Plain(nn.Module):
-    """An MoE layer: every expert computes every token; unchosen experts have score 0. `loss`: the
-    auxiliary loss.
-    """
+    """An MoE layer in which every expert computes every token; an unchosen expert has score 0."""
 
     def __init__(self, dim: int, width: int, config: Config):
         super().__init__()
-        self.k, self.n = config.experts_per_token, config.experts
-        # Weights
-        self.router, self.experts = (
-            nn.Linear(dim, self.n, bias=False),
-            step.Experts(self.n, dim, width),
-        )
+        self.top_k = config.experts_per_token
+        # These two only hold the weights, under the names that step 7 gives them
+        self.router = nn.Linear(dim, config.experts, bias=False)
+        self.experts = step.Experts(config.experts, dim, width)
+        # The auxiliary loss is averaged over a step's micro-batches
+        self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, dim], a whole micro-batch -> the output, of the same shape. Sets `loss`."""
-        p = (x @ self.router.weight.T).softmax(-1)
-        chosen = (p >= p.sort(descending=True)[0][..., self.k - 1, None]).to(p.dtype)
-        scores = p * chosen / (1 if self.k == 1 else (p * chosen).sum(-1, keepdim=True))
-        self.loss = self.n * (chosen.mean((0, 1)) / self.k * p.mean((0, 1))).sum()
-        return sum(scores[..., e, None] * mlp(x, self.experts, e) for e in range(self.n))
+        """A whole micro-batch x [batch, seq, dim] -> the output; adds the auxiliary loss's gradient
+        at once.
+        """
+        precise = torch.promote_types(x.dtype, torch.float32)
+        p = (x.to(precise) @ self.router.weight.to(precise).T).softmax(-1)
+        n_experts = p.shape[-1]
+        chosen = F.one_hot(p.topk(self.top_k).indices, n_experts).sum(-2).to(precise)
+        f = chosen.mean((0, 1)) / self.top_k
+        aux_loss = n_experts * (f * p.mean((0, 1))).sum()
+        (self.coeff * aux_loss).backward(retain_graph=True)
+        scores = p * chosen
+        if self.top_k > 1:
+            scores = scores / scores.sum(-1, keepdim=True)
+        out = 0.0
+        for e in range(n_experts):
+            out = out + scores[..., e, None] * mlp(x, self.experts, e)
+        return out.to(x.dtype)
 
 
 def train(config: Config, run: Run):
-    """Step 1's `train`, where `Plain` layers replace MLPs and add their auxiliary loss, averaged
-    over micro-batches.
-    """
-    seen, plain = [], Data.batch
-
-    def batch(data: Data, number: int) -> tuple[Tensor, Tensor]:
-        seen.append(plain(data, number))
-        return seen[-1]
+    """Step 1's `train`, in which `Plain` layers replace MLPs."""
 
     def with_experts(shape: ModelConfig) -> Decoder:
-        model, n_micro_batches = Decoder(shape), config.global_batch_size / config.micro_batch_size
-        layers = list(model.model.layers.values())[
-            config.dense_layers + config.moe_every - 1 :: config.moe_every
-        ]
-        for layer in layers:
-            layer.mlp = Plain(shape.dim, shape.ffn_dim, config)
-
-        def add(_model: Decoder, _given: tuple, loss: Tensor) -> Tensor:
-            n_targets = int((seen[-1][1] != IGNORE).sum())  # step 1's `train` divides by it
-            more = (
-                config.aux_loss_coeff
-                / n_micro_batches
-                * n_targets
-                * sum(layer.mlp.loss for layer in layers)
-            )
-            return loss + more - more.detach()  # the shown loss excludes it
-
-        model.register_forward_hook(add)
+        model = Decoder(shape)
+        first = config.dense_layers + config.moe_every - 1
+        for number in range(first, shape.n_layers, config.moe_every):
+            model.model.layers[str(number)].mlp = Plain(shape.dim, shape.ffn_dim, config)
         return model
 
-    with (
-        mock.patch.object(step01, "Decoder", with_experts),
-        mock.patch.object(Data, "batch", batch),
-    ):
+    with mock.patch.object(step01, "Decoder", with_experts):
         step01.train(config, run)
 
 
-# --- Experts side by side, and the layer ----------------------------------------------------------------------------
+# --- Experts side by side, and the layer ----------------------------------------------------------
 
 
-def config(**flags) -> Config:
+def config(**flags: Any) -> Config:
     """Flags for five experts, a strong auxiliary loss and 12 micro-batches."""
     return Config(**BASE | dict(experts=5, aux_loss_coeff=0.3) | flags)
 
 
-def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Fill the parameters with values that follow from their names and shapes."""
+def filled(module: nn.Module) -> nn.Module:
+    """Fill the parameters with fp64 values that follow from their names and shapes."""
     for name, param in module.named_parameters():
-        param.data = (draw(name, 0, *param.shape) * 0.5).to(dtype)
+        param.data = draw(name, 0, *param.shape) * 0.5
     return module
 
 
-def layer(dim: int = 6, width: int = 10, dtype: torch.dtype = torch.float64, **flags) -> step.MoE:
-    """An MoE layer in a group of one rank."""
-    alone = dict(sequence=Group("sequence", 0, 1, None))
-    return filled(step.LossBalancedMoE(dim, width, config(**flags), alone), dtype)
+def layer(dim: int = 6, width: int = 10, **flags: Any) -> step.MoE:
+    """An MoE layer in fp64, in groups of one rank."""
+    alone = {name: Group(name, 0, 1, None) for name in ("sequence", "stage")}
+    flags = config(**flags)
+    return filled(step.BALANCE[flags.balance](dim, width, flags, alone))
 
 
-def grads(y: Tensor, dy: Tensor, x: Tensor, module: nn.Module) -> dict[str, Tensor]:
-    """The gradients of x and of all weights, zero where a weight was not used."""
-    names, leaves = ["x", *dict(module.named_parameters())], [x, *module.parameters()]
-    return dict(zip(names, torch.autograd.grad(y, leaves, dy, materialize_grads=True), strict=True))
+def results(function: Callable, module: nn.Module, x: Tensor, rank: int = 0) -> dict[str, Tensor]:
+    """y = function(x), dx, and by name the gradients of the module's weights; dy is drawn."""
+    leaf = x.clone().requires_grad_()
+    y = function(leaf)
+    y.backward(draw("dy", rank, *x.shape, dtype=x.dtype))
+    close(leaf, x, "the input after the call")
+    gradients = {name: param.grad for name, param in module.named_parameters()}
+    return dict(y=y.detach(), dx=leaf.grad) | gradients
+
+
+def side_by_side(rows: Tensor, experts: nn.Module, counts: list[int]) -> Tensor:
+    """Each expert's rows through its MLP: what `Experts.forward` must return."""
+    parts = rows.split(counts)
+    return torch.cat([mlp(part, experts, e) for e, part in enumerate(parts)])
 
 
 @task("experts", 5)
 @cases("counts", [[3, 0, 5], [0, 0, 4], [2, 1, 1], [0, 0, 0]])
 def test_experts(counts):
-    """Rows, sorted by expert, go through their experts. An expert without rows has a gradient of
-    zero, not None.
-    """
-    experts, given = filled(step.Experts(3, 6, 10)), torch.tensor(counts)
-    x, dy = (draw(name, 0, sum(counts), 6).requires_grad_(name == "x") for name in ("x", "dy"))
-    y = experts(x, given)
-    expected = torch.cat([mlp(rows, experts, e) for e, rows in enumerate(x.split(counts))])
-    close(y, expected, "the outputs")
-    y.backward(dy)
-    found = dict(x=x.grad) | {name: param.grad for name, param in experts.named_parameters()}
-    for name, value in grads(expected, dy, x, experts).items():
-        close(found[name], value, f"the gradient of {name}")
-    close(given.tolist(), counts, "the counts after the call")
+    """Each expert computes its own rows; without rows its gradient is zero, not None."""
+    x = draw("x", 0, sum(counts), 6)
+    experts = filled(step.Experts(3, 6, 10))
+    expected = results(partial(side_by_side, experts=experts, counts=counts), experts, x)
+    experts.zero_grad()
+    found = results(partial(experts, counts=torch.tensor(counts)), experts, x)
+    for name, value in expected.items():
+        close(found[name], value, f"the output or gradient {name}")
 
 
-# Few: expert 4 gets no token; alike: equal tokens
-WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}
+INPUTS = {
+    "many": draw("x", 0, 2, 7, 6),
+    "one": -draw("x", 0, 1, 1, 6),  # the last expert gets no token
+    "equal": -draw("x", 0, 1, 1, 6).expand(2, 7, 6),
+}
 
 
 @task("layer", 6)
 @cases("k", [1, 2, 4])
-@cases("way", WAYS)
-def test_a_layer_is_its_definition(way, k):
-    """Output and gradients are those of `Plain`, with the auxiliary loss times coefficient / 12 (12
-    micro-batches).
-    """
-    ours, theirs = layer(experts_per_token=k), filled(Plain(6, 10, config(experts_per_token=k)))
-    given = -draw("x", 0, *WAYS[way]).repeat(*((2, 7, 1) if way == "alike" else (1, 1, 1)))
-    x, dy = given.clone().requires_grad_(), draw("dy", 0, *given.shape)
-    y, expected = ours(x), theirs(x)
-    close(y, expected, "the output")
-    close(x, given, "the input after the call")
-    found, total = grads(y, dy, x, ours), (expected * dy).sum() + 0.3 / 12 * theirs.loss
-    for name, value in grads(total, torch.ones_like(total), x, theirs).items():
-        close(found[name], value, f"the gradient of {name}")
-
-
-@task("balance", 1)
-def test_aux_loss_by_hand():
-    """aux_loss is E sum_e f_e P_e, to 1e-10 in fp64, for 7 tokens that choose two experts each."""
-    p, counts = draw("p", 0, 7, 5).softmax(-1), torch.tensor([3, 4, 0, 5, 2])
-    expected = 5 * sum(
-        n / 14 * share for n, share in zip(counts.tolist(), p.mean(0).tolist(), strict=True)
-    )
-    close(layer().aux_loss(p, counts), expected, "the auxiliary loss")
+@cases("tokens", INPUTS)
+def test_a_layer_is_its_definition(tokens, k):
+    """Output and gradients are those of `Plain`, with the auxiliary loss."""
+    moe = layer(experts_per_token=k)
+    plain = filled(Plain(6, 10, config(experts_per_token=k)))
+    found = results(moe, moe, INPUTS[tokens])
+    for name, value in results(plain, plain, INPUTS[tokens]).items():
+        close(found[name], value, f"the output or gradient {name}")
 
 
 @task("layer", 3)
 def test_a_layer_is_mixtrals():
-    """Output and gradients equal those of Mixtral in transformers. Mixtral's auxiliary loss is
-    top_k times ours.
-    """
+    """The output is that of Mixtral in transformers, whose auxiliary loss is top_k times ours."""
     from transformers.models.mixtral import modeling_mixtral as hf
 
-    sizes = dict(hidden_size=6, intermediate_size=10, num_experts_per_tok=2, num_local_experts=5)
-    ours, theirs = layer(), hf.MixtralSparseMoeBlock(hf.MixtralConfig(**sizes)).double()
-
-    def renamed(router: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
-        return {
-            "gate.weight": router,
-            "experts.gate_up_proj": torch.cat((gate, up), 1),
-            "experts.down_proj": down,
-        }
-
-    theirs.load_state_dict(renamed(*ours.state_dict().values()))
-    x, dy = draw("x", 0, 2, 8, 6).requires_grad_(), draw("dy", 0, 2, 8, 6)
-    dx, *found = grads(y := ours(x), dy, x, ours).values()
+    moe = layer()
+    sizes = hf.MixtralConfig(
+        hidden_size=6,
+        intermediate_size=10,
+        num_experts_per_tok=2,
+        num_local_experts=5,
+    )
+    mixtral = hf.MixtralSparseMoeBlock(sizes).double()
+    router, gate, up, down = moe.state_dict().values()
+    weights = {
+        "gate.weight": router,
+        "experts.gate_up_proj": torch.cat((gate, up), 1),
+        "experts.down_proj": down,
+    }
+    mixtral.load_state_dict(weights)
+    x = draw("x", 0, 2, 8, 6)
     with mock.patch.object(Tensor, "float", Tensor.double):  # transformers routes in fp32
-        total = (theirs(x) * dy).sum() + 0.3 / 12 / 2 * hf.load_balancing_loss_func(
-            (theirs.gate(x)[0],), 5, 2
-        )
-        close(y, theirs(x), "the output")
-    found = dict(x=dx) | renamed(*found)
-    for name, value in grads(total, torch.ones_like(total), x, theirs).items():
-        close(found[name], value, f"the gradient of {name}")
+        close(moe(x), mixtral(x), "the output")
+        logits, _, ids = mixtral.gate(x)
+        expected = hf.load_balancing_loss_func((logits,), 5, 2) / 2
+    counts = ids.flatten().bincount(minlength=5)
+    close(moe.aux_loss(logits.softmax(-1), counts), expected, "the auxiliary loss")
 
 
 @task("layer", 3)
 def test_a_layer_of_bf16_routes_in_fp32():
-    """Routing is in fp32: in bf16, ties among 64 scores would select other experts. Results are
-    rounded once.
-    """
-    ours, x = layer(32, 8, torch.bfloat16, experts=64), draw("x", 0, 4, 64, 32).bfloat16()
-    p = (x.flatten(0, 1).float() @ ours.router.weight.float().T).softmax(-1)
-    best = p.sort(descending=True)[1][:, :2]
-    scores = p.gather(1, best) / p.gather(1, best).sum(1, keepdim=True)
-    # [tokens, experts, dim], bf16
-    outs = torch.stack([mlp(x.flatten(0, 1), ours.experts, e) for e in range(64)], 1)
-    expected = (outs[torch.arange(256)[:, None], best] * scores[..., None]).sum(1)
-    y, dy = ours(x), draw("dy", 0, 256, 32).bfloat16()
-    close(y.dtype, torch.bfloat16, "dtype of the output")
+    """In bf16, ties among 64 scores would select other experts. Results are rounded once."""
+    x = draw("x", 0, 4, 64, 32, dtype=BF16)
+    moe = layer(32, 8, experts=64).bfloat16()
+    found = results(moe, moe, x)
+    plain = filled(Plain(32, 8, config(experts=64))).bfloat16()
+    plain.router.float()  # the gradient is not rounded
+    expected = results(plain, plain, x)
+    close(found["y"].dtype, BF16, "the dtype of the output")
     # Rounded scores would be 1e-3 off
-    close(y, expected.bfloat16().view_as(y), "the output", bound=5e-4)
-    f = F.one_hot(best.flatten(), 64).sum(0) / best.numel()
-    total = (expected * dy.float()).sum() + 0.3 / 12 * 64 * (f * p.mean(0)).sum()
-    found, expected = (
-        torch.autograd.grad(z, ours.router.weight, d)[0]
-        for z, d in ((y, dy.view_as(y)), (total, None))
-    )
-    close(found, expected, "the gradient of the router", bound=5e-4)
+    close(found["y"], expected["y"], "the output", bound=5e-4)
+    gradient = expected["router.weight"].to(BF16)
+    close(found["router.weight"], gradient, "the gradient of the router", bound=5e-4)
 
 
 @task("layer", 2)
 def test_equal_scores():
-    """With equal scores, a token visits K different experts, each with weight 1/K. A second call
-    repeats the output.
-    """
-    ours, x = layer(), draw("x", 0, 2, 8, 6)
-    ours.router.weight.data.zero_()
-    y, outs = ours(x), [mlp(x, ours.experts, e) for e in range(5)]
-    pairs = torch.stack([(outs[a] + outs[b]) / 2 for a in range(5) for b in range(a)])
-    close(
-        (pairs - y).abs().amax(-1).amin(0),
-        torch.zeros(2, 8).double(),
-        "distance to the nearest pair of experts",
-    )
-    close(ours(x), y, "the output of a second call")
+    """With equal p, each token chooses two experts, always the same, with weights 1/2."""
+    moe = layer()
+    p = torch.full((7, 5), 0.2, dtype=FP64)
+    ids = moe.choose(p)
+    close((ids[:, 0] == ids[:, 1]).any().item(), False, "a token chose an expert twice")
+    close(moe.score(p, ids), torch.full((7, 2), 0.5), "the scores")
+    close(moe.choose(p).tolist(), ids.tolist(), "the experts of a second call")
 
 
-# --- The load-balancing auxiliary loss ------------------------------------------------------------------------------
+# --- Balance --------------------------------------------------------------------------------------
+
+
+@task("balance", 1)
+def test_aux_loss_of_the_figure():
+    """Step 7's docstring: f = 3/8 1/8 2/8 2/8 and P = 0.4 0.1 0.25 0.25 give 1.15."""
+    p = torch.tensor([0.4, 0.1, 0.25, 0.25], dtype=FP64).expand(4, 4)
+    loss = layer(experts=4).aux_loss(p, torch.tensor([3, 1, 2, 2]))
+    close(loss, 1.15, "the auxiliary loss")
 
 
 @ranks(4)
 @task("balance", 6)
 def test_aux_loss():
-    """After one all-reduce of counts, the terms of four ranks sum to the auxiliary loss of all
-    their 32 tokens.
-    """
+    """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp", urgent=False)
-    p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()
-    chosen, here = F.one_hot(p.topk(2)[1], 5).sum(1), slice(8 * mesh.rank, 8 * mesh.rank + 8)
-    expected = 5 * (chosen.double().mean(0) / 2 * p.mean(0)).sum()
-    own, counts = p.detach()[here].clone().requires_grad_(), chosen[here].sum(0)
+    moe = step.LossBalancedMoE(6, 10, config(), mesh)
+    p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
+    chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
+    expected = 5 * (chosen.double().mean((0, 1)) / 2 * p.mean((0, 1))).sum()
+    expected.backward()
+    own_p = p.detach()[mesh.rank].clone().requires_grad_()
+    counts = chosen[mesh.rank].sum(0)
+    before = counts.tolist()
     with Tape() as tape:
-        term = step.LossBalancedMoE(6, 10, config(), mesh).aux_loss(own, counts)
-    close(counts.tolist(), chosen[here].sum(0).tolist(), "the given counts after the call")
-    dist.all_reduce(total := term.detach().clone())
+        term = moe.aux_loss(own_p, counts)
+    term.backward()
+    total = term.detach().clone()
+    dist.all_reduce(total)
     close(total, expected, "the sum of all ranks' terms", 4)
-    (found,), (expected,) = torch.autograd.grad(term, own), torch.autograd.grad(expected, p)
-    close(found, expected[here], "the gradient of this rank's p", 4)
-    close(
-        (tape.started, tape.left),
-        ([("allreduce", 3 * 40 // 2)], []),
-        "calls with bytes; those never waited for",
-    )
+    close(own_p.grad, p.grad[mesh.rank], "the gradient of this rank's p", 4)
+    close(tape.started, [("allreduce", 5 * 8 * 3 // 2)], "calls, with bytes")
+    close(tape.left, [], "calls that were never waited for")
+    close(counts.tolist(), before, "the given counts after the call")
 
 
 @task("balance", 2)
-@cases("dtype", [torch.float64, torch.bfloat16])
-def test_add_loss(dtype):
-    """The output is x. In backward, the gradient of x is dy, and that of the loss is `coeff`,
-    whatever dy is.
-    """
-    x, dy = (draw(name, 0, 2, 3, dtype=dtype).requires_grad_(name == "x") for name in ("x", "dy"))
-    loss = torch.tensor(2.0, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
-    (y := step.AddLoss.apply(x, loss, 0.3)).backward(dy)
-    close(torch.stack((y, x.grad)), torch.stack((x, dy)), "the output, and the gradient of x")
-    close(loss.grad, torch.tensor(0.3, dtype=loss.dtype), "the gradient of the loss")
+@cases("dtype, wide", [(FP64, FP64), (BF16, torch.float32)])
+def test_add_loss(dtype, wide):
+    """The output is x, and dx is dy. The gradient of the loss is `coeff`, whatever dy is."""
+    x = draw("x", 0, 2, 3, dtype=dtype).requires_grad_()
+    dy = draw("dy", 0, 2, 3, dtype=dtype)
+    loss = torch.tensor(2.0, dtype=wide, requires_grad=True)
+    y = step.AddLoss.apply(x, loss, 0.3)
+    y.backward(dy)
+    close(y, x, "the output")
+    close(x.grad, dy, "the gradient of x")
+    close(loss.grad, torch.tensor(0.3, dtype=wide), "the gradient of the loss")
 
 
 @task("balance", 2)
 def test_bias_is_added_to_the_choice_alone():
     """With biases 9 for experts 1 and 3, each token visits these two, with the scores of its p."""
-    alone = dict(stage=Group("stage", 0, 1, None))
-    moe = step.BiasBalancedMoE(6, 10, config(balance="bias", bias_rate=0.5), alone).double()
+    moe = layer(balance="bias")
     moe.bias[[1, 3]] = 9.0
     p = draw("p", 0, 7, 5).softmax(-1)
     ids = moe.choose(p)
     close(ids.sort().values.tolist(), [[1, 3]] * 7, "the chosen experts")
-    expected = p.gather(1, ids) / p.gather(1, ids).sum(1, keepdim=True)
-    close(moe.score(p, ids), expected, "the scores")
+    chosen = p.gather(1, ids)
+    close(moe.score(p, ids), chosen / chosen.sum(1, keepdim=True), "the scores")
 
 
 @task("balance", 2)
 def test_bias_moves_by_the_rate_towards_the_mean_load():
     """Loads 6, 1, 3, 2, 3 (mean 3): biases -0.5, 0.5, 0, 0.5, 0; the loads start anew."""
-    alone = dict(stage=Group("stage", 0, 1, None))
-    moe = step.BiasBalancedMoE(6, 10, config(balance="bias", bias_rate=0.5), alone)
-    moe.balance(torch.zeros(1), torch.zeros(1), torch.tensor([4, 1, 0, 1, 3]))
-    moe.balance(torch.zeros(1), torch.zeros(1), torch.tensor([2, 0, 3, 1, 0]))
+    moe = layer(balance="bias", bias_rate=0.5)
+    unused = torch.zeros(1)
+    for counts in ([4, 1, 0, 1, 3], [2, 0, 3, 1, 0]):
+        moe.balance(unused, unused, torch.tensor(counts))
     moe.end_step()
+    moe.end_step()  # no loads since
     close(moe.bias.tolist(), [-0.5, 0.5, 0.0, 0.5, 0.0], "the biases")
-    close(moe.load_E.tolist(), [0.0] * 5, "the loads")
 
 
-def counts_of_two_forwards(keep: list) -> tuple[list, list]:
-    """Rows of each expert in the forward and in its recomputation, which breaks ties differently."""
-    mesh = Mesh(pp=1, dp=1, cp=1, tp=1)
-    settings = config(recompute="full", experts_per_token=1, experts=5, global_batch_size=2)
-    model = decoder(lambda model: step.shard_experts(model, mesh, settings), n_layers=1)
-    moe = model.model.layers["0"].mlp
-    moe.router.weight.data.zero_()  # all p are equal
-    step.set_up_layers(model, settings, keep)
-    seen = []
-    plain = moe.probabilities
-
-    def nudged(x: Tensor) -> Tensor:
-        nudge = torch.zeros(5, dtype=x.dtype)
-        nudge[len(seen)] = 1e-6  # rounding that prefers expert 0, then expert 1
-        return plain(x) + nudge
-
-    def recorded(rows: Tensor, counts: Tensor) -> Tensor:
-        seen.append(counts.tolist())
-        return step.Experts.forward(moe.experts, rows, counts)
-
-    moe.probabilities = nudged
-    moe.experts.forward = recorded
-    model(torch.zeros(2, 6).long(), torch.zeros(2, 6).long()).backward()
-    return seen[0], seen[1]
-
-
+@ranks(1)
 def test_recomputation_keeps_the_chosen_experts():
-    """A forward that runs again and breaks a tie differently would send other numbers of rows."""
-    close(counts_of_two_forwards([torch.ops.aten.topk.default]), ([12, 0, 0, 0, 0],) * 2, "kept")
-    with pytest.raises(Exception):  # noqa: B017 (PyTorch's, about shapes that differ)
-        assert counts_of_two_forwards([])[0] == counts_of_two_forwards([])[1]
+    """`train` recomputes a layer with the same choice, even if other experts have the largest p."""
+    seen = []
+
+    class Fickle(step.MoE):
+        """Expert 0 has the largest p, and when the layer is recomputed expert 1."""
+
+        def probabilities(self, x_TD: Tensor) -> Tensor:
+            return super().probabilities(x_TD) + F.one_hot(torch.tensor(len(seen)), 8)
+
+        def visit(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+            seen.append(counts_E.tolist())
+            return super().visit(x_TD, ids_TK, counts_E)
+
+    options = dict(
+        n_layers=1,
+        steps=1,
+        global_batch_size=1,
+        experts_per_token=1,
+        balance="none",
+        recompute="full",
+    )
+    with mock.patch.dict(step.BALANCE, none=Fickle):
+        run_of(S7, options)
+    rows = [16, 0, 0, 0, 0, 0, 0, 0]
+    close(seen, [rows, rows], "rows of each expert, in forward and recomputation")
 
 
-# --- Dispatch and combine -------------------------------------------------------------------------------------------
+# --- Dispatch and combine -------------------------------------------------------------------------
 
 
 # Rows that each of three ranks sends to each expert; every rank holds two of the six experts.
 ROUTES = {
-    "uneven": [[2, 0, 1, 3, 0, 1], [1, 2, 2, 0, 3, 0], [1, 4, 0, 2, 0, 1]],
-    "nothing to send": [[2, 0, 1, 3, 0, 1], [0, 0, 0, 0, 0, 0], [1, 4, 0, 2, 0, 0]],
-    "all to one expert": [[0, 0, 5, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 7, 0, 0, 0]],
+    "uneven": [
+        [2, 0, 1, 3, 0, 1],
+        [1, 2, 2, 0, 3, 0],
+        [1, 4, 0, 2, 0, 1],
+    ],
+    "all to one expert": [
+        [0, 0, 5, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0],  # a rank with nothing to send
+        [0, 0, 7, 0, 0, 0],
+    ],
 }
 
 
-def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
-    """Return this rank's group ({0} or {1, 2, 3}), row counts [sender, receiver, its expert], and
-    each rank's rows.
-    """
+def group_and_routes(name: str) -> tuple[Group, Tensor]:
+    """This rank's group, [0] or [1, 2, 3], and its part of ROUTES: int64 [sender, expert]."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
         mesh.add_groups("ep", np.array([row]), urgent=False)
     n = mesh["ep"].size
-    routes = torch.tensor(ROUTES[way])[:n, : 2 * n].view(n, n, 2)
-    return (
-        mesh["ep"],
-        routes,
-        [draw("x", r, int(routes[r].sum()), 5).requires_grad_() for r in range(n)],
-    )
+    return mesh["ep"], torch.tensor(ROUTES[name])[:n, : 2 * n]
+
+
+def named_rows(routes: Tensor, senders: Iterable, experts: Iterable) -> Tensor:
+    """Rows (sender, expert, number), sorted by expert, then by sender."""
+    rows = []
+    for expert in experts:
+        for sender in senders:
+            for number in range(int(routes[sender, expert])):
+                rows.append((sender, expert, number))
+    return torch.tensor(rows, dtype=FP64).view(-1, 3)
 
 
 @ranks(4)
 @task("dispatch", 6)
-@cases("way", ROUTES)
-def test_dispatch_and_combine(way):
-    """Rows go to their experts' ranks, where they are sorted by expert; outputs return to the
-    places of their rows.
-    """
-    group, routes, rows = apart(way)
-    n, rank, stay = group.size, group.rank, int(routes[group.rank, group.rank].sum())
-    blocks = [rows[r].detach().split(routes[r].flatten().tolist()) for r in range(n)]
-    here, there = (
-        rows[rank].detach(),
-        torch.cat([blocks[r][2 * rank + e] for e in range(2) for r in range(n)]),
-    )
-    for function, given, expected in (step.dispatch, here, there), (step.combine, there, here):
-        for x in given.clone(), given.T.contiguous().T:
-            with Tape() as tape:
-                found = function(
-                    x, group, leaving_Ge=routes[rank].clone(), arriving_Ge=routes[:, rank].clone()
-                )
-            close(found, expected, f"the output of {function.__name__}", n)
+@cases("name", ROUTES)
+def test_dispatch_and_combine(name):
+    """Rows get to their experts' ranks, sorted by expert; outputs return to their rows' places."""
+    group, routes = group_and_routes(name)
+    experts = [2 * group.rank, 2 * group.rank + 1]
+    sent = named_rows(routes, [group.rank], range(2 * group.size))
+    received = named_rows(routes, range(group.size), experts)
+    leaving = routes[group.rank].view(-1, 2)
+    arriving = routes[:, experts]
+    for function, given, expected in (
+        (step.dispatch, sent, received),
+        (step.combine, received, sent),
+    ):
+        for x in (given.clone(), given.T.contiguous().T):  # the second is not contiguous
+            found = function(x, group, leaving, arriving)
+            close(found, expected, f"the output of {function.__name__}", group.size)
             close(x, given, "the input after the call")
-            sent = [("alltoallbase", 40 * (len(given) - stay))] if n > 1 else []
-            close(
-                (tape.started, tape.left),
-                (sent, []),
-                "calls with bytes, and calls never waited for",
-            )
+
+
+def on_one_device(routes: Tensor, experts: nn.Module) -> list[dict[str, Tensor]]:
+    """The `results` of each sender if it holds all experts, whose gradients are summed up."""
+    found = []
+    for sender, counts in enumerate(routes.tolist()):
+        function = partial(side_by_side, experts=experts, counts=counts)
+        x = draw("x", sender, sum(counts), 5)
+        found.append(results(function, experts, x, sender))
+    return found
 
 
 @ranks(4)
-@task("dispatch", 8)
-@cases("way", ROUTES)
-def test_visit_experts(way):
-    """Outputs are as if this rank held all experts; gradients of experts are sums over the rows of
-    all ranks.
-    """
-    group, routes, rows = apart(way)
-    n, rank = group.size, group.rank
-    here, there = int(routes[rank].sum()), int(routes[:, rank].sum())
-    whole, ours, outs = filled(step.Experts(2 * n, 5, 4)), step.Experts(2, 5, 4), []
-    for mine, full in zip(ours.parameters(), whole.parameters(), strict=True):
-        mine.data = full.data[2 * rank : 2 * rank + 2].clone()
-    for some, route in zip(rows, routes, strict=True):
-        outs.append(
-            torch.cat(
-                [mlp(x, whole, e) for e, x in enumerate(some.split(route.flatten().tolist()))]
-            )
-        )
-    sum((out * draw("dy", r, *out.shape)).sum() for r, out in enumerate(outs)).backward()
-    x, counts = rows[rank].detach().clone().requires_grad_(), routes[rank].flatten()
+@task("dispatch", 6)
+@cases("name", ROUTES)
+def test_visit_experts(name):
+    """As if this rank held all experts, whose gradients are sums over the rows of all ranks."""
+    group, routes = group_and_routes(name)
+    whole = filled(step.Experts(2 * group.size, 5, 4))
+    expected = on_one_device(routes, whole)[group.rank]
+    held = slice(2 * group.rank, 2 * group.rank + 2)
+    experts = step.Experts(2, 5, 4).double()
+    experts.load_state_dict({name: value[held] for name, value in whole.state_dict().items()})
+
+    counts = routes[group.rank]
+    function = partial(step.visit_experts, experts, group, counts_E=counts)
+    x = draw("x", group.rank, int(counts.sum()), 5)
+    found = results(function, experts, x, group.rank)
+    close(found["y"], expected["y"], "the outputs", group.size)
+    close(found["dx"], expected["dx"], "the gradient of the rows", group.size)
+    for weight, param in whole.named_parameters():
+        close(found[weight], param.grad[held], f"the gradient of {weight}", group.size)
+
+
+@ranks(4)
+@task("dispatch", 2)
+def test_visit_experts_sends_counts_then_rows():
+    """Forward sends counts, rows and outputs, backward sends dy and dx: 40 bytes a row."""
+    group, routes = group_and_routes("uneven")
+    counts = routes[group.rank]
+    x = draw("x", 0, int(counts.sum()), 5).requires_grad_()
     with Tape() as tape:
-        close(y := step.visit_experts(ours, group, x, counts), outs[rank], "the outputs", n)
-        calls = len(tape.started)
-        y.backward(draw("dy", rank, *y.shape))
-    close(x.grad, rows[rank].grad, "the gradient of the rows", n)
-    for (name, param), full in zip(ours.named_parameters(), whole.parameters(), strict=True):
-        close(param.grad, full.grad[2 * rank : 2 * rank + 2], f"the gradient of {name}", n)
-    close(counts.tolist(), routes[rank].flatten().tolist(), "the counts after the call")
-    out, back = (40 * (rows - int(routes[rank, rank].sum())) for rows in (here, there))
-    sent = [2 * (n - 1) * 8, out, back, out, back] if n > 1 else []
-    close(
-        ([size for _, size in tape.started], calls),
-        (sent, 3 * (n > 1)),
-        "bytes: counts, rows, outputs; backward",
-    )
-    close(tape.left, [], "collectives that were never waited for")
+        step.visit_experts(filled(step.Experts(2, 5, 4)), group, x, counts).sum().backward()
+    # Rows of the ranks 1, 2, 3 that go to other ranks, and rows from other ranks
+    leaving, arriving = [(5, 8), (6, 6), (7, 4)][group.rank]
+    rows = [40 * leaving, 40 * arriving]
+    expected = [2 * 2 * 8, *rows, *rows] if group.size > 1 else []
+    close([nbytes for _, nbytes in tape.started], expected, "bytes of each call")
+    close(tape.left, [], "calls that were never waited for")
 
 
-# --- Which rank has which experts -----------------------------------------------------------------------------------
+# --- Which rank has which experts -----------------------------------------------------------------
 
 
-def sharded(
-    sizes: dict[str, int], sp: bool = True, seq_len: int = 16, **flags
-) -> tuple[Mesh, nn.ModuleDict]:
-    """The mesh, and five layers on the meta device, sharded as `train` shards them."""
+def sharded(sizes: dict, seq_len: int = 16, **flags: Any) -> tuple[Mesh, nn.ModuleDict]:
+    """The mesh, and five layers on the meta device, sharded over tp and ep."""
     mesh = Mesh(**dict(pp=1, dp=1, cp=1, tp=1) | sizes)
-    with torch.device("meta"):
-        model = Decoder(ModelConfig(**SHAPE | dict(n_layers=5, seq_len=seq_len)))
-    shard_tensors(model, mesh, sp)
-    shard_context(model, mesh, CONTEXT["zigzag"], sp)
-    step.shard_experts(model, mesh, config(**dict(experts=8, sp=sp, pp=mesh["pp"].size) | flags))
+    settings = config(**dict(experts=8, pp=mesh["pp"].size) | flags)
+
+    def shard(model: Decoder):
+        shard_tensors(model, mesh, settings.sp)
+        step.shard_experts(model, mesh, settings)
+
+    model = decoder(shard, None, n_layers=5, seq_len=seq_len)
     return mesh, model.model.layers
 
 
 GROUPS = [
-    (dict(dp=2, tp=2), 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),  # the ranks of tp share the experts
-    (dict(pp=2, cp=2), 2, [[0, 1], [2, 3]], [[0], [1], [2], [3]]),  # an ep group is within a stage
-    (dict(dp=4), 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
-    (dict(cp=2, tp=2), 4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+    # mesh, --ep, and the ranks of the groups called ep, expert_data, sequence
+    (
+        dict(dp=2, tp=2),
+        2,
+        dict(ep="01 23", expert_data="02 13", sequence="01 23"),
+    ),
+    (
+        dict(pp=2, cp=2),
+        2,
+        dict(ep="01 23", expert_data="0 1 2 3", sequence="01 23"),
+    ),
+    (
+        dict(cp=2, tp=2),
+        4,
+        dict(ep="0123", expert_data="0 1 2 3", sequence="0123"),
+    ),
 ]
 
 
 @ranks(4)
-@task("groups", 4)
-@cases("sizes, ep, groups, columns", GROUPS)
-def test_groups(sizes, ep, groups, columns):
-    """Ranks of ep hold different experts, and ranks of expert_data the same ones. Records name the
-    right groups.
-    """
-    mesh, layers = sharded(sizes, ep=ep)
-    length = mesh["cp"].size * mesh["tp"].size
-    rows = dict(
-        ep=groups, expert_data=columns, sequence=[range(r, r + length) for r in range(0, 4, length)]
-    )
-    for name in rows:
-        row, group = next(list(row) for row in rows[name] if mesh.rank in row), mesh[name]
+@task("groups", 2)
+@cases("sizes, ep, groups", GROUPS)
+def test_ranks_of_the_groups(sizes, ep, groups):
+    """Ranks of ep hold different experts, ranks of expert_data the same ones."""
+    mesh, _ = sharded(sizes, ep=ep)
+    for name, text in groups.items():
+        row = next(word for word in text.split() if str(mesh.rank) in word)
+        group = mesh[name]
         found = dist.get_process_group_ranks(group.handle) if group.size > 1 else [mesh.rank]
-        close(
-            (found, group.rank),
-            (row, row.index(mesh.rank)),
-            f"the ranks of {name}, and this one's number",
-        )
-    here, n = mesh["ep"].rank, 8 // ep
-    for name, param in layers["1"].mlp.named_parameters():
-        record, router = layout_of(param), "router" in name
-        found = [(s.dim, s.over, s.start, s.stop, s.full) for s in record.shards]
-        close(
-            found,
-            [] if router or ep == 1 else [(0, "ep", here * n, here * n + n, 8)],
-            f"shards of {name}",
-        )
-        expected = (8, "data", ("tp",)) if router else (n, "expert_data", ())
-        close(
-            (len(param), record.data_dim, record.partial_over),
-            expected,
-            f"{name}: length, data_dim, partial_over",
-        )
+        close("".join(str(rank) for rank in found), row, f"the ranks of {name}")
+        close(group.rank, row.index(str(mesh.rank)), f"this rank's number in {name}")
 
 
 @ranks(4)
 @task("groups", 2)
-@cases(
-    "flags, some",
-    [({}, "01234"), (dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")],
-)
-def test_which_layers_have_experts(flags, some):
-    """--moe-every starts to count after the --dense-layers. Layers without experts keep an MLP,
-    sharded over tp.
-    """
+@cases("ep, n", [(2, 4), (4, 2)])
+def test_groups(ep, n):
+    """A rank has n experts, summed over expert_data; its router is summed over data and tp."""
+    mesh, layers = sharded(dict(dp=2, tp=2), ep=ep)
+    moe = layers["1"].mlp
+    router = ParamLayout(data_dim="data", partial_over=("tp",))
+    close(layout_of(moe.router.weight), router, "the record of the router")
+    start = mesh.rank % ep * n
+    shard = Shard(0, "ep", start, start + n, 8)
+    record = ParamLayout((shard,), data_dim="expert_data")
+    for name, param in moe.experts.named_parameters():
+        close((len(param), layout_of(param)), (n, record), f"{name}: length and record")
+
+
+@ranks(4)
+@task("groups", 2)
+@cases("flags, numbers", [(dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")])
+def test_which_layers_have_experts(flags, numbers):
+    """--moe-every counts from the --dense-layers; other layers keep an MLP, sharded over tp."""
     _, layers = sharded(dict(dp=2, tp=2), ep=2, expert_dim=20, **flags)
-    for i, one in layers.items():
-        linear, shape = (
-            (one.mlp.experts.gate_proj, (4, 20, 32)) if i in some else (one.mlp.gate_proj, (24, 32))
-        )
-        close(tuple(linear.weight.shape), shape, f"layer {i}: the shape of gate_proj")
+    for number, block in layers.items():
+        module = getattr(block.mlp, "experts", block.mlp)
+        shape = tuple(module.gate_proj.weight.shape)
+        expected = (4, 20, 16) if number in numbers else (6, 16)
+        close(shape, expected, f"layer {number}: the shape of gate_proj")
 
 
 MISTAKES = [
@@ -540,67 +521,37 @@ MISTAKES = [
 
 @ranks(4)
 @task("groups", 3)
-@cases("flags, said", MISTAKES)
-def test_a_mistake_is_one_line(flags, said):
+@cases("flags, flag", MISTAKES)
+def test_a_mistake_is_one_line(flags, flag):
     """Every rank raises a UserError of one line before anything is sent."""
-    with Tape() as tape, pytest.raises(UserError, match=said) as error:
+    with Tape() as tape, pytest.raises(UserError, match=flag) as error:
         sharded(dict(dp=2, tp=2), **flags)
-    close((str(error.value).count("\n"), tape.started), (0, []), "further lines, and collectives")
+    close(str(error.value).count("\n"), 0, "further lines")
+    close(tape.started, [], "collectives")
 
 
-# --- The loop -------------------------------------------------------------------------------------------------------
+# --- The loop -------------------------------------------------------------------------------------
 
 
-def bytes_of(flags: dict) -> tuple[dict, int]:
-    """The bytes that a rank sends in a step, by dimension, and how many of its rows go to other
-    ranks' experts.
-    """
-    away, plain = [], step.DISPATCH["alltoall"]
-
-    def spy(experts, group, rows, counts):
-        away.append(len(rows) - int(counts.view(group.size, -1)[group.rank].sum()))
-        return plain(experts, group, rows, counts)
-
-    train_with(S7, dict(steps=1))  # creates the preset "test"
-    flags = BASE | dict(model="test", steps=1, ep=2, experts=4) | flags
-    with Watch(Config(**flags)) as run, mock.patch.dict(step.DISPATCH, alltoall=spy):
-        step.train(run.config, run)
-    return run.history[0]["sent"], sum(away)
-
-
-@cases("flags, again", [({}, 1), (dict(recompute="full"), 2), (dict(experts_per_token=4), 1)])
-def test_law_of_bytes(pools, flags, again):
-    """Over ep, ranks send counts, rows, outputs and gradients. Recomputation sends again what the
-    forward sends.
-    """
-    found, passes = pools(4).run(bytes_of, flags), 3 * 3  # layers, micro-batches
-    rest = (
-        sum(p.numel() for name, p in decoder(**SHAPE).named_parameters() if "mlp" not in name)
-        + 3 * 4 * 32
-    )
-    for sent, rows in found:
-        experts = 3 * 2 * 3 * 32 * 48 * 8  # 3 layers, 2 experts of 3 matrices on a rank, 8 bytes
-        close(
-            (sent["expert_data"], sent["data"]),
-            (experts, 1.5 * 8 * (rest + 2)),
-            "bytes of gradients, loss and norm",
-        )
-        if flags.get("experts_per_token") == 4:
-            close(
-                rows,
-                passes * 16 * 4 // 2,
-                "rows, if all experts are equally busy: (ep-1)/ep T K a layer",
-            )
-    rows = sum(rows for _, rows in found)  # rows that leave one rank arrive at another
-    expected = (2 * rows + 2 * rows // again) * 32 * 8 + again * passes * 4 * 8 * 4 // 2
-    close(sum(sent["ep"] for sent, _ in found), expected, "bytes over ep, of all ranks")
+@ranks(4)
+@cases("flags, forwards", [({}, 1), (dict(recompute="full"), 2)])
+def test_law_of_bytes(flags, forwards):
+    """If all experts are equally busy, each forward and backward sends what step 7's law says."""
+    run = run_of(S7, flags | dict(steps=1, ep=2, experts=4, experts_per_token=4))
+    sent = run.history[0]["sent"]
+    passes = 3 * 3  # layers, micro-batches of a rank
+    rows = 16 * 4 // 2 * 32 * 8  # T K (ep - 1) / ep of 32 numbers in fp64
+    counts = 4 * 8 // 2
+    expected = passes * (forwards * (2 * rows + counts) + 2 * rows)
+    close(sent["ep"], expected, "bytes over ep")
+    # 27,648 weights in two experts of each layer, on two ranks; 26,400 other weights, on four
+    close(sent["expert_data"], 27_648 * 8, "bytes of experts' gradients")
+    close(sent["data"], (26_400 + 2) * 8 * 6 // 4, "bytes of other gradients, loss and norm")
 
 
 EXPERTS = dict(experts=4, aux_loss_coeff=0.3)
-TWO, UNEVEN = (
-    EXPERTS | dict(micro_batch_size=2),
-    EXPERTS | dict(tied=True, n_layers=4, moe_every=2, dense_layers=1),
-)
+TWO = EXPERTS | dict(micro_batch_size=2)
+UNEVEN = EXPERTS | dict(tied=True, n_layers=4, moe_every=2, dense_layers=1)
 ALL = TWO | dict(steps=5)
 LAYOUTS = [
     (1, EXPERTS | dict(experts_per_token=1, micro_batch_size=4), {}),
@@ -620,9 +571,7 @@ LAYOUTS = [
 @task("loop", 5)
 @cases("n, base, layout", LAYOUTS)
 def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
-    """Each layout trains to the numbers of this file's `train`, which is step 1's loop with `Plain`
-    layers.
-    """
+    """Each layout trains to the numbers of step 1's loop with `Plain` layers."""
     equals_step1(pools, n, S7, base, beside=__name__, **layout)
 
 
@@ -640,71 +589,84 @@ def test_other_balances_train_to_one_processs_numbers(pools, base, layout):
     equals_step1(pools, 4, S7, base, beside=S7, **layout)
 
 
+# --- All steps ------------------------------------------------------------------------------------
+
+
 RESUMED = [
     (1, STEP1, {}),
     (2, "step02_ddp", {}),
     (3, "step03_zero", dict(zero="3")),
     (4, "step04_tp_sp", dict(tp=2)),
-]
-RESUMED += [
     (2, "step05_cp_ring", dict(cp=2)),
     (2, "step06_pipeline", dict(pp=2)),
     (4, S7, dict(pp=2, ep=2, zero="2")),
 ]
 
 
-@cases("n, of, layout", RESUMED)
-def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
-    """In every step a resumed run equals an uninterrupted one, bit for bit, in bf16 with
-    masters.
-    """
+def last_step(result: tuple) -> tuple:
+    """A rank's last loss and norm, and a hash of the bits of each gradient and weight."""
+    losses, norms, gradients, weights = result
+    tensors = [(name, hash(values.tobytes())) for name, _, _, values in gradients[-1] + weights]
+    return losses[-1], norms[-1], tensors
+
+
+@cases("n, name, layout", RESUMED)
+def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
+    """A resumed run equals an uninterrupted one, bit for bit, in bf16 with masters."""
     flags = layout | dict(dtype="bf16", save_every=2)
-    whole = pools(n).run(train_with, of, flags | dict(out=f"{tmp_path}/a"))
+    whole = pools(n).run(train_with, name, flags | dict(out=f"{tmp_path}/a"))
     saved = f"{tmp_path}/a/checkpoints/step-00000002"
-    rests = pools(n).run(train_with, of, flags | dict(out=f"{tmp_path}/b", resume=saved))
-    for rest, (losses, norms, gradients, weights) in zip(rests, whole, strict=True):
-        close(rest[:2], (losses[2:], norms[2:]), "losses and norms of step 3")
-        for found, expected in zip(rest[2][0] + rest[3], gradients[2] + weights, strict=True):
-            close(
-                (found[0], found[3].tobytes()),
-                (expected[0], expected[3].tobytes()),
-                "gradients and weights of step 3",
-            )
+    resumed = pools(n).run(train_with, name, flags | dict(out=f"{tmp_path}/b", resume=saved))
+    for rank in range(n):
+        close(len(resumed[rank][0]), 1, f"rank {rank}: the steps after step 2")
+        found = last_step(resumed[rank])
+        close(found, last_step(whole[rank]), f"rank {rank}: loss, norm, gradients and weights")
+
+
+DIMENSIONS = {  # of each step's flags
+    "step02_ddp": [],
+    "step03_zero": [],
+    "step04_tp_sp": ["tp"],
+    "step05_cp_ring": ["cp", "tp"],
+    "step06_pipeline": ["pp", "cp", "tp"],
+    S7: ["pp", "cp", "tp", "ep"],
+}
+
+
+def is_legal(pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> bool:
+    """Whether 8 ranks can have this layout, in a model of 4 heads."""
+    return tp <= 4 and 8 % (pp * cp * tp) == 0 and 8 // pp % ep == 0
 
 
 def every_legal_layout() -> list[tuple[str, dict, bool]]:
-    """All legal layouts of 8 ranks, as rows (step, flags, tied). ZeRO's stage, --no-sp and `tied`
-    alternate.
-    """
-    steps, rows = (
-        ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline", S7),
-        [],
-    )
-    for number, (pp, cp, tp, ep) in product(range(6), product([1, 2, 4, 8], repeat=4)):
-        i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # in the order of steps 4 to 7
-        known = list(sizes)[: max(0, number - 1)]
-        if (
-            8 % (pp * cp * tp)
-            or tp > 4
-            or 8 // pp % ep
-            or any(sizes[name] > 1 for name in sizes.keys() - known)
-        ):
-            continue
-        layout = {name: sizes[name] for name in known} | (
-            dict(zero=str((i + 2) % 4)) if number else {}
-        )
-        rows.append((steps[number], layout | (dict(sp=i % 3 > 0) if tp > 1 else {}), i % 2 == 0))
+    """Rows (step, flags, tied). ZeRO's stage, --no-sp and `tied` alternate."""
+    rows = []
+    for name, dimensions in DIMENSIONS.items():
+        for sizes in product([1, 2, 4, 8], repeat=len(dimensions)):
+            layout = dict(zip(dimensions, sizes, strict=True))
+            if not is_legal(**layout):
+                continue
+            i = len(rows)
+            if name != "step02_ddp":
+                layout["zero"] = str((i + 2) % 4)
+            if layout.get("tp", 1) > 1:
+                layout["sp"] = i % 3 > 0
+            rows.append((name, layout, i % 2 == 0))
     return rows
 
 
 @pytest.mark.exhaustive
-@cases("of, layout, tied", every_legal_layout(), ids=str)
-def test_every_legal_layout(pools, of, layout, tied):
-    """Every legal layout of 8 ranks trains to step 1's numbers."""
-    base = dict(global_batch_size=32, micro_batch_size=4, n_kv_heads=4, n_layers=8, tied=tied)
-    if of == S7:
-        equals_step1(
-            pools, 8, S7, base | dict(experts=8, aux_loss_coeff=0.3), beside=__name__, **layout
-        )
-    else:
-        equals_step1(pools, 8, of, base, **layout)
+@cases("name, layout, tied", every_legal_layout(), ids=str)
+def test_every_legal_layout(pools, name, layout, tied):
+    """Every legal layout of 8 ranks, in each step, trains to step 1's numbers."""
+    base = dict(
+        global_batch_size=32,
+        micro_batch_size=4,
+        n_kv_heads=4,
+        n_layers=8,
+        tied=tied,
+    )
+    if name == S7:
+        base |= dict(experts=8, aux_loss_coeff=0.3)
+    beside = __name__ if name == S7 else STEP1
+    equals_step1(pools, 8, name, base, beside=beside, **layout)
