@@ -1,15 +1,19 @@
-"""Chapter 5, context parallelism: parts of a softmax, zigzag, the ring forward and backward, laws,
-and layouts.
-"""
+"""Step 5, context parallelism: step05_cp_ring.py.
+
+Expected outputs and gradients are those of torch's attention to a whole sequence, in fp64."""
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,514 +21,421 @@ import step05_cp_ring as step
 from common import UserError
 from common.comm import Group, Mesh
 from common.data import Data
-from common.layout import layout_of
-from common.model import PRESETS, Decoder, ModelConfig, attend
-from tests.equal import BASE, SHAPE, Watch, close, decoder, draw, equals_step1
+from common.model import Decoder, ModelConfig, attend
+from tests.equal import SHAPE, close, decoder, draw, equals_step1, run_of
 from tests.tape import Live, Tape
 
-ranks, task, cases = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize
+ranks = pytest.mark.ranks
+task = pytest.mark.task
+cases = pytest.mark.parametrize
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 HEADS = cases("heads, kv_heads", [(4, 4), (6, 3), (4, 1)])  # multi-head attention, GQA, MQA
-# Bf16 is computed in fp32
-KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])
+KINDS = cases(
+    "kind, wide, bound", [("fp64", FP64, 1e-10), ("large", FP64, 1e-10), ("bf16", FP32, 1e-6)]
+)
 
 
-def heads_of(
-    name: str, n: int, length: int, kind: str = "", seed: int = 0, size: int = 4
-) -> Tensor:
-    """A random tensor [2, n, length, size]. "large": all scores (q k / 2 if size is 4) are near
-    882; e^882 is inf.
-    """
-    x = draw(name, seed, 2, n, length, size)
-    if kind == "large" and name in "qk":
-        x[..., 0] = 42.0
-    return x.bfloat16() if kind == "bf16" else x
-
-
-def softmax_of(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None
+def inputs(
+    heads: int, kv_heads: int, queries: int, keys: int, kind: str = "fp64", seed: int = 0
 ) -> list[Tensor]:
-    """fp64 attention -> o, lse (+ dq, dk, dv if `do`). `seen`: bool [queries, keys]; None: causal,
-    queries last.
-    """
-    seen = (
-        torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool()
-        if seen is None
-        else seen
-    )
+    """Random q, k, v and do [2, heads, length, 16]. "large": scores near 900; e^900 is inf."""
+    q = draw("q", seed, 2, heads, queries, 16)
+    k = draw("k", seed, 2, kv_heads, keys, 16)
+    v = draw("v", seed, 2, kv_heads, keys, 16)
+    do = draw("do", seed, 2, heads, queries, 16)
+    if kind == "large":
+        q[..., 0] = 60.0
+        k[..., 0] = 60.0
+    dtype = BF16 if kind == "bf16" else FP64
+    return [x.to(dtype) for x in (q, k, v, do)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The definition, in fp64: o and lse. If `causal`, the queries are the last tokens."""
+    n = q.shape[1] // k.shape[1]
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = q @ k.repeat_interleave(n, 1).mT / q.shape[-1] ** 0.5
+    if causal:
+        later = torch.ones_like(scores).triu(1 + k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(later.bool(), -torch.inf)
+    return scores.softmax(-1) @ v.repeat_interleave(n, 1), scores.logsumexp(-1)
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    """o, dq, dk and dv of causal attention in fp64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
-    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
-    return [
-        o.detach(),
-        lse.detach(),
-        *(torch.autograd.grad(o, (q, k, v), do.double()) if do is not None else ()),
-    ]
+    o, _ = attention(q, k, v, True)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do.double())]
 
 
-def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-10, when: str = ""):
-    """Require that each value of `found` is close to its counterpart in `expected`. `names`: a word
-    for each value.
-    """
-    for name, x, right in zip(names.split(), found, expected, strict=True):
-        close(x, right, f"{name} {when}", n, bound)
+def close_each(names: str, found: Any, expected: Any, n: int = 1, bound: float = 1e-10):
+    """Compare several values with what is expected. `names` has a word for each."""
+    for name, x, y in zip(names.split(), found, expected, strict=True):
+        close(x, y, name, n, bound)
 
 
-# --- Parts of a softmax ---------------------------------------------------------------------------------------------
+@contextmanager
+def unchanged(*tensors: Tensor) -> Iterator[None]:
+    """Require that the block leaves these tensors as they are."""
+    before = [x.clone() for x in tensors]
+    yield
+    for x, y in zip(tensors, before, strict=True):
+        close(x, y, "an argument, after the call")
 
 
-@task("parts", 1)
-def test_scaled_scores():
-    """Scores are q k^T / sqrt(d), for three queries and seven keys; for seven causal queries, later
-    keys get -inf.
-    """
-    q, k = heads_of("q", 3, 7), heads_of("k", 3, 7)
-    expected = torch.einsum("bhqd,bhkd->bhqk", q, k) / 2.0
-    close(step.scaled_scores(q[:, :, :3], k, False), expected[:, :, :3], "scores of all keys")
-    close(step.scaled_scores(q, k, True).exp(), expected.exp().tril(), "exp of the causal scores")
+# --- Parts of a softmax ---------------------------------------------------------------------------
 
 
-@task("parts", 3)
+@task("parts", 4)
 @HEADS
 @KINDS
 @cases("keys, causal", [(5, True), (7, False)])
-def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
-    """part_attention returns the output and log-sum-exp of five queries over the given keys, in
-    fp32 or wider.
-    """
-    given = (
-        heads_of("q", heads, 5, kind),
-        heads_of("k", kv_heads, keys, kind),
-        heads_of("v", kv_heads, keys, kind),
-    )
-    found = step.part_attention(*(after := [x.clone() for x in given]), causal)
-    expected = softmax_of(*given, seen=None if causal else torch.ones(5, keys).bool())
-    each("o lse", found, expected, heads // kv_heads, bound)
-    each("q k v", after, given, when="after the call")
-    close(
-        {x.dtype for x in found},
-        {torch.promote_types(given[0].dtype, torch.float32)},
-        "dtypes of o and lse",
-    )
+def test_part_attention(heads, kv_heads, kind, wide, bound, keys, causal):
+    """Output and log-sum-exp of five queries over these keys, in fp32 or wider."""
+    q, k, v, _ = inputs(heads, kv_heads, 5, keys, kind)
+    with unchanged(q, k, v):
+        found = step.part_attention(q, k, v, causal)
+    close_each("o lse", found, attention(q, k, v, causal), heads // kv_heads, bound)
+    close({x.dtype for x in found}, {wide}, "dtypes of o and lse")
 
 
-@task("parts", 1)
-@cases("dtype", [torch.float64, torch.bfloat16])
-def test_merge_of_the_docstrings_example(dtype):
-    """Values 10 and 2 with weights 3 and 1 average to 8. part_o may have 16 bits, as from a fused
-    kernel.
-    """
-    one = torch.ones(1, 1, 1, 1).double()
-    o, lse = 10 * one, (3 * one[0]).log()
-    step.merge(o, lse, (2 * one).to(dtype), one[0].log())
-    close(o, 8 * one, "o", the_average_of_both=6 * one)
-    close(lse, (4 * one[0]).log(), "lse")
-
-
-@task("parts", 3)
-@cases("kind", ["", "large"])
+@task("parts", 4)
 @cases("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_merge_of_three_parts(kind, order):
-    """Three parts are merged in place, in any order, from an empty start. Only queries 3 and 4 see
-    the third part.
-    """
-    q, k, v = heads_of("q", 3, 5, kind), heads_of("k", 3, 12, kind), heads_of("v", 3, 12)
-    seen = torch.ones(5, 12).bool()
-    seen[:3, 8:] = False
-    o, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
-    for i in order:
-        rows, columns = slice(3 * (i == 2), 5), slice(4 * i, 4 * i + 4)
-        part = softmax_of(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], seen=seen[rows, columns]
-        )
-        step.merge(o[:, :, rows], lse[:, :, rows], *(given := [x.clone() for x in part]))
-        each("part_o part_lse", given, part, when="after the call")
-    each("o lse", [o, lse], softmax_of(q, k, v, seen=seen))
+@cases("dtype, offset", [(FP64, 0.0), (FP64, 900.0), (BF16, 0.0)])
+def test_merge(order, dtype, offset):
+    """Three parts, in any order, from an empty start: the average of values by their weights."""
+    values = draw("values", 0, 3, 2, 4, 5, 8).to(dtype)
+    weights = draw("weights", 0, 3, 2, 4, 5).exp()
+    part_lse = weights.log() + offset
+    o = torch.zeros_like(values[0], dtype=FP64)
+    lse = torch.full_like(part_lse[0], -torch.inf)
+    with unchanged(values, part_lse):
+        for i in order:
+            step.merge(o, lse, values[i], part_lse[i])
+    shares = weights / weights.sum(0)
+    close(o, (shares[..., None] * values).sum(0), "o")
+    close(lse, weights.sum(0).log() + offset, "lse")
 
 
 @task("gradients of a part", 5)
 @HEADS
 @KINDS
-def test_part_gradients(heads, kv_heads, kind, bound):
-    """Five queries see seven earlier keys and their own five. The parts' dq add up; each part has
-    its own dk and dv.
-    """
-    q, k, v = (
-        heads_of("q", heads, 5, kind),
-        heads_of("k", kv_heads, 12, kind),
-        heads_of("v", kv_heads, 12, kind),
-    )
-    do, wide = heads_of("do", heads, 5, kind), torch.promote_types(q.dtype, torch.float32)
-    o, lse, *expected = softmax_of(q, k, v, do)
-    given = do, q, k, v, o.to(wide), F.pad(lse.to(wide), (1, 1))[..., 1:-1]  # lse is not contiguous
-    before, parts = [x.clone() for x in given], []
-    for keys, causal in ((slice(0, 7), False), (slice(7, 12), True)):
-        parts.append(step.part_gradients(do, q, k[:, :, keys], v[:, :, keys], *given[4:], causal))
-    dq, *dkv = zip(*parts, strict=True)
-    each(
-        "dq dk dv",
-        [sum(dq), *(torch.cat(both, 2) for both in dkv)],
-        expected,
-        heads // kv_heads,
-        bound,
-    )
-    close({x.dtype for x in (*dq, *dkv[0], *dkv[1])}, {wide}, "dtypes of dq, dk and dv")
-    each("do q k v o lse", given, before, when="after the call")
+def test_part_gradients(heads, kv_heads, kind, wide, bound):
+    """The parts' dq add up, and each part has its own dk and dv; all in fp32 or wider."""
+    q, k, v, do = inputs(heads, kv_heads, 5, 12, kind)
+    o, lse = (x.to(wide) for x in attention(q, k, v, True))
+    k0, k1 = k.split([7, 5], 2)
+    v0, v1 = v.split([7, 5], 2)
+    with unchanged(do, q, k, v, o, lse):
+        dq0, dk0, dv0 = step.part_gradients(do, q, k0, v0, o, lse, False)
+        dq1, dk1, dv1 = step.part_gradients(do, q, k1, v1, o, lse, True)
+    found = [dq0 + dq1, torch.cat((dk0, dk1), 2), torch.cat((dv0, dv1), 2)]
+    _, *expected = whole_attention(q, k, v, do)
+    close_each("dq dk dv", found, expected, heads // kv_heads, bound)
+    close({x.dtype for x in found}, {wide}, "dtypes of dq, dk and dv")
+
+
+# --- Who has which tokens, and attends to which ---------------------------------------------------
+
+POSITIONS = [
+    # positions of twelve tokens as hexadecimal digits, by rank; a length that does not divide
+    (step.ordered_positions, ["0123", "4567", "89ab"], 13),
+    (step.zigzag_positions, ["0123456789ab"], 13),
+    (step.zigzag_positions, ["0129ab", "345678"], 14),
+    (step.zigzag_positions, ["01ab", "2389", "4567"], 15),
+]
 
 
 @task("zigzag", 2)
-@cases(
-    "n, expected", [(1, ["0123456789ab"]), (2, ["0129ab", "345678"]), (3, ["01ab", "2389", "4567"])]
-)
-def test_zigzag_positions(n, expected):
-    """Rank r has chunks r and 2n-1-r of 2n, in this order. Lengths that 2n does not divide raise
-    UserError.
-    """
-    for r, digits in enumerate(expected):
-        close(
-            step.zigzag_positions(12, r, n).tolist(),
-            [int(digit, 16) for digit in digits],
-            f"rank {r} of {n}",
-        )
-    for length in (n, 13, 12 + n):
-        with pytest.raises(UserError):
-            step.zigzag_positions(length, 0, n)
+@cases("positions, expected, refused", POSITIONS)
+def test_positions(positions, expected, refused):
+    """In order, rank r has shard r of n; in zigzag, chunks r and 2n-1-r of 2n, in this order."""
+    n = len(expected)
+    for rank, digits in enumerate(expected):
+        found = positions(12, rank, n).tolist()
+        close(found, [int(digit, 16) for digit in digits], f"rank {rank} of {n}")
+    with pytest.raises(UserError):
+        positions(refused, 0, n)
 
 
-def zigzag(n: int, rank: int, length: int) -> Tensor:
-    """The positions of a rank's `length` tokens."""
-    return torch.arange(n * length).view(2 * n, -1)[[rank, -1 - rank]].flatten()
-
-
-def in_turn(n: int, rank: int, length: int) -> Tensor:
+def in_order(n: int, rank: int, length: int) -> Tensor:
     """The positions of a rank's `length` tokens, if ranks have consecutive ones."""
     return torch.arange(n * length).view(n, length)[rank]
 
 
-def pairs_of(visible, positions, n: int) -> tuple[Tensor, list[float]]:
-    """How often n ranks compute each pair of a query (row) and a key (column), and how many pairs
-    each rank has.
+def zigzag(n: int, rank: int, length: int) -> Tensor:
+    """The positions of a rank's `length` tokens in zigzag."""
+    return torch.arange(n * length).view(2 * n, -1)[[rank, -1 - rank]].flatten()
+
+
+def count_pairs(visible: Callable, place: Callable, n: int) -> list[float]:
+    """How many pairs of a query and a key each of n ranks computes.
+
+    Require that each query attends once to its own key and each earlier one, and to no later key.
     """
-    pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
+    pairs = torch.zeros(6 * n, 6 * n)
+    work = [0.0] * n
     for rank, source in np.ndindex(n, n):
         for queries, keys, causal in visible(rank, source, 6):
-            these, those = positions(n, rank, 6)[queries], positions(n, source, 6)[keys]
-            seen = torch.ones(len(these), len(those)).tril(0 if causal else 6)
-            pairs[these[:, None], those] += seen
-            work[rank] += seen.sum().item()
-    return pairs, work
+            rows = place(n, rank, 6)[queries]
+            columns = place(n, source, 6)[keys]
+            block = torch.ones(len(rows), len(columns))
+            if causal:
+                block = block.tril()
+            pairs[rows[:, None], columns] += block
+            work[rank] += block.sum().item()
+    close(pairs, torch.ones_like(pairs).tril(), "how often each query (row) attends to each key")
+    return work
 
 
 @task("zigzag", 2)
 @cases("n", [1, 2, 3])
-def test_the_ring_in_order(n):
-    """Rank r has shard r of n. Each query attends once to its own key and each earlier one, and to
-    no later key.
-    """
-    for rank in range(n):
-        close(
-            step.ordered_positions(6 * n, rank, n),
-            in_turn(n, rank, 6),
-            f"the positions of rank {rank} of {n}",
-        )
-    pairs, _ = pairs_of(step.ordered_visible, in_turn, n)
-    close(pairs, torch.ones_like(pairs).tril(), "how often each pair is computed")
-    with pytest.raises(UserError):
-        step.ordered_positions(13, 0, n + 1)
+def test_ordered_visible(n):
+    """Each query attends once to its own key and each earlier one, and to no later key."""
+    count_pairs(step.ordered_visible, in_order, n)
 
 
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
-    """Each query attends once to its own key and each earlier one, and to no later key. All ranks
-    have equal work.
-    """
-    pairs, work = pairs_of(step.zigzag_visible, zigzag, n)
-    close(
-        pairs,
-        torch.ones_like(pairs).tril(),
-        "how often the pair of a query (row) and a key (column) is computed",
-    )
+    """As in order, and all ranks compute equally many pairs of a query and a key."""
+    work = count_pairs(step.zigzag_visible, zigzag, n)
     close(work, [sum(work) / n] * n, "pairs that each rank computes")
 
 
-# --- The ring -------------------------------------------------------------------------------------------------------
+# --- The ring -------------------------------------------------------------------------------------
 
 
-def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """zigzag_visible if ranks had consecutive tokens: own keys give three parts, earlier ones two,
-    later ones none.
-    """
-    first, second = slice(0, length // 2), slice(length // 2, length)
-    if source == rank:
-        return [(first, first, True), (second, first, False), (second, second, True)]
-    return [(slice(0, length), keys, False) for keys in (first, second)] if source < rank else []
+def one_query_a_part(rank: int, source: int, length: int) -> list[tuple]:
+    """As `ordered_visible`, but each query is a part of its own."""
+    parts = []
+    if source <= rank:
+        for i in range(length):
+            n_keys = i + 1 if source == rank else length
+            parts.append((slice(i, i + 1), slice(0, n_keys), False))
+    return parts
 
 
-ZIGZAG, ALL_4 = step.zigzag_visible, [[0, 1, 2, 3]]
-# Rows: each group's ranks; they need not be neighbours, nor start at 0, and a group may have only
-# one
+ALL_RANKS = [[0, 1, 2, 3]]
 RINGS = cases(
-    "n, rows, heads, kv_heads, rule, kind",
+    # groups need not have neighbours, nor begin with rank 0, and may have one rank
+    "groups, heads, kv_heads, visible, place",
     [
-        pytest.param(2, [[0, 1]], 6, 3, ZIGZAG, "", marks=ranks(2)),
-        pytest.param(3, [[0, 1, 2]], 4, 1, ZIGZAG, "", marks=ranks(3)),
-        pytest.param(4, ALL_4, 4, 2, ZIGZAG, "large", marks=ranks(4)),
-        pytest.param(4, [[0, 2], [1, 3]], 4, 4, ZIGZAG, "", marks=ranks(4)),
-        pytest.param(4, [[0], [1, 2, 3]], 4, 2, in_order, "", marks=ranks(4)),
+        (ALL_RANKS, 4, 2, step.zigzag_visible, zigzag),
+        ([[0, 2], [1, 3]], 6, 3, step.zigzag_visible, zigzag),
+        ([[0], [1, 2, 3]], 4, 1, one_query_a_part, in_order),
     ],
 )
 
 
-def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tuple:
-    """This rank's group; q, k, v, do of the whole sequence; this rank's positions; its shards of q,
-    k, v and do.
-    """
-    mesh = Mesh(dp=n)
-    for row in rows:
-        mesh.add_groups("cp", np.array([row]), urgent=False)
-    seed, group = next(row[0] for row in rows if mesh.rank in row), mesh["cp"]
-    sizes = dict(q=heads, k=kv_heads, v=kv_heads, do=heads)
-    whole = [
-        heads_of(name, heads, length * group.size, kind, seed, **size)
-        for name, heads in sizes.items()
-    ]
-    here = (in_turn if rule is in_order else zigzag)(group.size, group.rank, length)
-    return group, whole, here, [x[:, :, here] for x in whole]
+def shard_inputs(
+    groups: list,
+    heads: int,
+    kv_heads: int,
+    place: Callable = zigzag,
+    length: int = 8,
+    kind: str = "fp64",
+) -> tuple[Group, list[Tensor], list[Tensor]]:
+    """This rank's group; its shards of q, k, v and do, and of the right o, dq, dk and dv."""
+    mesh = Mesh(dp=4)
+    for members in groups:
+        mesh.add_groups("cp", np.array([members]), urgent=False)
+        if mesh.rank in members:
+            seed = members[0]
+    group = mesh["cp"]
+    total = group.size * length
+    whole = inputs(heads, kv_heads, total, total, kind, seed)
+    positions = place(group.size, group.rank, length)
+    own = [x[:, :, positions].requires_grad_() for x in whole]
+    expected = [x[:, :, positions] for x in whole_attention(*whole)]
+    return group, own, expected
 
 
-def forward(given: list[Tensor], group: Group, *more) -> Tensor:
-    """ring_attention, but q, k, v and o are [batch, heads, length, size], not [batch, length,
-    heads, size].
-    """
-    return step.ring_attention(*(x.transpose(1, 2) for x in given), group, *more).transpose(1, 2)
+def forward(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+    """`ring_attention`, in which q, k, v and o are [batch, heads, length, size]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return step.ring_attention(q, k, v, *more).transpose(1, 2)
 
 
-def ring(mode, group, mine, *rule) -> tuple:
-    """Run forward and backward of `mine`, [q, k, v, do], each in a new `mode()` -> [o, dq, dk, dv],
-    both modes.
-    """
-    with mode() as there:
-        o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
-    with mode() as back:
-        grads = torch.autograd.grad(o, mine[:3], mine[3])
-    return [o.detach(), *grads], there, back
+def run_ring(own: list[Tensor], *more: Any) -> tuple[list[Tensor], Tape, Tape]:
+    """Forward and backward -> [o, dq, dk, dv], and a tape of each."""
+    *qkv, do = own
+    with Tape() as in_forward:
+        o = forward(*qkv, *more)
+    with Tape() as in_backward:
+        grads = torch.autograd.grad(o, qkv, do)
+    return [o, *grads], in_forward, in_backward
 
 
 @RINGS
+@ranks(4)
 @task("ring", 4)
-def test_ring_forward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank gets the attention of its own queries to the keys of all ranks, with zigzag and
-    another rule.
-    """
-    group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
-    given, size = [x.clone() for x in mine[:3]], group.size
+def test_ring_forward(groups, heads, kv_heads, visible, place):
+    """Each rank gets the attention of its own queries to all ranks' keys."""
+    group, own, expected = shard_inputs(groups, heads, kv_heads, place)
     with Tape() as tape:
-        o = forward(given, group, rule)
-    close(
-        o,
-        softmax_of(*whole)[0][:, :, here],
-        "o",
-        size,
-        attention_to_its_own_keys=softmax_of(*mine)[0],
-    )
-    each("q k v", given, mine[:3], when="after the call")
+        o = forward(*own[:3], group, visible)
+    close(o, expected[0], "o", group.size)
     close(tape.left, [], "messages that were never waited for")
-    close(tape.sent, (size - 1) * 2 * given[1].nbytes, "bytes: k and v, n-1 times")
+    close(tape.sent, (group.size - 1) * 2 * own[1].nbytes, "bytes: k and v, n-1 times")
 
 
 @RINGS
+@ranks(4)
 @task("ring", 5)
-def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank gets dq, dk and dv of its own tokens; queries on other ranks contribute to dk and
-    dv, too.
-    """
-    group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
-    given, size = [x.clone() for x in mine], group.size
-    found, _, tape = ring(Tape, group, given, rule)
-    each("dq dk dv", found[1:], [x[:, :, here] for x in softmax_of(*whole)[2:]], size)
-    each("q k v do", given, mine, when="after the call")
+def test_ring_backward(groups, heads, kv_heads, visible, place):
+    """Each rank gets dq, dk and dv of its own tokens; other ranks' queries add to dk and dv."""
+    group, own, expected = shard_inputs(groups, heads, kv_heads, place)
+    with unchanged(*own):
+        found, _, tape = run_ring(own, group, visible)
+    close_each("o dq dk dv", found, expected, group.size)
     close(tape.left, [], "messages that were never waited for")
-    bytes_ = (2 * size - 1) * 2 * given[1].nbytes * (size > 1)
-    close(tape.sent, bytes_, "bytes: k and v n-1 times, their gradients n times")
 
 
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """Sums are in fp32: errors are below 1.3 times those of rounding once to bf16. (With 16-bit
-    sums: 1.5 to 2.)
-    """
-    group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
-    found, _, back = ring(Tape, group, mine)
-    close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")
-    o, _, *grads = softmax_of(*whole)
-    for name, x, right in zip(("o", "dq", "dk", "dv"), found, (o, *grads), strict=True):
-        right = right[:, :, here]
-        off = torch.stack([(y.double() - right).square().sum() for y in (x, right.bfloat16())])
-        dist.all_reduce(off)  # over the tokens of all ranks
-        off = (off[0] / off[1]).sqrt()
-        assert off < 1.3, (
-            f"{name}: {off:.2g} roundings off from fp64; is something summed in 16 bits?"
-        )
-    close(back.sent, (3 + 4 * 2) * 2 * mine[1].nbytes, "bytes in backward: gradients have 32 bits")
+    """Sums are in fp32: errors are less than 1.3 times those of rounding once to bf16."""
+    group, own, expected = shard_inputs(ALL_RANKS, 4, 2, length=32, kind="bf16")
+    found, _, _ = run_ring(own, group)
+    close({x.dtype for x in found}, {BF16}, "dtypes of o, dq, dk and dv")
+    for name, x, y in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+        errors = torch.stack((x - y, y.bfloat16() - y)).square().flatten(1).sum(1)
+        dist.all_reduce(errors)  # over the tokens of all ranks
+        ratio = (errors[0] / errors[1]).sqrt()
+        assert ratio < 1.3, f"{name}: {ratio:.2g} roundings off; is a sum in 16 bits (1.5 to 2)?"
 
 
-@ranks(3)
-@task("ring", 3)
-def test_law_of_messages_and_work():
-    """Messages start before a hop's matmuls and are waited for after them; zigzag gives all ranks
-    equal work.
-    """
-    group, _, _, mine = own(3, [[0, 1, 2]], 4, 2, kind="bf16", length=8)
-    _, there, back = ring(Tape, group, mine)
-    sent, b = (
-        [[size for name, size in tape.started if name == "send"] for tape in (there, back)],
-        2 * mine[1].nbytes,
-    )
-    close(
-        sent,
-        [[b, b], [b, 2 * b, b, 2 * b, 2 * b]],
-        "bytes of each message: of k and v, of their gradients in fp32",
-    )
-    letters = "".join(event[0] for event in there.events)
-    runs = "".join(a for a, b in zip(letters, letters[1:] + ".", strict=True) if a != b)
-    close(runs, "smwsmwm", "forward: starts, matmuls and waits of three hops")
-    close(
-        back.hidden(),
-        back.events.count("matmul"),
-        "backward: matmuls while a message is in flight (all of them)",
-    )
-    _, *counts = ring(lambda: FlopCounterMode(display=False), group, mine)
-    # Batch, heads, size; all pairs in hop 0, half in the others
-    product = 2 * (2 * 4 * 4) * 8 * 8 * (1 + 2 / 2)
-    close(
-        [x.get_total_flops() for x in counts],
-        [2 * product, 5 * product],
-        "FLOPs: 2 products forward, 5 backward",
-    )
+@ranks(4)
+@task("ring", 2)
+def test_messages_hide_behind_matmuls():
+    """They start before a hop's matmuls, are waited for after them; dk and dv travel in fp32."""
+    group, own, _ = shard_inputs(ALL_RANKS, 4, 2, kind="bf16")
+    _, in_forward, in_backward = run_ring(own, group)
+    letters = [letter for letter, _ in groupby(event[0] for event in in_forward.events)]
+    close("".join(letters), "smwsmwsmwm", "starts, matmuls and waits of four hops")
+    sent = [nbytes for name, nbytes in in_backward.started if name == "send"]
+    kv = 2 * own[1].nbytes
+    close(sent, [kv, 2 * kv] * 3 + [2 * kv], "bytes of messages in backward")
+    matmuls = in_backward.events.count("matmul")
+    close(in_backward.hidden(), matmuls, "matmuls while a message is in flight: all in backward")
+
+
+@ranks(4)
+@task("ring", 1)
+def test_law_of_work():
+    """All ranks compute one product of all pairs in hop 0, and of half of them in later hops."""
+    group, own, _ = shard_inputs(ALL_RANKS, 4, 2)
+    with FlopCounterMode(display=False) as counter:
+        run_ring(own, group)
+    # 2 FLOPs for each of 2 sequences x 4 heads x size 16, and of 8 x 8 pairs x (1 + 3/2)
+    product = 2 * 128 * 160
+    close(counter.get_total_flops(), 7 * product, "FLOPs: 2 products forward, 5 backward")
 
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Besides inputs and results, a rank holds at most three pairs of k and v, and in backward
-    three of dk and dv.
-    """
-    group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
-    kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
-    gc.collect(), gc.disable()
+    """At most three pairs of k and v are alive, and in backward also three of dk and dv."""
+    group, (q, k, v, do), _ = shard_inputs(ALL_RANKS, 4, 4)
+    alive = []
 
-    def attention(*part):
-        seen.append(live.bytes)
-        return step.part_attention(*part)
+    def sample(function: Callable, *part: Any) -> tuple:
+        alive.append(live.bytes)
+        return function(*part)
 
-    def gradients(*part):
-        seen.append(live.bytes)
-        return step.part_gradients(*part)
-
+    kernel = step.Kernel(partial(sample, step.part_attention), partial(sample, step.part_gradients))
+    gc.collect()
+    gc.disable()
     with Live() as live:
-        kernel = step.Kernel(attention, gradients)
-        o = forward([x.requires_grad_() for x in mine[:3]], group, ZIGZAG, kernel)
-        kept = live.bytes
-        torch.autograd.grad(o, mine[:3], mine[3], retain_graph=True)
+        o = forward(q, k, v, group, step.zigzag_visible, kernel)
+        alive.append(live.bytes)
+        torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
         del o
-        after = live.bytes
+        alive.append(live.bytes)
     gc.enable()
-    close(kept, kv + o_lse, "bytes kept for backward: own k and v, o, lse")
-    close(after, 0, "bytes after the output is deleted (no reference cycle)")
-    there, back = max(seen[:4]) / kv, max(seen[4:]) / kv
-    assert there <= 3 + 2 * o_lse / kv and back <= 8 + o_lse / kv, (
-        f"{there} and {back} times k and v are alive"
-    )
+    kv = 16_384  # bytes of k and v
+    o_lse = 8_192 + 512
+    close(alive[4], kv + o_lse, "bytes kept for backward: own k and v, o, lse")
+    close(alive[9], 0, "bytes after the output is deleted (no reference cycle)")
+    assert max(alive[:4]) <= 3 * kv + 2 * o_lse, f"{alive[:4]} bytes in the hops of forward"
+    assert max(alive[5:]) <= 8 * kv + o_lse, f"{alive[5:]} bytes in the hops of backward"
 
 
-# --- The model and the loop -----------------------------------------------------------------------------------------
+# --- The model and the loop -----------------------------------------------------------------------
+
+
+def strided(length: int, rank: int, n: int) -> Tensor:
+    """The positions of a rank's tokens, if it has each n-th one."""
+    return torch.arange(length)[rank::n]
+
+
+def name_group(q: Any, k: Any, v: Any, group: Group) -> tuple:
+    """Return the arguments, in place of attention."""
+    return q, k, v, group.name
+
+
+STRIDED = step.ContextMode(strided, name_group)
 
 
 @ranks(4)
 @task("loop", 2)
-@cases("dp, cp, tp", [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
-def test_shard_context(dp, cp, tp):
-    """If cp > 1, shard_context uses a mode's positions and attention. All records get data_dim
-    "data": dp x cp.
-    """
-    mesh, model = Mesh(dp=dp, cp=cp, tp=tp), decoder(tied=tp == 1)
-    mode = step.ContextMode(
-        lambda s, r, n: torch.arange(s)[r::n], lambda q, k, v, group: f"{q}{k}{v}{group.name}"
-    )
-    close(
-        step.shard_context(model, mesh, mode, False),
-        torch.arange(6)[mesh["cp"].rank :: cp],
-        "positions",
-    )
-    for layer in model.model.layers.values():
-        found = layer.self_attn.attend is attend or layer.self_attn.attend(1, 2, 3)
-        close(found, cp == 1 or "123cp", "what a layer calls (True: the model's own attention)")
-    close(
-        {layout_of(param).data_dim for param in model.parameters()},
-        {"data"},
-        "data_dim of the records",
-    )
-    members = [r for r in range(4) if r % tp == mesh.rank % tp]
-    close(dist.get_process_group_ranks(mesh["data"].handle), members, "ranks that sum gradients")
-    if cp == tp:  # two ranks of tp cannot share a rank's three tokens
-        with pytest.raises(UserError):
-            step.shard_context(model, mesh, mode, True)
+@cases("cp", [1, 2, 4])
+def test_shard_context(cp):
+    """With --cp, the model uses a mode's positions and attention; else its own."""
+    mesh = Mesh(dp=4 // cp, cp=cp, tp=1)
+    model = decoder()
+    positions = step.shard_context(model, mesh, STRIDED, False)
+    close(positions, torch.arange(6)[mesh["cp"].rank :: cp], "positions")
+    layer_attend = model.model.layers["1"].self_attn.attend
+    if cp == 1:
+        close(layer_attend, attend, "what a layer calls")
+    else:
+        close(layer_attend(1, 2, 3), (1, 2, 3, "cp"), "what a layer calls")
+
+
+@ranks(4)
+@task("loop", 1)
+def test_sp_must_divide_what_cp_leaves():
+    """Two ranks of tp cannot share the three tokens that cp 2 leaves of six."""
+    with pytest.raises(UserError):
+        step.shard_context(decoder(), Mesh(dp=1, cp=2, tp=2), STRIDED, True)
 
 
 @ranks(4)
 @task("loop", 3)
-@cases("recompute, again", [("none", 0), ("full", 1)])
-def test_what_is_given_to_the_model_and_sent(recompute, again):
-    """With dp 2 and cp 2, targets are shifted before sharding: a chunk's last target is the next
-    one's first token.
-    """
-    flags = dict(
-        steps=1,
-        global_batch_size=10,
-        micro_batch_size=2,
-        cp=2,
-        dataset="plain",
-        recompute=recompute,
-    )
-    seen, plain, rank, PRESETS["test"] = (
-        [],
-        Decoder.forward,
-        dist.get_rank(),
-        (shape := ModelConfig(**SHAPE)),
-    )
-    forward = mock.patch.object(
-        Decoder, "forward", lambda model, *xs: seen.append(xs) or plain(model, *xs)
-    )
-    with forward, Watch(step.Config(**BASE | flags, model="test")) as run:
-        step.train(run.config, run)
-    mine, here = slice(rank // 2 * 5, rank // 2 * 5 + 5), zigzag(2, rank % 2, 8)
-    *found, positions = zip(*seen, strict=True)
-    close([len(x) for x in found[0]], [2, 2, 1], "sequences of micro-batches")
-    whole = [x[mine][:, here] for x in Data("plain", shape, 10, 0).batch(0)]
-    each("tokens targets", [torch.cat(some) for some in found], whole)
-    each("1 2 3", positions, [here] * 3, when=": positions of a micro-batch")
+@cases("recompute, forwards", [("none", 1), ("full", 2)])
+def test_what_is_given_to_the_model_and_sent(recompute, forwards):
+    """Targets are shifted before sharding: a chunk's last one is the next chunk's first token."""
+    flags = UNEVEN | dict(steps=1, dataset="plain", cp=2, recompute=recompute)
+    with mock.patch.object(Decoder, "forward", autospec=True, side_effect=Decoder.forward) as model:
+        run = run_of(step.__name__, flags)
+    dp_rank, cp_rank = divmod(dist.get_rank(), 2)
+    positions = zigzag(2, cp_rank, 8)
+    batch = Data("plain", ModelConfig(**SHAPE), 10, 0).batch(0)
+    own_tokens, own_targets = (x.chunk(2)[dp_rank][:, positions] for x in batch)
+    micro_batches = zip(own_tokens.split(2), own_targets.split(2), strict=True)  # 2, 2 and 1
+    for call, (x, y) in zip(model.mock_calls, micro_batches, strict=True):
+        close_each("tokens targets positions", call.args[1:], (x, y, positions))
     kv = 2 * 8 * 2 * 8 * 8  # k and v: 8 tokens, 2 heads of size 8, 8 bytes
-    expected = 3 * 5 * (1 + again + 1 + 2) * kv  # 3 layers, 5 sequences
-    close(run.history[0]["sent"]["cp"], expected, "bytes over cp")
+    sent = 3 * 5 * (forwards + 1 + 2) * kv  # 3 layers, 5 sequences
+    close(run.history[0]["sent"]["cp"], sent, "bytes over cp")
 
 
-# With dp 2: micro-batches of 2, 2 and 1 sequences
-ALL = dict(steps=5, global_batch_size=10, micro_batch_size=2)
-ROWS = [
-    (4, ALL, dict(cp=2)),  # dp is 2
-    (4, ALL, dict(cp=2, zero="3")),
-    (4, ALL, dict(cp=2, tp=2, sp=False)),
-    (4, dict(tied=True, recompute="full"), dict(cp=2, tp=2, zero="2")),
-    (4, dict(n_kv_heads=1), dict(cp=4)),
-    (3, dict(seq_len=12), dict(cp=3, zero="2")),
+# With dp 2: micro-batches of 2, 2 and 1 sequences; else 5 of 2. All rows have 4 query heads and 2 kv heads.
+UNEVEN = dict(global_batch_size=10, micro_batch_size=2)
+TIED = UNEVEN | dict(tied=True)
+LAYOUTS = [
+    (UNEVEN, dict(tp=2)),  # no cp; dp is 2
+    (UNEVEN, dict(cp=2)),  # dp is 2
+    (UNEVEN, dict(cp=2, tp=2, sp=False)),
+    (UNEVEN, dict(cp=4, cp_mode="ring", zero="1")),
+    (TIED, dict(cp=2, zero="3")),
+    (TIED, dict(cp=2, tp=2, zero="2", recompute="full")),
 ]
 
 
-@task("loop", 6)
-@cases("n, base, layout", ROWS)
-def test_cp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """cp trains to step 1's numbers with dp, ZeRO over dp x cp, tp with and without SP,
-    recomputation, and MQA.
-    """
-    equals_step1(pools, n, step.__name__, base, **layout)
+@task("loop", 5)
+@cases("base, layout", LAYOUTS)
+def test_cp_trains_to_step_1s_numbers(pools, base, layout):
+    """Over dp, tp with and without SP, ZeRO over dp x cp, and with recomputation."""
+    equals_step1(pools, 4, step.__name__, base, **layout)
