@@ -102,7 +102,7 @@ def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.o
     """AdamW on the masters, given by name, with Llama's betas, 0.9 and 0.95, not PyTorch's
     defaults.
 
-    `parts`: the run's model, optimizer and mesh, which optimizers of extras/ need.
+    `parts`: the run's model, optimizer and mesh, which other optimizers may need.
     """
     return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
 
@@ -164,8 +164,8 @@ def compile_layer(layer: DecoderLayer):
 def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):
     """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
 
-    (extras/ has more entries of RECOMPUTE, and several can act together. From step 4 on the loss
-    may send messages, which cannot be compiled.)
+    (Several entries of RECOMPUTE can act together. From step 4 on the loss may send messages, which
+    cannot be compiled.)
     """
     if config.compile:
         for layer in model.model.layers.values():

@@ -76,18 +76,17 @@ from step01_single_gpu import (
 )
 
 
-def join_ranks(device: torch.device, **options) -> int:
+def join_ranks(device: torch.device) -> int:
     """Initialise the process group, if a launcher has set RANK. Returns the number of ranks.
 
     Raises UserError if the ranks do not find one another.
     """
     if "RANK" in os.environ and not dist.is_initialized():
-        options.setdefault("backend", "gloo")
+        options = dict(backend="gloo")
         if device.type == "cuda":
-            options |= dict(backend="nccl", device_id=device)  # creates NCCL's communicator now
+            options = dict(backend="nccl", device_id=device)  # creates NCCL's communicator now
         try:
-            options |= store_of_attempt()
-            dist.init_process_group(**options)
+            dist.init_process_group(**options, **store_of_attempt())
         except (RuntimeError, ValueError) as error:
             advice = "the ranks cannot meet: see MASTER_ADDR, *_SOCKET_IFNAME"
             raise UserError(f"{advice} ({error})") from error

@@ -234,6 +234,13 @@ def first_contact(group: Group, device: torch.device):
     all_reduce(torch.zeros(1, device=device), group).wait()
 
 
+def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
+    """The layers of a stage: equally many for each, or one more. Raises UserError."""
+    if n_layers < n_stages:
+        raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: lower --pp or --chunks")
+    return range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
+
+
 class Pipeline:
     """AFAB (all forward, all backward), one stage on each rank. Subclasses replace `execute`."""
 
@@ -244,13 +251,8 @@ class Pipeline:
         self.model = model
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1  # ranks that share a stage's x
-        n_layers = model.config.n_layers
-        p = self.group.size
-        if n_layers < p:
-            raise UserError(f"--pp {p}: {n_layers} layers for {p} stages: lower --pp")
-        start = n_layers * self.group.rank // p
-        stop = n_layers * (self.group.rank + 1) // p
-        self.stage = self.make_stage(model, range(start, stop), positions)
+        layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
+        self.stage = self.make_stage(model, layers, positions)
         keep_stages(model, [self.stage.layers])
         first_contact(self.group, positions.device)
 
@@ -404,13 +406,8 @@ class ListPipeline(Pipeline):
         """`schedule`: made from the flags. Raises UserError."""
         plan = schedule(config)
         p = config.pp
-        n_layers = model.config.n_layers
         v = plan.v if p > 1 else 1  # a single rank has a single stage
         self.n_stages = p * v
-        if n_layers < self.n_stages:
-            raise UserError(
-                f"--pp {p}: {n_layers} layers for {self.n_stages} stages: lower --pp or --chunks"
-            )
         m = math.ceil(config.global_batch_size // mesh["dp"].size / config.micro_batch_size)
         self.n_micro_batches = m
         lists = [plan.actions(p, m, v, rank) for rank in range(p)]
@@ -421,9 +418,8 @@ class ListPipeline(Pipeline):
         self.stages: dict[int, Stage] = {}  # this rank's stages by number
         for number, rank in enumerate(rank_of_stage):
             if rank == self.group.rank:
-                start = n_layers * number // self.n_stages
-                stop = n_layers * (number + 1) // self.n_stages
-                self.stages[number] = plan.stage(model, range(start, stop), positions, number)
+                layers = layers_of_stage(number, self.n_stages, model.config.n_layers)
+                self.stages[number] = plan.stage(model, layers, positions, number)
         self.program = add_messages(lists, rank_of_stage, plan.costs)[self.group.rank]
         keep_stages(model, [stage.layers for stage in self.stages.values()])
         first_contact(self.group, positions.device)

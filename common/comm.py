@@ -49,9 +49,6 @@ from torch.profiler import record_function
 
 from common import UserError
 
-# The number of rows sent to, or received from, each rank; None: the same number for each
-Rows = list[int] | None
-
 # torch 2.13 renamed two collectives. Older versions, which also work, have the old names.
 if hasattr(dist, "all_gather_single"):
     _all_gather = dist.all_gather_single
@@ -86,15 +83,6 @@ class Group:
         return slice(self.rank * length, (self.rank + 1) * length)
 
 
-def require_product(sizes: dict[str, int], world: int, said: str = "--nproc_per_node"):
-    """Raise UserError unless the sizes of all dimensions multiply to `world`. `said`: the flag that
-    set `world`.
-    """
-    if math.prod(sizes.values()) != world:
-        asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
-        raise UserError(f"{asked} must divide the number of ranks, which is {world} ({said})")
-
-
 class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
@@ -108,7 +96,11 @@ class Mesh:
         if dist.is_initialized():
             self.world = dist.get_world_size()
             self.rank = dist.get_rank()
-        require_product(sizes, self.world)
+        if math.prod(sizes.values()) != self.world:
+            asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
+            raise UserError(
+                f"{asked} must divide the number of ranks, which is {self.world} (--nproc_per_node)"
+            )
         self.groups: dict[str, Group] = {}
         self.sent: Counter = Counter()  # shared by all groups of this mesh
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
@@ -218,10 +210,14 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def all_to_all(
-    output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = None, out_rows: Rows = None
+    output: Tensor,
+    tensor: Tensor,
+    group: Group,
+    in_rows: list[int] | None = None,
+    out_rows: list[int] | None = None,
 ) -> Pending:
     """From step 7 on: split `tensor` into in_rows[r] rows for rank r; `output` gets out_rows[r]
-    rows from rank r.
+    rows from rank r. None: the same number for each.
     """
     if group.size == 1:
         output.copy_(tensor)

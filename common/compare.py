@@ -19,9 +19,8 @@ def other_flags(one: str, other: str) -> list[str]:
     """Flags that decide what is computed, and that differ between two runs: "--seed: 0 and 1"."""
     flags = json.loads((Path(one) / "config.json").read_text())
     others = json.loads((Path(other) / "config.json").read_text())
-    may_differ = FREE | LAYOUT
     found = []
-    for name in flags.keys() & others.keys() - may_differ:
+    for name in flags.keys() & others.keys() - FREE - LAYOUT:
         if flags[name] != others[name]:
             found.append(f"{spelled(name)}: {flags[name]} and {others[name]}")
     return sorted(found)
@@ -44,13 +43,11 @@ def compare(one: list[dict], other: list[dict], bound: float) -> bool:
         loss = abs(a["loss"] / b["loss"] - 1)
         norm = abs(a.get("grad_norm", 1) / b.get("grad_norm", 1) - 1)
         largest = max(largest, loss, norm)
-        is_first_beyond = first_beyond is None and max(loss, norm) > bound
-        if is_first_beyond:
+        if max(loss, norm) > bound and first_beyond is None:
             first_beyond = a["step"]
-        if i % every == 0 or is_first_beyond:
+        if i % every == 0 or first_beyond == a["step"]:
             print(f"{a['step']:6}{a['loss']:12.6f}{b['loss']:12.6f}{loss:12.1e}{norm:12.1e}")
-    where = "no step" if first_beyond is None else f"step {first_beyond} first"
-    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; above {bound}: {where}")
+    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; above {bound}: {first_beyond}")
     return bool(pairs) and first_beyond is None
 
 

@@ -7,8 +7,8 @@
                                                         the MLP is a SwiGLU
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
-our state dict. Numbers of heads and channels follow from the weights, so a rank with shards of the
-weights runs the same code.
+our state dict (without experts). Numbers of heads and channels follow from the weights (`unflatten`
+below), so a rank with shards of the weights runs the same code.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -36,7 +36,7 @@ class ModelConfig:
     seq_len: int
     tied: bool = False  # one matrix serves as embedding and as head
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # stretches RoPE's long wavelengths, as Llama 3.1 and 3.2 do
+    rope_scaling: float = 1.0  # stretches RoPE's long wavelengths, as Llama 3.1 and 3.2 do; 1: not
     norm_eps: float = 1e-5
 
     @property
@@ -120,7 +120,7 @@ def rope_tables(
     if config.rope_scaling != 1.0:
         keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    # [..., seq, 1 for all heads, head_dim]
+    # Both halves of the channels have the same angles: [..., seq, 1 for all heads, head_dim]
     angle = (positions[..., None] * frequency).tile(2)[..., None, :]
     return angle.cos(), angle.sin()
 
@@ -133,11 +133,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
 
 
-class RotaryEmbedding(torch.autograd.Function):
-    """Backward of a rotation is the rotation by the opposite angle, whose sine is -sin.
+class RoPE(torch.autograd.Function):
+    """Rotary position embedding of q or k: `rotate`, whose backward is the rotation by the opposite
+    angle, with the sine -sin.
 
-    So the gradient of x is rounded to its dtype once. Autograd's own backward of `rotate` rounds
-    the two terms of it, and then their sum; and it makes more passes over memory.
+    So a 16-bit gradient of x is rounded once. Autograd's own backward of `rotate` rounds its two
+    terms, and then their sum; and it makes more passes over memory.
     """
 
     @staticmethod
@@ -153,11 +154,6 @@ class RotaryEmbedding(torch.autograd.Function):
         return rotate(dy, cos, -sin), None, None
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [batch, seq, heads, head_dim], which is q or k -> like x."""
-    return RotaryEmbedding.apply(x, cos, sin)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] ->
     like q.
@@ -167,12 +163,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """Several linear layers with the same input."""
+    """Several linear layers with the same input, which step 4 communicates once for all of them."""
     return [linear(x) for linear in linears]
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention. Step 4 replaces `self.project`, step 5 `self.attend`."""
+    """Grouped-query self-attention. Step 4 replaces `self.project`, here and in MLP; step 5
+    `self.attend`.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -189,8 +187,8 @@ class Attention(nn.Module):
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
         qkv = self.project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
-        q = apply_rope(q, cos, sin)
-        k = apply_rope(k, cos, sin)
+        q = RoPE.apply(q, cos, sin)
+        k = RoPE.apply(k, cos, sin)
         return self.o_proj(self.attend(q, k, v).flatten(-2))
 
 

@@ -26,7 +26,7 @@ from common.model import (
     PRESETS,
     Decoder,
     ModelConfig,
-    apply_rope,
+    RoPE,
     rope_tables,
     rotate,
     summed_cross_entropy,
@@ -160,14 +160,14 @@ def gradient_of_rope(rope: Callable, dtype: torch.dtype) -> Tensor:
 
 def test_rope_rotates_gradients_back():
     """Its own backward is what autograd makes of its forward."""
-    found = gradient_of_rope(apply_rope, FP64)
+    found = gradient_of_rope(RoPE.apply, FP64)
     close(found, gradient_of_rope(rotate, FP64), "the gradient of x", bound=1e-12)
 
 
 def test_a_bf16_gradient_of_rope_is_rounded_once():
     """So its error is smaller than that of autograd, which rounds both terms and their sum."""
     exact = gradient_of_rope(rotate, FP64)
-    error = (gradient_of_rope(apply_rope, BF16).double() - exact).norm()
+    error = (gradient_of_rope(RoPE.apply, BF16).double() - exact).norm()
     autograds_error = (gradient_of_rope(rotate, BF16).double() - exact).norm()
     assert error < 0.8 * autograds_error, (error, autograds_error)
 

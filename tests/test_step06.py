@@ -235,7 +235,7 @@ def test_too_many_stages_are_refused():
     """Fewer layers than stages: one line that names --pp."""
     model = decoder(n_layers=4)
     mesh = dict(pp=mock.Mock(size=5, rank=0))
-    with pytest.raises(UserError, match="--pp 5: 4 layers for 5 stages"):
+    with pytest.raises(UserError, match="--pp: 4 layers for 5 stages"):
         step.Pipeline(step.Config(), model, mesh, torch.arange(6))
 
 

@@ -343,7 +343,7 @@ OTHER = [dict(row, loss=2.0 + 4e-5 * (row["step"] > 6)) for row in ONE[2:]]
 
 @cases(
     "bound, text, equal",
-    [(1e-5, "above 1e-05: step 7 first", 0), (1e-4, "above 0.0001: no step", 1)],
+    [(1e-5, "above 1e-05: 7", 0), (1e-4, "above 0.0001: None", 1)],
 )
 def test_compare_names_the_first_step_that_differs(capsys, bound, text, equal):
     """The runs have 38 steps in common; the largest relative difference is 4e-5 / 2."""
