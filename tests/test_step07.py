@@ -576,6 +576,23 @@ def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
 
 
 BIAS = TWO | dict(balance="bias", bias_rate=0.1, steps=4)
+
+
+def biases_after_training(recompute: str) -> Tensor:
+    """The biases [layers, experts] after three training steps, in moves of 0.1."""
+    run = run_of(S7, BIAS | dict(steps=3, recompute=recompute))
+    biases = [buffer for name, buffer in run.model.named_buffers() if name.endswith("bias")]
+    return torch.stack(biases) / 0.1
+
+
+def test_each_training_step_moves_the_biases():
+    """Three times by the rate or not at all; alike with recomputation, which runs forward twice."""
+    moves = biases_after_training("none")
+    close(moves, moves.round(), "moves of each bias", bound=1e-6)
+    assert moves.abs().max() > 0, "no bias has moved"
+    close(biases_after_training("full"), moves, "with recomputation", bound=1e-6)
+
+
 BALANCES = [
     (TWO | dict(balance="none"), dict(tp=2, ep=4)),
     (BIAS, dict(cp=2, ep=2, zero="3", recompute="full")),
