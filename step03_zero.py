@@ -107,7 +107,7 @@ class Unit:
         self.named = named
         self.group = group
         self.trained = {name: param for name, param in named.items() if param.requires_grad}
-        self.span: dict[str, tuple[int, int]] = {}  # name -> (start, stop) in flat
+        self.span = {}  # name -> (start, stop) in flat
         stop = 0
         for name, param in named.items():
             self.span[name] = (stop, stop + param.numel())

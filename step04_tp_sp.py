@@ -267,8 +267,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
         gradient[..., len(ids) :] = 0.0
-        one_hot = held[..., None].to(gradient.dtype)
-        gradient.scatter_add_(-1, column, -one_hot)
+        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # minus the one-hot
         gradient.mul_(counted[..., None])
         ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()

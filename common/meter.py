@@ -110,7 +110,8 @@ class Meter:
 
     def __init__(self, param: Tensor, flops: float, world: int):
         """`param`: of the model. `flops`: per token. `world`: the number of ranks."""
-        self.device = torch.cuda.get_device_name(param.device) if param.is_cuda else "cpu"
+        self.is_gpu = param.is_cuda
+        self.device = torch.cuda.get_device_name(param.device) if self.is_gpu else "cpu"
         self.peak = world * peak_flops(self.device, param.dtype)
         self.flops = flops
 
@@ -119,7 +120,7 @@ class Meter:
         found = {}
         if self.peak:
             found["mfu"] = self.flops * tokens_per_second / self.peak
-        if self.device != "cpu":
+        if self.is_gpu:
             found["peak_memory"] = torch.cuda.max_memory_allocated()
         return found
 

@@ -103,6 +103,19 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     return None
 
 
+def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
+    """Each action, and the one that waits for it. The last stage's forward computes the loss, so
+    its own backward waits for it.
+    """
+    consumers = {}
+    for actions in lists:
+        for action in actions:
+            consumers[action] = consumer(action, n_stages)
+            if action.kind == "F" and action.stage == n_stages - 1:
+                consumers[action] = action._replace(kind="B")
+    return consumers
+
+
 def simulate(
     lists: list[list[Action]], ranks: list[int], costs: dict[str, float], message: float = 0
 ) -> list[tuple[float, int, float, Action]]:
@@ -112,35 +125,30 @@ def simulate(
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
     between two ranks. Raises ValueError if the lists deadlock.
     """
-    n_stages = len(ranks)
-    following = {}  # action -> the action that waits for it
-    for actions in lists:
-        for action in actions:
-            following[action] = consumer(action, n_stages)
-            # The loss: this stage's own backward follows
-            if action.kind == "F" and action.stage == n_stages - 1:
-                following[action] = action._replace(kind="B")
-    awaited = set(following.values())
+    consumers = consumers_of(lists, len(ranks))
+    need_input = set(consumers.values())
     arrival: dict[Action, float] = {}  # action -> when its input is there
-    free = [0.0] * len(lists)  # when each rank has finished its last action
+    idle_from = [0.0] * len(lists)  # when each rank has finished its last action
     queues = [deque(actions) for actions in lists]
     spans = []
     while any(queues):
         ready = []
         for rank, queue in enumerate(queues):
-            if queue and (queue[0] in arrival or queue[0] not in awaited):
+            # The next action's input has arrived, or it needs none
+            if queue and (queue[0] in arrival or queue[0] not in need_input):
                 ready.append(rank)
         if not ready:
             raise ValueError(f"each rank waits for ever: {[queue[0] for queue in queues if queue]}")
         for rank in ready:
             action = queues[rank].popleft()
-            start = max(free[rank], arrival.get(action, 0))
-            free[rank] = start + costs[action.kind]
-            next_action = following[action]
+            start = max(idle_from[rank], arrival.get(action, 0))
+            end = start + costs[action.kind]
+            idle_from[rank] = end
+            next_action = consumers[action]
             if next_action is not None:
                 crosses = ranks[next_action.stage] != rank
-                arrival[next_action] = free[rank] + (message if crosses else 0)
-            spans.append((free[rank], rank, start, action))
+                arrival[next_action] = end + (message if crosses else 0)
+            spans.append((end, rank, start, action))
     return sorted(spans)
 
 

@@ -85,7 +85,7 @@ class Run(AbstractContextManager):
         self.first = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.flags = dataclasses.asdict(config) | {"nproc_per_node": self.world}
-        self.history: list[dict[str, Any]] = []  # the rows of metrics.jsonl
+        self.history = []  # the rows of metrics.jsonl, a dict for each step
         self.began = 0.0  # when the present step began
         self.watch = HangWatch(config.timeout, self.out)
 
@@ -115,8 +115,7 @@ class Run(AbstractContextManager):
         self.introduce(parts["model"], parts["optimizer"])
         self.take_sent()  # do not count what was sent before the first step
         steps = range(done, self.config.steps)
-        gpu = self.meter.device != "cpu"
-        trace = profiling(self.config.profile, len(steps), self.out, self.rank, gpu)
+        trace = profiling(self.config.profile, len(steps), self.out, self.rank, self.meter.is_gpu)
         bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
         with bar as self.bar, trace as end_step, Signals() as signals:
             for step in steps:
@@ -279,7 +278,7 @@ def draw_loss(history: list[dict], target: Path):
     figure.savefig(target, dpi=120)
 
 
-def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
+def main(train: Callable[[Any, Run], None], cls: type):
     """Parse the flags and train. Exit with status 0, or as `report` says.
 
     With several ranks, the process ends at once: threads of NCCL or gloo can block a normal
@@ -291,7 +290,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
     try:
         check_environment()
         config = parse(cls)
-        with run_type(config) as run:
+        with Run(config) as run:
             train(config, run)
         if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
             torch.distributed.destroy_process_group()
