@@ -10,7 +10,7 @@ from typing import Any
 
 from common import UserError
 from extras.labs import TASKS, holes, hollow, step_of
-from extras.labs.judge import judge, lay_out, require_packages, tests_of
+from extras.labs.judge import judge, lay_out, path_of_tests, require_packages
 
 COLUMNS = ["folder", "student", "lab", "points", "of", "error", "lost"]  # of the table of grades
 # What a student launches in the end, on two ranks from lab 2 on
@@ -59,7 +59,7 @@ def start(lab: int, folder: Path, student: str):
         step=step_of(lab),
         student=student,
         files=" and ".join(holes(lab)),
-        tests=tests_of(lab),
+        tests=path_of_tests(lab),
         launch=f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)}{FLAGS[lab]}",
         folder=folder.resolve(),
         tasks="\n".join(tasks),

@@ -36,7 +36,7 @@ class Result(NamedTuple):
     wrong: str  # why it earns no points, or ""
 
 
-def tests_of(lab: int) -> str:
+def path_of_tests(lab: int) -> str:
     """The path of the file with the tests of the step."""
     return f"tests/test_step{lab:02d}.py"
 
@@ -52,7 +52,7 @@ def require_packages():
 
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
     """Copy what a step needs, without tests/faults.py, which has solutions; write `texts`."""
-    others = {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")} - {ROOT / tests_of(lab)}
+    others = {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")} - {ROOT / path_of_tests(lab)}
     paths = {ROOT / "pyproject.toml", *ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py")} - others
     paths |= {path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)}
     for path in paths:
@@ -138,7 +138,7 @@ def judge(lab: int, texts: dict[str, str], seconds: float, a_case: float = 40.0)
     end = time.monotonic() + seconds
     events: list[list] = []
     found: list[Result] = []
-    before, left = [], [tests_of(lab)]
+    before, left = [], [path_of_tests(lab)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name).resolve()
         lay_out(lab, place, texts)
