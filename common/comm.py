@@ -134,8 +134,8 @@ class Mesh:
 
         A handle is a queue of operations (on GPUs an NCCL communicator). Activations are `urgent`:
         they must not queue behind gradient sums, which have time until the update. So if the same
-        ranks need both kinds, they have two handles. All ranks start operations in one order, as
-        NCCL requires of several communicators.
+        ranks need both kinds, they have two handles. The ranks of a group start its operations in
+        the same order.
         """
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:

@@ -224,7 +224,8 @@ class Run(AbstractContextManager):
                 found = []
                 for rank, names in enumerate(self.ranks.gather(bad)):
                     if names:
-                        found.append(f"{names[-1]} on rank {rank}")  # the last: backward's first
+                        # Backward usually reaches the last parameter first
+                        found.append(f"{names[-1]} on rank {rank}")
                 raise UserError(
                     f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
                     "one device trains well with these flags, it is a bug in the sharding. "

@@ -34,14 +34,15 @@ class Signals(AbstractContextManager):
         now = time.monotonic()
         if number == signal.SIGINT and 0 < self.received < now - 1:
             os._exit(130)
-        self.received = self.received or now
+        if not self.received:
+            self.received = now
 
 
 class HangWatch:
     """Ends this rank if a step takes longer than `seconds` (0: never), and prints where it waits.
 
     If one rank waits for ever, the others soon wait for it in a collective. So all ranks print
-    their stacks at about the same time, and the rank that is elsewhere is the one that they wait
+    their stacks at about the same time, and the rank whose stack differs is the one that they wait
     for. With NCCL, PyTorch's record of the last collectives is written, too: see `torchfrtrace`.
     """
 

@@ -32,7 +32,7 @@ from common.model import (
     summed_cross_entropy,
 )
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, train_whole
-from tests.tape import Live, Tape
+from tests.tape import Live, Tape, traced_graphs
 
 task = pytest.mark.task
 cases = pytest.mark.parametrize
@@ -462,15 +462,7 @@ def test_compile_traces_layers_and_loss(monkeypatch, dtype, recompute, bound):
     """--compile makes two graphs, of the layers and of the loss; gradients stay the same.
 
     The second micro-batch begins with fp32 gradients, in bf16 too."""
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return graph.forward  # runs each operator as it is
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=backend))
-    torch._dynamo.reset()
+    graphs = traced_graphs(monkeypatch)
     model = decoder(dtype=dtype)
     step.set_up_layers(model, step.Config(compile=True, recompute=recompute))
     backward_twice(model)

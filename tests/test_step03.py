@@ -22,7 +22,7 @@ from common.layout import Shard, global_norm, layout_of, norm_groups, note_layou
 from common.model import PRESETS, Decoder
 from step01_single_gpu import accumulate_wide, set_up_layers
 from tests.equal import BASE, Watch, close, decoder, draw, equals_step1
-from tests.tape import Live, Tape, memory_of, tensors_in
+from tests.tape import Live, Tape, memory_of, tensors_in, traced_graphs
 
 ranks = pytest.mark.ranks
 task = pytest.mark.task
@@ -277,15 +277,7 @@ def test_compile_makes_two_graphs_of_bf16_weights(monkeypatch, stage):
     """One of all layers, one of the loss, although weights are made after layers are set up.
 
     (A second micro-batch begins with a gradient, in stages 0 and 1 in fp32.)"""
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return graph.forward  # runs each operator as it is
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=backend))
-    torch._dynamo.reset()
+    graphs = traced_graphs(monkeypatch)
     model, _, sync, _ = zero_of(stage, 1, nothing, BF16, compile=True)
     sync.begin(2)
     for micro in range(2):

@@ -85,8 +85,7 @@ def train_real(step: str, flags: dict, out: str) -> tuple[int, int, dict[str, in
 def test_real_ranks(pools, tmp_path, ranks, step, flags):
     """Real ranks send exactly what the dry run counts, and hold the same bytes within 1 %.
 
-    Their peak is up to a tenth larger: gloo keeps tensors for a moment after the wait for their
-    message.
+    Their peak is within 5 %: gloo may keep tensors for a moment after the wait for their message.
     """
     real = pools(ranks).run(train_real, step, flags, str(tmp_path))
     for rank in {0, ranks - 1}:
@@ -98,7 +97,7 @@ def test_real_ranks(pools, tmp_path, ranks, step, flags):
         assert dict(by_group) == sent
         assert sum(counts["held"].values()) == pytest.approx(held, rel=0.01)
         if flags.get("zero") != "3":  # whose storages are resized in place
-            assert 0.95 < peak / sum(counts["peak"].values()) < 1.1
+            assert sum(counts["peak"].values()) == pytest.approx(peak, rel=0.05)
 
 
 def test_flops_law():
