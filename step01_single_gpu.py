@@ -16,15 +16,16 @@ back to 0.02, and the update is lost. So for bf16 weights, gradients add up in f
 updates *masters*, the weights' fp32 copies (Micikevicius et al. 2017, for fp16). Bytes for each
 parameter:
 
-    weight 2, gradient 4, master 4, moments 8     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
-    weight 4 (its own master), gradient 4, 8      16    here, in fp32
-    weight 2, gradient 2, master 4, moments 8     16    16-bit gradients, as in the ZeRO paper
-    weight 2, gradient 2 and its sum 4, 4, 8      20    a bf16 gradient beside its fp32 sum
+    weight   gradient   master   moments     all
+       2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
+       4        4          -       4 + 4     16    here, in fp32: a weight is its own master
+       2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
+       2      2 + 4        4       4 + 4     20    a bf16 gradient and its fp32 sum
 
 RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a
 layer saves, for each token,
 
-    numbers                 of what                                                  tiny
+    how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two norms                       512
     2 dim                   queries, and the output of attention                      256
     2 kv_dim                keys, values                                              128
@@ -32,22 +33,23 @@ layer saves, for each token,
     n_heads + 2, in fp32    of each head log sum exp(scores), of each norm 1 / rms     10
     in bf16, on a GPU                     2 x 2,304 + 4 x 10 bytes = 4,648 bytes
 
-(On a CPU a norm saves its input and its normalised input, both in fp32: 6,184 bytes.) With
-recomputation a layer saves only its input, dim numbers (tiny: 256 bytes), and backward repeats its
-forward, except the product with down_proj, whose result backward does not need.
+(On a CPU a norm saves its input and its normalised input, both in fp32: 6,184 bytes in bf16. In
+fp32, as in the command below, all numbers have 4 bytes: 4 x (2,304 + 10) + 4 x 256 = 10,280.) With
+recomputation a layer saves only its input, dim numbers (tiny in bf16: 256 bytes), and backward
+repeats its forward, except the product with down_proj, whose result backward does not need.
 
 FLOPS OF A TOKEN. Each weight of a matrix, except the embedding's, costs 6: 2 forward, 4 backward.
-In causal attention a token meets seq/2 others on average, so a product of all queries with all keys
-costs seq dim. Forward has two such products, and backward five, because it computes the scores
-again, as FlashAttention does.
+In causal attention a token attends to about seq/2 tokens. Its scores with their keys cost 2 x dim x
+seq/2 = seq dim, and so does each other product of attention. Forward has two (scores, output), and
+backward five, because it computes the scores again, as FlashAttention does.
 
     tiny: 6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
 
-PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights and casts each
-once in a forward, so there are no separate masters; torch.utils.checkpoint is used here, too.
+PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights, which are their
+own masters, and casts each for a forward. torch.utils.checkpoint is used here, too.
 
 Try this: in `train`, divide by `(y != IGNORE).sum()` of the micro-batch, and by `len(xs)`: the mean
 of means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers
@@ -108,8 +110,8 @@ def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.o
 
 
 def sgd(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
-    """Gradient descent, without state. Adam's division hides a wrongly scaled gradient; this does
-    not.
+    """Gradient descent, without state. A gradient of the wrong scale shows here (with --grad-clip
+    0); Adam divides by that scale, which hides it.
     """
     return torch.optim.SGD(decay_groups(masters, config), fused=True)
 
@@ -138,6 +140,9 @@ def recompute_layers(model: Decoder, keep: Sequence[Callable] = ()):
 RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
 
 
+# --- For speed (--compile): the next two functions may be skipped at first.
+
+
 def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
@@ -164,8 +169,8 @@ def compile_layer(layer: DecoderLayer):
 def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):
     """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
 
-    (Several entries of RECOMPUTE can act together. From step 4 on the loss may send messages, which
-    cannot be compiled.)
+    (Several entries of RECOMPUTE can act together. Step 4's loss over several ranks is another
+    function, which is not compiled.)
     """
     if config.compile:
         for layer in model.model.layers.values():
@@ -178,7 +183,7 @@ def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = (
 
 @dataclass
 class Config:
-    """Flags of the trainer."""
+    """Flags of the trainer, as `flag(default, help, allowed values or a table of them)`."""
 
     model: str = flag(
         "tiny",
@@ -210,13 +215,15 @@ class Config:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak after the last step. The first step
-    is 0.
+    """Linear warm-up, then a cosine, which would reach a tenth of the peak one step after the last.
+
+    Steps are counted from 0.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    lowest = 0.1 * config.lr
+    return lowest + (config.lr - lowest) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def accumulate_wide(params: Iterable[nn.Parameter]):
@@ -241,12 +248,13 @@ class Optimizer:
         accumulate_wide(self.params.values())
         self.masters: dict[str, Tensor] = {}
         for name, param in self.params.items():
+            # A copy only if the dtype changes: an fp32 weight is its own master
             self.masters[name] = param.detach().to(wide(param.dtype))
         make = OPTIMIZERS[config.optimizer]
         self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, not copied: clipping scales them in place. At first None."""
+        """The gradients by name, not copied: clipping scales them in place."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
@@ -261,7 +269,7 @@ class Optimizer:
     def publish(self):
         """Round the masters into the weights."""
         for name, param in self.params.items():
-            param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
+            param.detach().copy_(self.masters[name])  # in fp32 it is a copy to itself
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Which elements of each flattened parameter this rank updates, for checkpoints: all."""

@@ -15,15 +15,15 @@ gradient of a sum is the sum of gradients. Each rank's loss is already divided b
 sum by n. If each rank's loss is the mean over its own tokens, that gives a mean of means, which is
 right only if all ranks have equally many targets.)
 
-THE SAME START. Every rank draws its weights from the same seed and names, so all start equal, and
-stay equal, because they make the same updates. (DistributedDataParallel broadcasts rank 0's
-weights.)
+THE SAME START. Every rank draws its weights from the same seed and names, so all start equal. They
+stay equal, because an all-reduce gives all ranks the same bits, and so all make the same update.
+(DistributedDataParallel broadcasts rank 0's weights.)
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    gradients are views of flat buffers, *buckets* (--bucket-mb); during the last
-                     backward, a bucket's all-reduce starts when that bucket and all before it are
-                     complete (Li et al. 2020, "PyTorch Distributed"):
+                     backward, a bucket's all-reduce starts when all gradients of that bucket, and
+                     of all before it, are complete (Li et al. 2020, "PyTorch Distributed"):
 
         backward      | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
         of bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3    3 3       |
@@ -39,8 +39,8 @@ Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. This compares the two runs:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step over
-each mesh dimension. --sync ring counts each of its messages; the others use the law, because
-PyTorch does not report its messages.
+each mesh dimension, by this law, because PyTorch does not report its messages. Only --sync ring
+counts its messages one by one (where n does not divide a gradient, ranks differ by a few bytes).
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.
@@ -60,7 +60,7 @@ from torch import Tensor, nn
 
 import step01_single_gpu as step01
 from common import UserError
-from common.comm import Group, Mesh, Pending, all_reduce, exchange, note
+from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import flag
 from common.layout import data_group, layout_of, materialize
@@ -82,11 +82,13 @@ def join_ranks(device: torch.device) -> int:
     Raises UserError if the ranks do not find one another.
     """
     if "RANK" in os.environ and not dist.is_initialized():
-        options = dict(backend="gloo")
-        if device.type == "cuda":
-            options = dict(backend="nccl", device_id=device)  # creates NCCL's communicator now
         try:
-            dist.init_process_group(**options, **store_of_attempt())
+            options = store_of_attempt()  # {}, unless torchrun has restarted the job
+            if device.type == "cuda":
+                # With device_id, NCCL's communicator is created now, not by the first collective
+                dist.init_process_group("nccl", device_id=device, **options)
+            else:
+                dist.init_process_group("gloo", **options)
         except (RuntimeError, ValueError) as error:
             advice = "the ranks cannot meet: see MASTER_ADDR, *_SOCKET_IFNAME"
             raise UserError(f"{advice} ({error})") from error
@@ -114,26 +116,24 @@ class NaiveSync:
     def finish(self):
         """Called after the last micro-batch: sum each `.grad` over its group, here all ranks."""
         for param in self.params:
-            group = data_group(param, self.mesh)  # mesh["dp"]: same weights, different tokens
-            if group.size > 1:
-                self.sum_up(param.grad, group)
+            # The ranks with the same weights and other tokens: in this step always mesh["dp"]
+            self.sum_up(param.grad, data_group(param, self.mesh))
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """All-reduce a gradient in place. `note` adds 2 (n-1)/n times its bytes to `sent`."""
-        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
-        dist.all_reduce(gradient, group=group.handle)
+        """All-reduce a gradient in place."""
+        all_reduce(gradient, group).wait()
 
 
 class RingSync(NaiveSync):
     """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right.
 
     (Patarasuk and Yuan 2009.) n = 4: each gradient has shards a b c d. A row shows the shards that
-    changed; a01 is a, summed over ranks 0 and 1:
+    changed; a01 is the sum of a over ranks 0 and 1, in this order:
 
                          rank 0         rank 1         rank 2         rank 3
         at first         a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
         after round 0    d30            a01            b12            c23      rank r sent shard r
-        after round 1    c230           d301           a012           b123     r sent its newest sum
+        after round 1    c230           d301           a012           b123     each sent its new sum
         after round 2    b1230          c2301          d3012          a0123    each has one sum
         rounds 3, 4, 5   a d c          b a d          c b a          d c b    each gets all sums
 
@@ -250,7 +250,7 @@ class BucketSync:
         """Wait for every sum. (The embedding's gradient comes last: nothing is left to hide its
         sum.)
         """
-        # Buckets that are not complete, because a parameter had no gradient in some micro-batch
+        # If a parameter had no gradient in some micro-batch, its bucket and all later ones are left
         while self.unsent:
             self.send(self.unsent.pop(0))
         for pending in self.pending:
@@ -268,6 +268,7 @@ SYNCS: dict[str, Callable[..., NaiveSync | BucketSync]] = {
 class Config(step01.Config):
     """Data parallelism."""
 
+    # `needs`: with step 3's --zero 1, 2 or 3 these flags are refused, because ZeRO does the sums
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,

@@ -8,8 +8,8 @@ needs masters and moments of that shard alone.
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer, padded, of n equal shards; rank r updates shard r.
 
-    unit "layers.0":  [ norm  q  k  v  .. | .. o  norm  gate | .. gate  up .. | .. up  down  0 0 ]
-                      '---- rank 0 -----''----- rank 1 -----''--- rank 2 ----''---- rank 3 ------'
+    unit "layers.0":  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down 0 ]
+                      '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '-- rank 3 ---'
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20.
 Plain gradient descent with rate 0.1:
@@ -37,14 +37,15 @@ of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
     3       nothing                         18/n           2.25     16/n           2
 
 Stage 1 holds whole gradients and a shard of their sums. Stage 2 also holds the whole gradients of
-the few units that are in use, stage 3 also their weights. Activations are not in the table: each
-rank has its own, of its own sequences.
+two units, stage 3 also their weights. Activations are not in the table: each rank has its own, of
+its own sequences.
 
 State is sharded first because it is the largest part and costs no extra message: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
 next: a reduce-scatter in each micro-batch. Weights are last: they must be gathered for each use.
 
-In a training step of m micro-batches, a rank that trains P parameters sends (n-1)/n times
+In a training step of m micro-batches, a rank that trains P parameters (counted with the padding of
+units) sends (n-1)/n times
 
     stage 0              2 P elements      an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
@@ -54,16 +55,18 @@ In a training step of m micro-batches, a rank that trains P parameters sends (n-
 
 A micro-batch gathers most weights twice, for forward and for backward, but e of them only once:
 those of units E and H (if embedding and head are tied, those of the last norm). Stage 3 of tiny on
-4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e) = 3,520,128 elements.
+4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e) = 3,520,128 elements. In fp32
+`sent` is then 4 x 3,520,128 bytes, and 3/4 x 24 for all-reduces of the loss (4 bytes) and of the
+norm's square (8): 14,080,530. In bf16, gathers have 2 bytes an element.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
-`sent` is (n-1)/n x (4 bytes x elements + 24 for loss and norm); in bf16, gathers have 2 bytes.
 
 PyTorch's own way: ZeroRedundancyOptimizer shards state, as stage 1 does, beside an all-reduce of
 gradients. `fully_shard(layer)` for each layer, then `fully_shard(model)`, is stage 3, and with
 reshard_after_forward=False keeps weights from forward to backward. Its parameters are DTensors with
-the placement Shard(0). It averages gradients; model.set_gradient_divide_factor(1.0) makes it sum.
+the placement Shard(0). It averages gradients; to sum them, call set_gradient_divide_factor(1.0) of
+each layer and of the model: the call does not reach modules inside.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 two lines). Backward then computes with weights that have no memory: PyTorch says so.
@@ -115,10 +118,10 @@ class Unit:
         self.length = math.ceil(stop / group.size)  # of a shard
         self.first = group.rank * self.length  # where this rank's shard starts
         some_param = next(iter(named.values()))
-        self.flat = some_param.new_zeros(self.length * group.size).detach()
+        self.flat = some_param.new_zeros(self.length * group.size)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            # `.data`: a later write to flat is then no change that autograd must know of
+            # `.data`: filling flat again is then no change of a weight that autograd has saved
             param.data = self.view(self.flat, name)
         self.shard = self.flat[self.first : self.first + self.length]
         # In fp32 or fp64 this is the shard itself
@@ -145,9 +148,12 @@ class Unit:
         it.
         """
         start, stop = self.span[name]
-        start = min(max(start - self.first, 0), self.length)
-        stop = min(max(stop - self.first, 0), self.length)
-        return shard[start:stop]
+        # What [start, stop) and this rank's [first, first + length) have in common
+        start = max(start, self.first)
+        stop = min(stop, self.first + self.length)
+        if start >= stop:
+            return shard[:0]
+        return shard[start - self.first : stop - self.first]
 
     def allocate_grad(self):
         """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised."""
@@ -222,7 +228,7 @@ class Zero1:
             unit.allocate_grad()
             unit.local_grad.zero_()
             unit.missing = n_micro_batches * backwards_of(unit)
-            accumulate_wide(unit.trained.values())
+            accumulate_wide(unit.trained.values())  # (Stages 2 and 3 do not: see `Zero2`)
             for name, param in unit.trained.items():
                 param.grad = unit.view(unit.local_grad, name)
 
@@ -304,7 +310,7 @@ def backwards_of(unit: Unit) -> int:
 
 class Zero2(Zero1):
     """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every
-    micro-batch.
+    micro-batch; if one does not, `finish` raises an error.
 
     A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's
     backward:
@@ -334,7 +340,7 @@ class Zero2(Zero1):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        # Its buffer is still being sent
+        # The unit's buffer is still being sent: only if this rank has no other unit (step 6)
         if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
@@ -415,8 +421,8 @@ class Zero3(Zero2):
     """ZeRO 3 (FSDP): weights are sharded, too. Hooks gather a unit before its use and prefetch the
     next meanwhile.
 
-    A micro-batch through E (embedding), layers 0 and 1, H (norm and head). A column's messages
-    overlap computation:
+    A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
+    Messages overlap the computation in the same column:
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -429,68 +435,72 @@ class Zero3(Zero2):
     freed after the backward of E. In a pipeline the last unit of a rank's stage also stays.) With
     --keep, a unit is gathered once in a training step, and freed after the update.
 
-    A unit is freed when its last gradient has arrived. That gradient is the first norm's, whose dx
-    is computed together with it, so nothing of the unit's backward is left to do.
+    A unit is freed when its last gradient has arrived, the one of a layer's first norm. What may be
+    left of the layer's backward, the rest of this norm's dx, needs no weights. (A unit with frozen
+    weights stays whole until the next forward has used it, or until the update.)
     """
 
-    def __init__(self, model: Decoder, *args):
-        super().__init__(model, *args)
+    def __init__(
+        self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
+    ):
+        super().__init__(model, config, mesh, device, dtype)
         trunk = model.model
-        # For each entry, in forward order: the units of its parameters
-        self.uses: list[list[Unit]] = []
-        self.add_entry(trunk.embed_tokens)
-        # The first entry whose backward needs weights: the embedding's does not
-        self.lowest = len(self.uses)
+        # The model as segments, each gathered as a whole: the embedding; each layer; norm with
+        # head. Here are each segment's units, in the order of forward.
+        self.segments: list[list[ShardedUnit]] = []
+        self.add_segment(trunk.embed_tokens)
+        # The first segment whose backward needs weights: the embedding's does not
+        self.first_with_weights = len(self.segments)
         for layer in trunk.layers.values():
-            self.add_entry(layer)
-        self.add_entry(trunk.norm, model.lm_head)
+            self.add_segment(layer)
+        self.add_segment(trunk.norm, model.lm_head)
 
     def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> ShardedUnit:
         """A unit that keeps only its shard."""
         return ShardedUnit(named, group)
 
-    def add_entry(self, *modules: nn.Module | None):
+    def add_segment(self, *modules: nn.Module | None):
         """Hook modules that run one after another. From step 6 on, None: another rank has them."""
         if modules[0] is None or modules[-1] is None:
             return
         params = set()
         for module in modules:
             params.update(module.parameters())
-        units = [unit for unit in self.units if params & set(unit.named.values())]
-        number = len(self.uses)
-        self.uses.append(units)
+        units = [unit for unit in self.units if not params.isdisjoint(unit.named.values())]
+        number = len(self.segments)
+        self.segments.append(units)
         modules[0].register_forward_pre_hook(partial(self.before_forward, number))
         modules[-1].register_forward_hook(partial(self.after_forward, number))
 
     def fetch(self, number: int, ahead: int):
-        """Gather the units of an entry and wait for them; prefetch those of entry `ahead`, which
+        """Gather the units of a segment and wait for them; prefetch those of segment `ahead`, which
         are needed next.
         """
-        for unit in self.uses[number]:
+        for unit in self.segments[number]:
             unit.gather()
-        if self.lowest <= ahead < len(self.uses):
-            for unit in self.uses[ahead]:
+        if self.first_with_weights <= ahead < len(self.segments):
+            for unit in self.segments[ahead]:
                 unit.gather()
-        for unit in self.uses[number]:
+        for unit in self.segments[number]:
             unit.gathering.wait()
 
     def before_forward(self, number: int, module: nn.Module, inputs: tuple):
-        """Hook: gather this entry's units, and prefetch the next entry's."""
+        """Hook: gather this segment's units, and prefetch the next segment's."""
         self.fetch(number, ahead=number + 1)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
         """Hook: free units that are not needed next; gather them again at the output's gradient."""
-        is_last = number + 1 == len(self.uses)
-        # The last entry's backward is next
-        needed_next = self.uses[number] if is_last else self.uses[number + 1]
-        for unit in self.uses[number]:
+        needed_next = self.segments[number]  # after the last segment its own backward follows
+        if number + 1 < len(self.segments):
+            needed_next = self.segments[number + 1]
+        for unit in self.segments[number]:
             if unit not in needed_next:
                 self.free(unit)
-        if output.requires_grad and number >= self.lowest:
+        if output.requires_grad and number >= self.first_with_weights:
             output.register_hook(partial(self.before_backward, number))
 
     def before_backward(self, number: int, gradient: Tensor):
-        """Hook: gather this entry's units, and prefetch those of the entry before it."""
+        """Hook: gather this segment's units, and prefetch those of the segment before it."""
         self.fetch(number, ahead=number - 1)
 
     def start_sum(self, unit: Unit):
@@ -551,7 +561,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     set_up_layers(model, config)
-    # new: initialises unit by unit, so layers were set up before; this shard of the update
+    # new: draw the weights, unit by unit, and keep what the stage of ZeRO says
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -1,9 +1,11 @@
 """Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
 
-A *block*, attention or the MLP, computes h(x A) B, in which h works on each attention head, or each
-channel of the MLP, alone. In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), B
-by rows (inputs). So rank i can compute its term h(x A_i) B_i without the others, and the block's
-output is the sum of these terms. A term is also called a *partial* sum.
+A *block*, attention or the MLP, computes h(x A) B. In attention, A is q_proj, k_proj and v_proj
+side by side, h works on each head alone, and B is o_proj. In the MLP, A is gate_proj and up_proj,
+h = silu(gate) up works on each channel alone, and B is down_proj. In Megatron-LM (Shoeybi et al.
+2019) A is sharded by columns (outputs), B by rows (inputs). So rank i can compute its term
+h(x A_i) B_i without the others, and the block's output is the sum of these terms. A term is also
+called a *partial* sum. (nn.Linear has weights [out, in]: columns of A are rows of its weight.)
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -15,7 +17,7 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 
 So one all-reduce after B is all that forward needs, and by symmetry backward needs one before A:
 the loss depends on x through A_0 and through A_1, so dx is the sum of what these two give. Megatron
-calls the two operators f and g:
+calls the two operators f and g (and with sequence parallelism, below, g and g with a bar):
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.    rank 0
     x whole -|                                                                        |-> output
@@ -28,10 +30,11 @@ calls the two operators f and g:
 embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code, a
 block's f is in its `project`, before the first matrices, and its g is a hook after its forward.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, not messages. An
-all-reduce is a reduce-scatter, then an all-gather. g does the first half, and the f of the next
-block the second. In between, norms and residual sums see s/n of the s tokens, so what they save for
-backward is also 1/n:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory; the bytes sent
+stay the same. An all-reduce is a reduce-scatter, then an all-gather. g does the first half, and the
+f of the next block the second. In between, norms and residual sums see s/n of the s tokens, so the
+inputs that norms save for backward are 1/n, too. (What f gathers is saved whole by the block's
+first matrices, except with --tp-overlap.)
 
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
@@ -44,9 +47,9 @@ Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partia
     x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
     weights of the norms                   [dim]            whole    partial   --no-sp: whole
     f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
-    q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     ColumnParallelLinear
+    q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
     q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
-    o_proj down_proj                       [out, in/n]      shard    shard     RowParallelLinear
+    o_proj down_proj                       [out, in/n]      shard    shard     rows of B
     their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
     logits                                 [b, s, vocab/n]  shard    shard
 
@@ -54,12 +57,16 @@ THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch
 
                                     a layer   embedding and head
     with SP or without              8 S       4 S       two f and two g, forward and backward
+    SP and --tp-overlap             10 S      4 S       backward gathers x once more
     SP and --recompute full         11 S      4 S       forward again, except its last g
     --no-sp and --recompute full    10 S      4 S       forward's last all-reduce is not repeated
 
-and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2: S = 4
-x 256 x 128 x 4 bytes = 524,288 bytes, so (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184 bytes a
-micro-batch, without those of the loss.
+and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2:
+
+    S               4 x 256 x 128 x 4 bytes = 524,288 bytes
+    a micro-batch   (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
+    a step          4 micro-batches, and once all-reduces of the gradients of 9 norms and of the
+                    gradient's squared norm, 9 x 128 x 4 + 8: in all 37,786,120 bytes
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
@@ -97,8 +104,8 @@ from step03_zero import ZERO, make_optimizer
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """All-reduce: the sum of every rank's x, in a new tensor. x need not be contiguous, and stays
-    unchanged.
+    """All-reduce: the sum of every rank's x, in a new tensor of x's dtype (bf16 sums are bf16, as
+    in Megatron-LM). x need not be contiguous, and stays unchanged.
     """
     x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
@@ -230,8 +237,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        # An arbitrary row for other ranks' tokens, masked below
-        row = (tokens - self.ids.start) % len(self.weight)
+        row = (tokens - self.ids.start).where(held, 0)  # row 0, masked below, for other tokens
         return F.embedding(row, self.weight) * held[..., None]
 
 
@@ -239,10 +245,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross entropy, the same on all ranks, of logits that are sharded over the
     vocabulary.
 
-    A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others
-    two numbers a token: its own log sum exp, and the target's logit if it has that, else 0. The
-    gradient of the logits is softmax - one-hot: forward computes and saves it, so backward sends
-    nothing.
+    A token's loss is log sum exp(all logits) - its target's logit. The first is the log sum exp of
+    the ranks' own log sum exps. So each rank sends the others two numbers a token: its log sum exp,
+    and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
+    forward computes and saves it, so backward sends nothing.
     """
 
     @staticmethod
@@ -254,8 +260,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
         held = (targets >= ids.start) & (targets < ids.stop)
-        # Any column of the logits, if another rank has the target's
-        column = ((targets - ids.start) % logits.shape[-1])[..., None]
+        # Column 0, masked below, if another rank has the target's logit
+        column = (targets - ids.start).where(held, 0)[..., None]
         own_target_logit = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
 
@@ -283,8 +289,8 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the
     parameter itself.
 
-    Shards are equally long, so the last ones may be padded. The record (common/layout.py) notes the
-    shard's place.
+    Shards are equally long, so the last ones may be padded, or all padding. The record
+    (common/layout.py) notes the shard's place.
     """
     if group.size == 1:
         return weight
@@ -324,12 +330,11 @@ def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Par
 
 
 def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
-    """Shard the matrices of attention or MLP in place. A weight is [out, in], so dim 0 has the
-    columns of A.
+    """Replace the weights of attention or MLP by this rank's shards. A weight is [out, in], so dim
+    0 has the columns of A.
 
     Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one
-    with fewer inputs. Attention infers its number of heads from the weights. q_proj needs no rule:
-    n_kv_heads divides n_heads.
+    with fewer inputs. q_proj needs no rule: n_kv_heads divides n_heads.
     """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
@@ -389,8 +394,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
             block.project = partial(first_matrices, group=group, sp=sp)
             block.register_forward_hook(g_after)
     if sp:
-        for param in model.parameters():
-            if param.dim() == 1:  # a norm saw only this rank's tokens: its gradient is partial
+        for name, param in model.named_parameters():
+            if name.endswith("norm.weight"):  # it saw only this rank's tokens: a partial gradient
                 note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
@@ -398,8 +403,8 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one
     all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, gradients are shards, of the same elements on all ranks
-    of the group.
+    Call it after `sync.finish`. Under ZeRO, gradients are shards: of the same elements on all ranks
+    of the group, because these cut units of equal lengths.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -472,7 +477,7 @@ class Config(step03.Config):
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": SEVERAL})
     tp_overlap: bool = flag(
         False,
-        "hide two of backward's messages behind matrix products",
+        "hide two messages of each block's backward behind matrix products",
         needs={"tp": SEVERAL, "sp": [True]},
     )
     zero: str = flag(

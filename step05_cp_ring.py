@@ -4,7 +4,8 @@ ranks.
 Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token
 alone. In attention, a query attends to its own key and all earlier ones. So queries stay on their
 rank, and keys and values travel round a ring (Liu et al. 2023, "Ring Attention"): in each of n
-*hops*, a rank computes with the k and v that it holds while it receives the next.
+*hops*, a rank computes with the k and v that it holds, while (except in the last hop) it receives
+the next.
 
 IN ORDER (--cp-mode ring). Rank r has the r-th quarter of the tokens (n = 4). `#`: all pairs of a
 query and a key; `+`: the causal half of them; `.`: none, because these keys come later.
@@ -16,13 +17,13 @@ query and a key; `+`: the causal half of them; `.`: none, because these keys com
     queries of rank 3     # # # +     7: all ranks wait for this one
 
 ZIGZAG (--cp-mode zigzag, the default). To balance the work, rank r has chunks r and 2n-1-r of 2n,
-an early one and a late one. (Llama 3 shards so, too, but gathers all keys and values at once, which
-needs the memory of a whole sequence; Dubey et al. 2024, 3.3.2.)
+an early one and a late one. (Llama 3 shards so, too, but gathers the k and v of a whole sequence
+before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
-              its chunk 7     # # # # # # # +      16 units on each rank
-    rank 1    its chunk 1     # + . . . . . .
+              its chunk 7     # # # # # # # +      16 units on each rank; a block is here a quarter
+    rank 1    its chunk 1     # + . . . . . .      of those above, so this is 4 of their units
               its chunk 6     # # # # # # + .
     rank 2    its chunk 2     # # + . . . . .
               its chunk 5     # # # # # + . .
@@ -30,9 +31,9 @@ needs the memory of a whole sequence; Dubey et al. 2024, 3.3.2.)
               its chunk 4     # # # # + . . .
 
 In hop 0 a rank works on its own two chunks (+ # +), in hop h > 0 with the chunks of rank r-h (mod
-n) (# #). So in each hop all ranks have the same work. (Units count the pairs that are needed. Hop 0
-also computes the masked half of + blocks, so it takes twice the FLOPs of a later hop. A fused
-kernel skips it.)
+n) (# #). So in each hop all ranks have the same work. (Units count the pairs that are needed. In
+hop 0 our formula computes all four blocks of the two chunks, and masks half of the numbers, so hop
+0 takes twice the FLOPs of a later hop. A fused kernel skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An online softmax
 (Milakov and Gimelshein 2018) merges the outputs of several parts, without approximation: see
@@ -48,13 +49,12 @@ added their terms):
     rank 1       kv1   dkv1 {1}      kv0   dkv0 {0 1}      kv2   dkv2 {2 0 1}       dkv1 {1 2 0}
     rank 2       kv2   dkv2 {2}      kv1   dkv1 {1 2}      kv0   dkv0 {0 1 2}       dkv2 {2 0 1}
 
-TARGETS are shifted before the sequence is sharded (common/data.py). If a rank shifted its own
-tokens, the last token of its second chunk would have no target, and the last token of its first
-chunk would get the first token of its second chunk as target: on all ranks but the last a wrong
-one, in silence.
+TARGETS are shifted before the sequence is sharded (common/data.py). Suppose that ranks shifted
+their own tokens, with 16 tokens and 2 ranks. Rank 0 has tokens 0 to 3 and 12 to 15. So token 3
+would get token 12 as its target instead of token 4, in silence, and token 15 would have none.
 
-THE LAW. B: the bytes of a rank's k and v in a micro-batch. G: the bytes of their gradients, which
-are fp32 or wider. In each layer a rank sends
+THE LAW. B: the bytes of one layer's k and v, of a rank's tokens of a micro-batch. G: the bytes of
+their gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank sends
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
@@ -62,11 +62,12 @@ are fp32 or wider. In each layer a rank sends
     B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes
 
 The bytes grow like s, attention's FLOPs like s^2/n: for long sequences messages hide behind
-computation.
+computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU, use a fused
+kernel: `-m extras step05_cp_ring.py --cp-mode flash`.)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
-`sent` over cp has the law's bytes x layers x micro-batches.
+In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches, 41,943,040.
 
 PyTorch's own way: context_parallel of torch.distributed.tensor.experimental: `with
 context_parallel(mesh, buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0, 0]):` shards the buffers,
@@ -118,7 +119,8 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     yield (r - (n - 1)) % n, kv
 
 
-# Which queries attend to which keys, as slices; and whether causally
+# A slice of our queries, a slice of the source's keys (each a part of 0 ... s/n - 1), and whether
+# these queries attend to these keys causally
 Part = tuple[slice, slice, bool]
 
 
@@ -132,8 +134,8 @@ def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
-    """Which queries of `rank` attend to which keys of `source`, each of whose shards has `length` =
-    s/n tokens.
+    """Which queries of `rank` attend to which keys of `source`. Both ranks have `length` = s/n
+    tokens.
 
     To all keys of earlier ranks, and to the causal half of our own; later ranks' keys pass by
     unused.
@@ -181,7 +183,8 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if causal:
-        scores = scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
     return scores
 
 
@@ -200,7 +203,8 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads,
-    queries], in place.
+    queries], in place. Each query must have seen a key in one of the two. (Here our own keys come
+    first.)
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have
     the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse =
@@ -220,20 +224,22 @@ def part_gradients(
 
     Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P =
     softmax(S), o = P v. As lse is that of all keys, `p` holds this part's columns of the whole P.
-    So all parts' terms of dq simply add up.
+    So all parts' terms of dq simply add up. The backward of a softmax is dS_j = P_j (dP_j - D) for
+    key j, where D = sum_i P_i dP_i over all keys i. FlashAttention finds D without the other parts'
+    keys: as dP_i = dot(do, v_i), D = dot(do, sum_i P_i v_i) = dot(do, o).
     """
     heads = q.shape[1]
     kv_heads = k.shape[1]
     scale = q.shape[-1] ** -0.5
-    do, q, o = (x.to(wide(x.dtype)) for x in (do, q, o))
-    k = repeat_heads(k, heads)
-    v = repeat_heads(v, heads)
-    p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
-    d_p = do @ v.mT
-    # FlashAttention's D: do o = sum_j P_j (do v_j) = sum_j P_j dP_j
-    delta = (do * o).sum(-1, keepdim=True)
-    ds = p * (d_p - delta)  # the backward of a softmax
-    dq = ds @ k * scale
+    q = q.to(wide(q.dtype))
+    do = do.to(q.dtype)
+    repeated_k = repeat_heads(k, heads)
+    repeated_v = repeat_heads(v, heads)
+    p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()
+    d_p = do @ repeated_v.mT
+    delta = (do * o).sum(-1, keepdim=True)  # D. (A kernel computes it once, for all hops.)
+    ds = p * (d_p - delta)
+    dq = ds @ repeated_k * scale
     dk = ds.mT @ q * scale
     dv = p.mT @ do
     # A kv head serves several query heads: its gradient is the sum over them.
@@ -243,7 +249,9 @@ def part_gradients(
 
 
 class Kernel(NamedTuple):
-    """How attention to a part of the keys is computed, forward and backward."""
+    """How attention to a part of the keys is computed, forward and backward. (A fused kernel can
+    replace the formulas: -m extras has one.)
+    """
 
     attention: Callable[..., tuple[Tensor, Tensor]] = part_attention
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients
@@ -253,9 +261,7 @@ FORMULA = Kernel()
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal ring attention: queries stay on their rank, keys and values travel. With n = 1 nothing
-    is sent.
-    """
+    """Causal ring attention: queries stay on their rank, keys and values travel."""
 
     @staticmethod
     def forward(
@@ -290,9 +296,11 @@ class RingAttention(torch.autograd.Function):
         r = ctx.group.rank
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))
-        arriving = Pending()  # the message that brings dkv, or sends it on: none yet
+        passing = Pending()  # the exchange of dkv after each hop: none before the first
+        # kv and dkv move one rank to the right in each hop, so dkv is always that of `source`
         for source, kv in travel(own_kv, ctx.group):
-            own_term = torch.zeros_like(dkv)  # of the gradient of kv
+            own_term = torch.zeros_like(dkv)
+            own_dk, own_dv = own_term.unbind(0)  # views
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
                 part_k, part_v = kv[:, :, :, keys].unbind(0)
                 part_dq, part_dk, part_dv = ctx.kernel.gradients(
@@ -305,16 +313,14 @@ class RingAttention(torch.autograd.Function):
                     causal,
                 )
                 dq[:, :, queries] += part_dq
-                own_term[0, :, :, keys] += part_dk
-                own_term[1, :, :, keys] += part_dv
-            arriving.wait()  # dkv: what the ranks that had kv before us have added
+                own_dk[:, :, keys] += part_dk
+                own_dv[:, :, keys] += part_dv
+            passing.wait()  # now dkv has what the ranks that had kv before us have added
             dkv += own_term
             next_dkv = torch.empty_like(dkv)
-            arriving = exchange([(dkv, (r + 1) % n)], [(next_dkv, (r - 1) % n)], ctx.group)
-            sent_dkv = dkv  # this name keeps it until it is sent: the message reads its memory
+            passing = exchange([(dkv, (r + 1) % n)], [(next_dkv, (r - 1) % n)], ctx.group)
             dkv = next_dkv
-        arriving.wait()  # the gradient of our own k and v is back, complete
-        del sent_dkv
+        passing.wait()  # the gradient of our own k and v is back, complete
         dk, dv = dkv.to(q.dtype).unbind(0)
         return dq.to(q.dtype), dk, dv, None, None, None
 
@@ -380,7 +386,7 @@ def shard_context(
     """
     group = mesh["cp"]
     tp = mesh["tp"].size
-    # Gradient sums have a handle of their own, even if dp is 1 and the ranks are those of cp
+    # urgent=False: a queue of its own, so that sums of gradients do not delay the ring's messages
     mesh.join("data", "dp", "cp", urgent=False)
     for param in model.parameters():
         note_layout(param, data_dim="data")

@@ -5,11 +5,12 @@
 
 Micro-batches pass through the stages. Neighbours exchange only x and its gradient dx, [batch, seq,
 dim] each; with sequence parallelism, 1/tp of them, because between blocks each rank of tp has its
-own tokens. The price is idle time: later ranks wait for the first x and end first, earlier ranks
-wait for dx.
+own tokens. The price is idle time: at the start later ranks wait for the first x, and at the end
+earlier ranks wait for the last dx.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
-0 through the rank's stage, B0 its backward. y0 is stage 0's output, and stage 1's input x0:
+0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
+1's input x0, and rank 1's dx0 is rank 0's dy0:
 
     rank 0                    messages            rank 1
     F0
@@ -50,16 +51,20 @@ AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is
     torch.autograd.backward(y, dy)       backward: dx is x.grad
 
 Of y, backward needs only the graph that hangs on it, not its numbers. `Stage` keeps just the
-graph's last node (`get_gradient_edge(y)`), where backward can start, so y's memory is free once it
-is sent. Megatron-LM calls this deallocate_pipeline_outputs.
+graph's last node (`get_gradient_edge(y)`), where backward can start, so a rank holds at most one y,
+not one for each micro-batch. Megatron-LM calls this deallocate_pipeline_outputs.
 
-THE LAW. Rank 0 sends over pp one x a micro-batch, and for the loss (4 bytes) and the norm (8) 2
-(p-1)/p times as much. For tiny, pp 4 and 8 micro-batches: 8 x (4 x 256 x 128 x 4) + 18 = 4,194,322.
+THE LAW. For each micro-batch the first rank sends a y over pp, the last a dx, and the others both.
+Every rank also takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). For
+tiny in fp32, pp 4 and 8 micro-batches:
+
+    a y or dx            4 x 256 x 128 x 4 bytes = 524,288
+    all-reduces          2 x 3/4 x (4 + 8) = 18
+    the first rank       8 x 524,288 + 18 = 4,194,322
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step06_pipeline
-`python -m common.schedules 4 6 1` draws the two schedules (with one stage a rank, interleaved is
-1F1B).
+`python -m common.schedules 4 6 1` draws the two schedules, and a third, which is explained below.
 
 PyTorch's own way, in torch.distributed.pipelining: stage = PipelineStage(module, rank, p, device),
 then schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False), because
@@ -67,9 +72,9 @@ gradients of a loss that is scaled once must not be divided by m again; schedule
 first rank, schedule.step(target=y) on the last. Its ScheduleGPipe is AFAB; there is also
 ScheduleInterleaved1F1B.
 
-Try this: in `OneForwardOneBackward.execute`, let warm_up be `self.group.size - self.group.rank`,
-one more. The losses stay right, but a rank holds one micro-batch more:
-tests/test_step06.py::test_graphs_in_flight fails.
+Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
+`self.group.size - self.group.rank`, one more. The losses stay right, but a rank holds one
+micro-batch more: tests/test_step06.py::test_graphs_in_flight fails.
 """
 
 import math
@@ -188,19 +193,20 @@ def keep_stages(model: Decoder, stages: list[range]):
     """
     trunk = model.model
     n_layers = model.config.n_layers
+    tied = model.config.tied
     kept = {number for layers in stages for number in layers}
     has_first = 0 in kept
     has_last = n_layers - 1 in kept
     for number in range(n_layers):
         if number not in kept:
             del trunk.layers[str(number)]
-    if model.config.tied and (has_first or has_last):
-        if has_first != has_last:
-            # global_norm counts the two as one
-            note_layout(trunk.embed_tokens.weight, stage_copies=2)
-        elif len(stages) > 1:
-            note_layout(trunk.embed_tokens.weight, backwards=2)
-    elif not has_first:
+    if tied and has_first != has_last:
+        # On this rank and on another: global_norm counts the two as one
+        note_layout(trunk.embed_tokens.weight, stage_copies=2)
+    if tied and has_first and has_last and len(stages) > 1:
+        # Twice on this rank: step 2's sync waits for two additions to the gradient
+        note_layout(trunk.embed_tokens.weight, backwards=2)
+    if not has_first and not (tied and has_last):
         trunk.embed_tokens = None
     if not has_last:
         trunk.norm = None
@@ -228,10 +234,19 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
 
 
 def first_contact(group: Group, device: torch.device):
-    """NCCL: a group's first operation must involve all its ranks, and a message has only two. So
-    all-reduce first.
+    """With NCCL, batch_isend_irecv must not be a group's first operation, unless all its ranks take
+    part. So all-reduce first.
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
+
+
+def empty_x(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
+    """Memory for the x or dy of a micro-batch with these tokens, int64 [batch, seq]: [batch, seq /
+    sp_ranks, dim].
+    """
+    batch, seq = tokens.shape
+    shape = batch, seq // sp_ranks, model.config.dim
+    return torch.empty(shape, dtype=dtype_of(model), device=tokens.device)
 
 
 def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
@@ -250,7 +265,7 @@ class Pipeline:
         """
         self.model = model
         self.group = mesh["pp"]
-        self.sp_ranks = config.tp if config.sp else 1  # ranks that share a stage's x
+        self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that share the tokens of x
         layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
         self.stage = self.make_stage(model, layers, positions)
         keep_stages(model, [self.stage.layers])
@@ -326,9 +341,7 @@ class Pipeline:
 
     def buffer(self, i: int) -> Tensor:
         """An empty tensor to receive the x or dy of micro-batch i."""
-        batch, seq = self.xs[i].shape
-        shape = batch, seq // self.sp_ranks, self.model.config.dim
-        return torch.empty(shape, dtype=dtype_of(self.model), device=self.xs[i].device)
+        return empty_x(self.xs[i], self.model, self.sp_ranks)
 
 
 class OneForwardOneBackward(Pipeline):
@@ -367,17 +380,28 @@ class OneForwardOneBackward(Pipeline):
 # --- For a second evening, until `Config`: a schedule is a list of actions for each rank, and one
 # class runs any lists.
 #
-# INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r), the bubble is (p-1)/(v m)
-# of the working time. The price is more messages and memory. `python -m common.schedules 4 8 2`
-# draws it. --pp 2 --schedule interleaved runs it.
+# INTERLEAVED (--pp 2 --schedule interleaved). With v shorter stages on each rank (r, r+p, ... on
+# rank r), the bubble is (p-1)/(v m) of the working time. The price is more messages, and
+# more memory. For 2 ranks, 4 micro-batches and 2 stages a rank, `python -m common.schedules 2 4 2`
+# draws this (a digit or two letters: one micro-batch in one of the rank's two stages):
 #
-# The left lists below deadlock: rank 0's B0 needs rank 1's B0, which comes after its F1, which
-# needs rank 0's F1, which comes after B0. `simulate` raises ValueError. On the right the lists are
-# good, but the messages are in the wrong order: rank 0 sends F1's output while rank 1 sends B0's.
-# If a send blocks until it is received, both wait for ever.
+#     rank 0    01012.aa3bb2aa3bb.cc.ddccdd
+#     rank 1    .010aa1bb2aa3bb2cc3ddccdd..
 #
-#     rank 0    F0 B0 F1 B1        F0, send, F1, send, receive, B0, ...
-#     rank 1    F1 B1 F0 B0        receive, F0, B0, send, receive, F1, ...
+# Each rank is idle for 3 units beside 24 of work: (p-1)/(v m) = 1/8.
+#
+# LISTS CAN DEADLOCK. Here rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs
+# rank 0's F1, which comes after B0. `simulate` raises ValueError:
+#
+#     rank 0    F0 B0 F1 B1
+#     rank 1    F1 B1 F0 B0
+#
+# MESSAGES CAN DEADLOCK, too. These lists are good, but at `send!` rank 0 sends F1's output while
+# rank 1 sends B0's. If a send blocks until it is received, both wait for ever. `add_messages` puts
+# messages in an order in which that cannot happen:
+#
+#     rank 0    F0, send, F1, send!, receive, B0, ...
+#     rank 1    receive, F0, B0, send!, receive, F1, ...
 
 
 class Schedule(NamedTuple):
@@ -390,10 +414,8 @@ class Schedule(NamedTuple):
     stage: type[Stage] = Stage  # runs the actions
 
 
-class ListPipeline(Pipeline):
-    """Run any lists of actions, with any number of stages on a rank. Of `Pipeline` it uses
-    `buffer`.
-    """
+class ListPipeline:
+    """Run any lists of actions, with any number of stages on a rank."""
 
     def __init__(
         self,
@@ -408,7 +430,8 @@ class ListPipeline(Pipeline):
         p = config.pp
         v = plan.v if p > 1 else 1  # a single rank has a single stage
         self.n_stages = p * v
-        m = math.ceil(config.global_batch_size // mesh["dp"].size / config.micro_batch_size)
+        sequences = config.global_batch_size // mesh["dp"].size  # of this rank
+        m = math.ceil(sequences / config.micro_batch_size)
         self.n_micro_batches = m
         lists = [plan.actions(p, m, v, rank) for rank in range(p)]
         rank_of_stage = plan.ranks(p, v)
@@ -438,10 +461,10 @@ class ListPipeline(Pipeline):
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # Action -> its input, and the message that brings it
+        # Action, of any rank -> its input, and the message that brings it. Outputs wait here, too:
+        # for the next action on this rank, or to be sent.
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
-        # Peer -> the last message to it, and the tensor that this message sends
-        sending: dict[int, tuple[Pending, Tensor]] = {}
+        sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "compute":
                 received, pending = inputs.pop(action, (None, Pending()))
@@ -454,24 +477,27 @@ class ListPipeline(Pipeline):
                     inputs[next_action] = output, Pending()
             elif verb == "send":
                 if peer in sending:
-                    sending[peer][0].wait()
+                    sending[peer].wait()
                 tensor, _ = inputs.pop(action)
-                # Keep the tensor until its send is done: gloo and NCCL read its memory after
-                # `exchange` returns.
-                sending[peer] = exchange([(tensor, peer)], [], self.group), tensor
+                sending[peer] = exchange([(tensor, peer)], [], self.group)
             else:
-                buffer = self.buffer(action.micro_batch)
+                buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
                 inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
-        for pending, _ in sending.values():
+        for pending in sending.values():
             pending.wait()
 
 
-# name of a schedule -> what makes its pipeline: (config, model, mesh, positions) -> an object with
-# `step`
-SCHEDULES: dict[str, Callable[..., Pipeline]] = {
+def interleaved_schedule(config: Any) -> Schedule:
+    """The schedule of --schedule interleaved."""
+    return Schedule(interleaved, v=config.chunks)
+
+
+# name of a schedule -> what makes its pipeline: (config, model, mesh, positions) -> an object whose
+# `step` runs a training step
+SCHEDULES: dict[str, Callable[..., Pipeline | ListPipeline]] = {
     "afab": Pipeline,
     "1f1b": OneForwardOneBackward,
-    "interleaved": partial(ListPipeline, lambda config: Schedule(interleaved, v=config.chunks)),
+    "interleaved": partial(ListPipeline, interleaved_schedule),
 }
 
 
@@ -513,8 +539,8 @@ def train(config: Config, run: Run):
         sync.finish()  # sums over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
-        all_reduce(loss, mesh["data"]).wait()
-        all_reduce(loss, mesh["pp"]).wait()  # new: all but the last stage have 0
+        all_reduce(loss, mesh["data"]).wait()  # on all but the last stage the loss is 0
+        all_reduce(loss, mesh["pp"]).wait()  # new
 
         norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)

@@ -8,25 +8,28 @@ Transformer"). E, K and other sizes are capital letters.
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-WHAT IS EXCHANGED. Four tokens, K = 2, four experts on two ranks. Each choice of a token is a row:
+WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks of cp or tp), K = 2, four experts.
+Each choice of a token is a row:
 
                rank 0 has experts e0 e1          rank 1 has experts e2 e3
     routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
     sorted     e0:t0 e0:t1 | e2:t1 e3:t0         e0:t3 e1:t2 | e2:t2 e3:t3       to rank 0 | 1
     received   e0:t0 e0:t1 | e0:t3 e1:t2         e2:t1 e3:t0 | e2:t2 e3:t3       from rank 0 | 1
-    outputs    e0(t0) e0(t1) e0(t3) e1(t2)       e2(t1) e2(t2) e3(t0) e3(t3)     by expert
+    by expert  e0:t0 e0:t1 e0:t3 | e1:t2         e2:t1 e2:t2 | e3:t0 e3:t3       for the experts
+    outputs    e0(t0) e0(t1) e0(t3) | e1(t2)     e2(t1) e2(t2) | e3(t0) e3(t3)
     returned   e0(t0) e0(t1) | e2(t1) e3(t0)     e0(t3) e1(t2) | e2(t2) e3(t3)   from rank 0 | 1
 
-`dispatch` goes from "sorted" to "outputs"'s order, `combine` from "outputs" to "returned". Each is
-an all-to-all, in which every rank sends rows to every other, and each is the other's backward. How
+`dispatch` goes from "sorted" to "by expert", `combine` from "outputs" to "returned". Each is an
+all-to-all, in which every rank sends rows to every other, and each is the other's backward. How
 many rows a rank gets depends on the tokens; so numbers of rows travel before the rows.
 
 WHY. An expert's weights stay on their rank, and tokens travel. A layer of 8 experts in tiny has 8 x
-135,168 weights; the 512 rows that a rank routes in a micro-batch have 65,536 numbers, and with ep 2
-about half of them leave the rank.
+135,168 weights. In the launch below a rank routes 256 tokens of a micro-batch, 512 rows: these have
+65,536 numbers, and with ep 2 about half of them leave the rank.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
-wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss),
+wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
+Transformer's, for K choices of a token),
 
     aux_loss_coeff * E * sum_e f_e P_e,      averaged over the training step's micro-batches.
 
@@ -37,13 +40,13 @@ that you see excludes this one.) --balance bias uses no loss: see `BiasBalancedM
 with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
 
 GROUPS. tp shards no expert. A rank routes the tokens that it has between blocks, so a layer of
-experts needs no f and g of step 4 (--no-sp: it routes a shard of them, gathered afterwards). So dp
-x cp x tp ranks route different tokens, and the experts can be spread over all of them ("MoE
-parallel folding", Liu et al. 2025).
+experts needs no f and g of step 4. (With --no-sp all ranks of tp have the same tokens: each routes
+its share, and the outputs are gathered.) So dp x cp x tp ranks route different tokens, and the
+experts can be spread over all of them ("MoE parallel folding", Liu et al. 2025). On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
     dp           0 4 8 12                            different sequences            shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights, no experts   sum gradients
+    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights, but experts  sum gradients
     sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
     ep           0 1 2 3 4 5 6 7     (neighbours)    all experts, each on one       exchange rows
     expert_data  0 8                                 the same experts               sum gradients
@@ -64,8 +67,8 @@ python -m common.compare runs/one runs/step07_moe_ep
 PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan; PyTorch
 itself has the pieces: all_to_all_single_autograd and grouped_mm.
 
-Try this: in `combine`, return the rows without `transpose_blocks`: the right rows go to the wrong
-tokens. tests/test_step07.py::test_dispatch_and_combine fails.
+Try this: in `combine`, send `out_RD` as it is, without `transpose_blocks`: the right rows go to the
+wrong tokens. tests/test_step07.py::test_dispatch_and_combine fails.
 """
 
 from collections.abc import Callable
@@ -78,7 +81,7 @@ from torch import Tensor, nn
 
 import step06_pipeline as step06
 from common import UserError
-from common.comm import Group, Mesh, Pending, all_reduce, all_to_all, exchange
+from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
 from common.flags import SEVERAL, flag
 from common.layout import global_norm, note_layout
@@ -92,8 +95,10 @@ from step05_cp_ring import CONTEXT, own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 # Shapes in names: x_TD is [T, D].
-# T  tokens of this rank     N = T K: choices, a row for each      E  experts      G  ranks of ep
-# D  dim     K  top_k        R  rows that this rank's experts get    e = E / G: experts of a rank
+#     T   tokens of this rank                    E   experts
+#     K   experts of a token (top_k)             G   ranks of the group ep
+#     N   T K choices, a row for each            e   E / G, the experts of a rank
+#     D   dim                                    R   rows that this rank's experts get
 # leaving_Ge[r, i]: how many of our rows go to rank r's i-th expert.
 # arriving_Ge[r, i]: how many rows come from rank r for our i-th expert.
 
@@ -104,9 +109,9 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     The first counts[0] rows are for expert 0, and so on; counts int64 [e].
     """
+    # One kernel for all experts, which needs rows whose bytes are a multiple of 16
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
-        ends = counts.to(rows.device).cumsum(0).to(torch.int32)
-        # One kernel. It needs rows whose bytes are a multiple of 16.
+        ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.mT, offs=ends)
     parts = rows.split(counts.tolist())
     return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
@@ -174,7 +179,8 @@ class MoE(nn.Module):
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
-        return out_ND[order_N.argsort()].unflatten(0, ids_TK.shape)  # by the inverse permutation
+        place_N = order_N.argsort()  # where each choice is among the sorted ones
+        return out_ND[place_N].unflatten(0, ids_TK.shape)
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows through their experts, which this rank holds. `shard_moe` replaces this method."""
@@ -190,7 +196,8 @@ class MoE(nn.Module):
         scores_TK = self.score(p_TE, ids_TK)
         # Not bincount: it reads the largest id to size its result, so the CPU would wait for the
         # GPU one more time.
-        counts_E = F.one_hot(ids_TK.flatten(), p_TE.shape[-1]).sum(0)
+        ids_N = ids_TK.flatten()
+        counts_E = ids_N.new_zeros(p_TE.shape[-1]).scatter_add_(0, ids_N, torch.ones_like(ids_N))
         out_TKD = self.visit(x_TD, ids_TK, counts_E)
         out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
         return self.balance(out_TD.view_as(x), p_TE, counts_E)
@@ -206,13 +213,16 @@ class MoE(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x. Backward is as if coeff * `loss` were added to the step's loss: `loss` gets the
-    gradient coeff.
+    """Return x, and in backward give `loss` the gradient coeff, as if coeff * `loss` were a part of
+    the step's loss.
+
+    (The step's loss is computed on the last pipeline stage, and this one in the layer, on any
+    stage. This way nothing needs to be sent.)
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
-        """Return x. `loss` is never sent, so a layer on any pipeline stage can add its own loss."""
+        """Return x."""
         ctx.coeff = coeff
         return x.view_as(x)
 
@@ -228,20 +238,21 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
-        # Gradients of micro-batches are summed. Divide by their number, so that a step has the mean
-        # of their losses.
+        # Gradients of micro-batches are summed. Divide by their number on all ranks of dp together,
+        # global / micro, so that a step has the mean of their losses.
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """This rank's term of E sum_e f_e P_e (see the top of this file): P_e has only the terms of
         our tokens.
         """
-        counts_E = counts_E.clone()  # of the micro-batch; counts have no gradient
-        all_reduce(counts_E, self.group).wait()
-        n_tokens = counts_E.sum() / self.top_k
-        f_E = counts_E.to(p_TE.dtype) / counts_E.sum()
+        total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
+        all_reduce(total_E, self.group).wait()
+        n_tokens = total_E.sum() / self.top_k
+        f_E = total_E.to(p_TE.dtype) / total_E.sum()
         P_E = p_TE.sum(0) / n_tokens
-        return len(f_E) * (f_E * P_E).sum()
+        n_experts = len(f_E)
+        return n_experts * (f_E * P_E).sum()
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
@@ -271,8 +282,8 @@ class BiasBalancedMoE(MoE):
         return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Count the choices. (PyTorch ends a recomputed forward before it comes here. If it did
-        come here, it would count each choice twice, and the signs below would be the same.)
+        """Count the choices. (A recomputed forward stops once it has all that backward needs,
+        before this line. So no choice counts twice.)
         """
         self.load_E += counts_E
         return out
@@ -298,66 +309,40 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
     """
     blocks = rows.split(sizes.flatten().tolist())
-    n = sizes.shape[1]
+    n_i, n_j = sizes.shape
     transposed = []
-    for j in range(n):
-        transposed += blocks[j::n]
+    for j in range(n_j):
+        for i in range(n_i):
+            transposed.append(blocks[i * n_j + j])
     return torch.cat(transposed)
 
 
-def send_messages(
-    output: Tensor, rows: Tensor, group: Group, sent_rows: list, received_rows: list
-) -> Pending:
-    """The all-to-all of common/comm.py written out (--ep-mode messages): a message to each other
-    rank of the group.
-
-    The first sent_rows[0] of `rows` [n, D] go to rank 0, and so on; `output` gets received_rows[r]
-    rows from rank r.
-    """
-    outgoing = rows.split(sent_rows)
-    incoming = output.split(received_rows)
-    incoming[group.rank].copy_(outgoing[group.rank])
-    peers = [peer for peer in range(group.size) if peer != group.rank]
-    sends = [(outgoing[peer], peer) for peer in peers if sent_rows[peer]]
-    receives = [(incoming[peer], peer) for peer in peers if received_rows[peer]]
-    return exchange(sends, receives, group)
-
-
-def dispatch(
-    sorted_ND: Tensor,
-    group: Group,
-    leaving_Ge: Tensor,
-    arriving_Ge: Tensor,
-    send_rows: Callable = all_to_all,
-) -> Tensor:
-    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
-    sorted by expert.
+def send_rows(rows: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+    """An all-to-all of rows, sorted by the rank to which they go -> the rows received [n, D],
+    sorted by the rank from which they come.
     """
     sent_rows = leaving_Ge.sum(1).tolist()
     received_rows = arriving_Ge.sum(1).tolist()
-    received_RD = sorted_ND.new_empty(sum(received_rows), sorted_ND.shape[1])
-    send_rows(received_RD, sorted_ND.contiguous(), group, sent_rows, received_rows).wait()
-    # The received rows are sorted by rank, then by expert
+    received = rows.new_empty(sum(received_rows), rows.shape[1])
+    all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
+    return received
+
+
+def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
+    sorted by expert.
+    """
+    received_RD = send_rows(sorted_ND, group, leaving_Ge, arriving_Ge)
+    # These are sorted by rank, then by expert
     return transpose_blocks(received_RD, arriving_Ge)
 
 
-def combine(
-    out_RD: Tensor,
-    group: Group,
-    leaving_Ge: Tensor,
-    arriving_Ge: Tensor,
-    send_rows: Callable = all_to_all,
-) -> Tensor:
+def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
     """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
     our rows, [N, D].
     """
-    sent_rows = arriving_Ge.sum(1).tolist()
-    received_rows = leaving_Ge.sum(1).tolist()
-    returned_ND = out_RD.new_empty(sum(received_rows), out_RD.shape[1])
-    send_rows(
-        returned_ND, transpose_blocks(out_RD, arriving_Ge.T), group, sent_rows, received_rows
-    ).wait()
-    return returned_ND
+    by_rank_RD = transpose_blocks(out_RD, arriving_Ge.T)
+    return send_rows(by_rank_RD, group, arriving_Ge, leaving_Ge)
 
 
 class Dispatch(torch.autograd.Function):
@@ -365,21 +350,16 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        sorted_ND: Tensor,
-        group: Group,
-        leaving_Ge: Tensor,
-        arriving_Ge: Tensor,
-        send_rows: Callable,
+        ctx, sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor
     ) -> Tensor:
         """Rows [N, D], sorted by expert -> the rows of this rank's experts, [R, D]."""
-        ctx.arguments = (group, leaving_Ge, arriving_Ge, send_rows)
+        ctx.arguments = (group, leaving_Ge, arriving_Ge)
         return dispatch(sorted_ND, *ctx.arguments)
 
     @staticmethod
     def backward(ctx, grad_RD: Tensor):
         """[R, D] -> [N, D]."""
-        return combine(grad_RD, *ctx.arguments), None, None, None, None
+        return combine(grad_RD, *ctx.arguments), None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -387,26 +367,21 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        out_RD: Tensor,
-        group: Group,
-        leaving_Ge: Tensor,
-        arriving_Ge: Tensor,
-        send_rows: Callable,
+        ctx, out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor
     ) -> Tensor:
         """Outputs of this rank's experts, [R, D] -> the outputs of this rank's rows, [N, D]."""
-        ctx.arguments = (group, leaving_Ge, arriving_Ge, send_rows)
+        ctx.arguments = (group, leaving_Ge, arriving_Ge)
         return combine(out_RD, *ctx.arguments)
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
         """[N, D] -> [R, D]."""
-        return dispatch(grad_ND, *ctx.arguments), None, None, None, None
+        return dispatch(grad_ND, *ctx.arguments), None, None, None
 
 
-def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """How many rows leave for each expert of each rank, and how many arrive from each rank for each
-    of our experts: both int64 [G, e], on the CPU.
+    of our experts: int64 [G, e], on the CPU; and the rows of each of our experts, int64 [e].
 
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
@@ -414,29 +389,21 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     leaving_Ge = counts_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    # Split sizes: here the CPU waits for the GPU, once
+    # Split sizes: here the CPU waits for the GPU. (In bf16 nothing else waits: see expert_product.)
     both = torch.stack((leaving_Ge, arriving_Ge)).cpu()
-    return both[0], both[1]
+    return both[0], both[1], arriving_Ge.sum(0)
 
 
-def visit_experts(
-    experts: Callable,
-    group: Group,
-    sorted_ND: Tensor,
-    counts_E: Tensor,
-    send_rows: Callable = all_to_all,
-) -> Tensor:
+def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
     """`Experts.forward` with experts on several ranks."""
-    leaving_Ge, arriving_Ge = exchange_counts(counts_E, group)
-    rows_RD = Dispatch.apply(sorted_ND, group, leaving_Ge, arriving_Ge, send_rows)
-    out_RD = experts(rows_RD, arriving_Ge.sum(0))
-    return Combine.apply(out_RD, group, leaving_Ge, arriving_Ge, send_rows)
+    leaving_Ge, arriving_Ge, counts_e = exchange_counts(counts_E, group)
+    rows_RD = Dispatch.apply(sorted_ND, group, leaving_Ge, arriving_Ge)
+    out_RD = experts(rows_RD, counts_e)
+    return Combine.apply(out_RD, group, leaving_Ge, arriving_Ge)
 
 
-DISPATCH: dict[str, Callable[..., Tensor]] = {
-    "alltoall": visit_experts,
-    "messages": partial(visit_experts, send_rows=send_messages),
-}
+# (-m extras has another entry, which hides messages behind the experts' work)
+DISPATCH: dict[str, Callable[..., Tensor]] = {"alltoall": visit_experts}
 
 
 class ScatterTokens(torch.autograd.Function):
@@ -457,8 +424,8 @@ class ScatterTokens(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all ranks; backward keeps this rank's shard of a gradient that all ranks
-    have.
+    """Gather the tokens of all ranks. After it all ranks of tp compute the same, so each has the
+    whole gradient, and backward keeps this rank's shard.
     """
 
     @staticmethod
@@ -511,7 +478,8 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
             f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave no "
             f"layer with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
         )
-    if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
+    sequences = config.global_batch_size // mesh["dp"].size  # of this rank
+    if sequences % config.micro_batch_size:
         raise UserError(
             "--micro-batch-size must divide the sequences of a rank: the balance is their mean"
         )
@@ -522,8 +490,11 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
 
 
 def make_groups(mesh: Mesh, config: Config):
-    """Create the groups of the table above: ep, expert_data, sequence and stage."""
-    # Of a stage; in the table: [[0 ... 7] [8 ... 15]]
+    """Create the groups of the table above: ep, expert_data, sequence and stage.
+
+    (A group is created by a collective, so each rank also creates those of other ranks.)
+    """
+    # A grid for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]]
     for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
         # A row holds all experts, on neighbours: along tp first, then cp, dp
         mesh.add_groups("ep", grid, urgent=True)
@@ -534,7 +505,7 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh, config: Config):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # Tp ranks route different tokens
+    # Tp ranks route different tokens, also with --no-sp: see below
     note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
@@ -585,7 +556,8 @@ def train(config: Config, run: Run):
     shard_experts(model, mesh, config)  # new: these experts
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
-    # new: recomputation keeps the chosen experts
+    # new: recomputation keeps the chosen experts. (A recomputed p may round to another value and
+    # choose others: then numbers of rows, and experts that get gradients, would differ.)
     set_up_layers(model, config, keep=[torch.ops.aten.topk.default])
     # step 3: this shard of the update
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)

@@ -38,7 +38,7 @@ nothing. In a larger one:
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,9 +151,17 @@ class Pending:
     calls `then`.
     """
 
-    def __init__(self, group: Group | None = None, *works: dist.Work, then: Callable | None = None):
+    def __init__(
+        self,
+        group: Group | None = None,
+        *works: dist.Work,
+        tensors: Sequence[Tensor] = (),
+        then: Callable | None = None,
+    ):
+        """`tensors`: what is sent; kept until `wait`, because a send reads its memory."""
         self.group = group
         self.works = works
+        self.tensors = tensors
         self.then = then
 
     def wait(self):
@@ -168,6 +176,7 @@ class Pending:
             if self.then is not None:
                 self.then()
         self.works = ()
+        self.tensors = ()
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Pending:
@@ -253,7 +262,8 @@ def exchange(
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
     if not operations:
         return Pending()
-    return Pending(group, *dist.batch_isend_irecv(operations))
+    sent_tensors = [tensor for tensor, _ in sends]
+    return Pending(group, *dist.batch_isend_irecv(operations), tensors=sent_tensors)
 
 
 @torch.compiler.disable

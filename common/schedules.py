@@ -1,10 +1,10 @@
 """From step 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn,
 checked or run.
 
-Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule that is
-a list, such as `interleaved` below, is a function of p ranks, m micro-batches, v stages on each
-rank, and the rank whose list it returns. The three schedules here differ only in `warm_up`, the
-number of forwards before forwards and backwards alternate.
+Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
+a function, such as `interleaved` below, which returns the list of one rank, given p ranks, m
+micro-batches, v stages on each rank, and the rank. The three schedules differ only in `warm_up`,
+the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks, 8 micro-batches, 2 stages a rank
 """
@@ -29,7 +29,7 @@ class Action(NamedTuple):
 
 
 def round_robin(p: int, v: int) -> list[int]:
-    """The ranks of p v stages: stage s is on rank s mod p."""
+    """The rank of each of the p x v stages: stage s is on rank s mod p."""
     return [stage % p for stage in range(p * v)]
 
 
@@ -44,9 +44,10 @@ def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[A
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
         F2.0 F3.0 F2.2 F3.2      the second round
 
-    While this rank computes F1.0, rank 1 has micro-batch 0 in stage 1.
+    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. While this rank computes F1.0,
+    rank 1 has micro-batch 0 in stage 1.
     """
-    stages = range(rank, p * v, p)
+    stages = range(rank, p * v, p)  # this rank's: rank, rank + p, ...
     forwards = []
     backwards = []
     for start in range(0, m, p):
@@ -63,7 +64,7 @@ def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[A
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019): up to m micro-batches are in flight."""
+    """All forward, all backward (GPipe, Huang et al. 2019): all m micro-batches are in flight."""
     return one_f_one_b_order(p, m, v, rank, warm_up=m * v)
 
 
@@ -85,8 +86,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # Twice the distance to the last rank leaves time to hide messages; once would do if they took
-    # no time.
+    # (v-1) p forwards of the first round pass through all stages of this rank but the last. Then
+    # micro-batch 0 enters the last stage. Twice the distance to the last rank leaves time to hide
+    # messages; once would do if they took no time.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -104,8 +106,8 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
-    """Each action, and the one that waits for it. The last stage's forward computes the loss, so
-    its own backward waits for it.
+    """Each action, and the one that waits for it. That is its `consumer`; and of the last stage's
+    forward, which computes the loss, the backward on the same rank, to which nothing is sent.
     """
     consumers = {}
     for actions in lists:
@@ -134,7 +136,7 @@ def simulate(
     while any(queues):
         ready = []
         for rank, queue in enumerate(queues):
-            # The next action's input has arrived, or it needs none
+            # It is known when the next action's input arrives, or it needs none
             if queue and (queue[0] in arrival or queue[0] not in need_input):
                 ready.append(rank)
         if not ready:
@@ -154,7 +156,7 @@ def simulate(
 
 class Instruction(NamedTuple):
     """One line of a rank's program: compute `action`; or receive its input from `peer`; or send the
-    input to `peer`.
+    input to `peer`, which will compute it. "send F0.2" sends the output of F0.1.
     """
 
     verb: str  # "compute", "send" or "receive"
@@ -170,16 +172,16 @@ def add_messages(
 
     Go through all actions in the order in which they end in a simulation. Append each to its rank's
     program. If another rank needs the output, append a send to this program, and a receive to that
-    rank's program. Example: rank 1 of 2, interleaved, 2 micro-batches (F1.2: forward of micro-batch
-    1 through stage 2):
+    rank's program. `costs` (all above 0) only choose one of several right orders. Example: rank 1
+    of 2, interleaved, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is
-    received, there is no deadlock: all programs follow one common order, in which a send and its
-    receive are one line. Take the first line that has not run. All lines before it have, on every
-    rank. So its rank and its peer have reached it.
+    (Rank 0's F1.0 and rank 1's F0.1 end together; rank 0's comes first, so its message does.) Even
+    if a send blocks until it is received, there is no deadlock: all programs follow one common
+    order, in which a send and its receive are one line. Take the first line that has not run. All
+    lines before it have, on every rank. So its rank and its peer have reached it.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, ranks, costs):
@@ -202,7 +204,11 @@ def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = CO
     length = int(spans[-1][0])
     rows = [["."] * length for _ in lists]
     for end, rank, start, (kind, i, _) in spans:
-        letter = {"F": str(i % 10), "B": chr(ord("a") + i % 26)}.get(kind, "-")
+        letter = "-"  # other kinds, of schedules in extras
+        if kind == "F":
+            letter = str(i % 10)
+        elif kind == "B":
+            letter = chr(ord("a") + i % 26)
         rows[rank][int(start) : int(end)] = letter * int(end - start)
     return "\n".join("".join(row) for row in rows)
 
@@ -215,6 +221,8 @@ def main():
     sizes = parser.parse_args()
     p = sizes.ranks
     m = sizes.micro_batches
+    if min(p, m, sizes.chunks) < 1:
+        parser.error("give numbers from 1 on")
     for name, order, v in (
         ("afab", afab, 1),
         ("1f1b", one_f_one_b, 1),

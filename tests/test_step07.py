@@ -562,7 +562,6 @@ LAYOUTS = [
     (4, UNEVEN, dict(pp=2, cp=2, ep=2, schedule="interleaved")),
     (4, EXPERTS | dict(experts_per_token=1), dict(tp=2, sp=False)),
     (8, TWO, dict(pp=2, cp=2, tp=2, ep=4)),
-    (4, TWO, dict(tp=2, ep=4, ep_mode="messages")),
     # And dp is 2
     pytest.param(16, ALL, dict(pp=2, cp=2, tp=2, ep=4, zero="1"), marks=pytest.mark.exhaustive),
 ]

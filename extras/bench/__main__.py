@@ -9,11 +9,12 @@ import sys
 from types import ModuleType
 
 from common import UserError
-from extras.bench import cluster, contests, plan
+from extras.bench import cluster, contests, gpus, plan
 
 MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
     **dict.fromkeys(contests.CONTESTS, contests),
     "plan": plan,
+    "gpus": gpus,
     "cluster-bytes": cluster,
 }
 

@@ -97,7 +97,7 @@ def visit_in_chunks(
     experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor, n: int
 ) -> Tensor:
     """`visit_experts` of step 7, in n chunks that overlap."""
-    leaving_Ge, arriving_Ge = exchange_counts(counts_E, group)
+    leaving_Ge, arriving_Ge, _ = exchange_counts(counts_E, group)
     leaving = cut(leaving_Ge, n)
     arriving = cut(arriving_Ge, n)
     sizes_nE = leaving.flatten(1)
@@ -111,7 +111,8 @@ def visit_in_chunks(
     combines = []
     for i, (received, exchange) in enumerate(dispatches):
         rows_RD = Finish.apply(received, exchange)  # sorted by rank, then by expert
-        out_RD = experts(transpose_blocks(rows_RD, arriving[i]), arriving[i].sum(0))
+        counts_e = arriving[i].sum(0).to(rows_RD.device)
+        out_RD = experts(transpose_blocks(rows_RD, arriving[i]), counts_e)
         reverse = Exchange(group, exchange.received_rows, exchange.sent_rows)
         outgoing = transpose_blocks(out_RD, arriving[i].T)
         combines.append((Start.apply(outgoing, reverse), reverse))

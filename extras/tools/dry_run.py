@@ -181,7 +181,8 @@ class Meter(Memory):
                 self.known.setdefault(address, real.as_strided([size], [1], 0))
             except KeyError:
                 self.known.pop(address, None)
-                if func is torch.ops.aten.sum.dim_IntList and args[0].shape[0] == self.rows:
+                # Step 7 counts the choices of each expert
+                if func is torch.ops.aten.scatter_add_.default and len(args[2]) == self.rows:
                     ends = torch.arange(len(out) + 1).clamp(max=self.experts)
                     self.known[address] = (ends * self.rows // self.experts).diff()
 
