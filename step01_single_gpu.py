@@ -205,7 +205,7 @@ class Config:
     dtype: str = flag(
         "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
     )
-    recompute: str = flag("none", "what backward computes again", RECOMPUTE, several=True)
+    recompute: str = flag("none", "what backward computes again", RECOMPUTE, comma_separated=True)
     compile: bool = flag(False, "torch.compile each layer, and the loss")
     out: str = flag("", "run directory; default: runs/ and the name of the script")
     save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")

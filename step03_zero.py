@@ -175,7 +175,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
     for name, param in model.named_parameters():
         found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
         module = found.group() if found else "norm and head"
-        units.setdefault((module, layout_of(param).data_dim), []).append(name)
+        units.setdefault((module, layout_of(param).data_group), []).append(name)
     return list(units.values())
 
 

@@ -94,7 +94,7 @@ import step03_zero as step03
 from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
-from common.flags import SEVERAL, flag
+from common.flags import AT_LEAST_2, flag
 from common.layout import Shard, global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
@@ -474,11 +474,11 @@ class Config(step03.Config):
     """Tensor and sequence parallelism."""
 
     tp: int = flag(1, "ranks that share each matrix")
-    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": SEVERAL})
+    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     tp_overlap: bool = flag(
         False,
         "hide two messages of each block's backward behind matrix products",
-        needs={"tp": SEVERAL, "sp": [True]},
+        needs={"tp": AT_LEAST_2, "sp": [True]},
     )
     zero: str = flag(
         "0",

@@ -62,8 +62,8 @@ their gradients, which are fp32 or wider. In each layer, for each micro-batch, a
     B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes
 
 The bytes grow like s, attention's FLOPs like s^2/n: for long sequences messages hide behind
-computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU, use a fused
-kernel: `-m extras step05_cp_ring.py --cp-mode flash`.)
+computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU, README's
+launch line has a fused kernel instead.)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
@@ -89,7 +89,7 @@ import step04_tp_sp as step04
 from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
-from common.flags import SEVERAL, flag
+from common.flags import AT_LEAST_2, flag
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
@@ -250,7 +250,7 @@ def part_gradients(
 
 class Kernel(NamedTuple):
     """How attention to a part of the keys is computed, forward and backward. (A fused kernel can
-    replace the formulas: -m extras has one.)
+    replace the formulas.)
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] = part_attention
@@ -364,7 +364,7 @@ class Config(step04.Config):
         "zigzag",
         "how sequences are sharded, and how shards attend to one another",
         CONTEXT,
-        needs={"cp": SEVERAL},
+        needs={"cp": AT_LEAST_2},
     )
 
 
@@ -389,7 +389,7 @@ def shard_context(
     # urgent=False: a queue of its own, so that sums of gradients do not delay the ring's messages
     mesh.join("data", "dp", "cp", urgent=False)
     for param in model.parameters():
-        note_layout(param, data_dim="data")
+        note_layout(param, data_group="data")
     if group.size == 1:
         return torch.arange(model.config.seq_len, device=device)
     if mode.check is not None:

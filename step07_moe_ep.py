@@ -83,7 +83,7 @@ import step06_pipeline as step06
 from common import UserError
 from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
-from common.flags import SEVERAL, flag
+from common.flags import AT_LEAST_2, flag
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
 from common.trainer import Run, choose_device, main
@@ -402,7 +402,7 @@ def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, counts_E: 
     return Combine.apply(out_RD, group, leaving_Ge, arriving_Ge)
 
 
-# (-m extras has another entry, which hides messages behind the experts' work)
+# A technique can add an entry, such as one that hides messages behind the experts' work
 DISPATCH: dict[str, Callable[..., Tensor]] = {"alltoall": visit_experts}
 
 
@@ -457,7 +457,9 @@ class Config(step06.Config):
     )
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
     ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
-    ep_mode: str = flag("alltoall", "how rows reach their experts", DISPATCH, needs={"ep": SEVERAL})
+    ep_mode: str = flag(
+        "alltoall", "how rows reach their experts", DISPATCH, needs={"ep": AT_LEAST_2}
+    )
 
 
 def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
@@ -506,11 +508,11 @@ def make_groups(mesh: Mesh, config: Config):
 def shard_moe(moe: MoE, mesh: Mesh, config: Config):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
     # Tp ranks route different tokens, also with --no-sp: see below
-    note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))
+    note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
         # global_norm sees in `shards` that ep ranks differ
-        note_layout(linear.weight, data_dim="expert_data")
+        note_layout(linear.weight, data_group="expert_data")
     if config.ep > 1:
         moe.run_experts = partial(DISPATCH[config.ep_mode], moe.experts, mesh["ep"])
     # Tp ranks have the same tokens: each routes a shard of them

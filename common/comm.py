@@ -25,11 +25,12 @@ Each returns a `Pending` at once, and the work goes on:
     pending.wait()                                 now `gradient` may be used
 
 Before `wait`, do not change a tensor that is sent, or use one that is filled; all must be
-contiguous. On a GPU a message is a kernel, which begins when the kernels before it have ended.
+contiguous. On a GPU a message is a kernel on a stream of its own: it begins when the kernels that
+were launched before the call, and the earlier messages of its group, have ended.
 
-We count what each of n ranks sends if the group is a ring (NCCL may choose a tree, which sends a
-little more). S: the bytes of the input or the output, whichever is larger. A group of one sends
-nothing. In a larger one:
+We count what each of n ranks sends if the group is a ring. (NCCL may choose a tree, in which some
+ranks send more and others less, or let a switch add, which sends less.) S: the bytes of the input
+or the output, whichever is larger. A group of one sends nothing. In a larger one:
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
@@ -106,7 +107,8 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # Sums of gradients over dp have time until the update; the others' activations do not
+            # Over dp travel gradients, which have time until the update (in ZeRO 3 also weights,
+            # in the same queue); over the others mostly activations, which are needed at once
             self.join(name, name, urgent=name != "dp")
 
     def __getitem__(self, name: str) -> Group:
@@ -119,7 +121,7 @@ class Mesh:
 
         In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp")
         returns [0 4] [1 5] [2 6] [3 7]. From step 5 on, groups can span several dimensions:
-        join("data", "dp", "cp").
+        join("data", "dp", "cp"). A group that already has this name is replaced.
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
@@ -137,7 +139,8 @@ class Mesh:
         ranks need both kinds, they have two handles. The ranks of a group start its operations in
         the same order.
         """
-        for row in map(tuple, rows.tolist()):
+        for members in rows.tolist():
+            row = tuple(members)
             if len(row) > 1 and (row, urgent) not in self.handles:
                 # All ranks must call this for every group
                 self.handles[row, urgent] = dist.new_group(row)
@@ -147,7 +150,7 @@ class Mesh:
 
 
 class Pending:
-    """Communication in a group, already done if there are no `works`. `wait` waits for them, then
+    """Messages of a group that are under way (without `works`: none). `wait` waits for them, then
     calls `then`.
     """
 
@@ -158,7 +161,9 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: what is sent; kept until `wait`, because a send reads its memory."""
+        """`tensors`: what `exchange` sends; kept until `wait`, because a send reads its memory. (A
+        collective's own work keeps its tensors.)
+        """
         self.group = group
         self.works = works
         self.tensors = tensors
@@ -177,6 +182,7 @@ class Pending:
                 self.then()
         self.works = ()
         self.tensors = ()
+        self.then = None
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Pending:
@@ -208,7 +214,8 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
         return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
-    # Gloo's reduce-scatter all-reduces the whole tensor; here, we add up n shards
+    # Gloo's own reduce-scatter all-reduces everything. Instead each rank gets the n terms of its
+    # shard, and adds them up: (n-1)/n S, as the law says.
     shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
 
@@ -222,21 +229,21 @@ def all_to_all(
     output: Tensor,
     tensor: Tensor,
     group: Group,
-    in_rows: list[int] | None = None,
-    out_rows: list[int] | None = None,
+    sent_rows: list[int] | None = None,
+    received_rows: list[int] | None = None,
 ) -> Pending:
-    """From step 7 on: split `tensor` into in_rows[r] rows for rank r; `output` gets out_rows[r]
-    rows from rank r. None: the same number for each.
+    """From step 7 on: split `tensor` into sent_rows[r] rows for rank r; `output` gets
+    received_rows[r] rows from rank r. None: the same number for each.
     """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     own_share = 1 / group.size
-    if in_rows is not None:
-        own_share = in_rows[group.rank] / max(1, len(tensor))
+    if sent_rows is not None:
+        own_share = sent_rows[group.rank] / max(1, len(tensor))
     note("all_to_all", group, tensor, 1 - own_share)
     work = dist.all_to_all_single(
-        output, tensor, out_rows, in_rows, group=group.handle, async_op=True
+        output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
     )
     return Pending(group, work)
 
@@ -251,8 +258,8 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Post receives first: gloo's notice to a peer that we are ready to receive would queue behind
-    # our own sends.
+    # Post receives first: gloo tells the peer that we are ready to receive only after our own sends
+    # that were posted before.
     operations = [
         dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer)
         for tensor, peer in receives
@@ -266,7 +273,7 @@ def exchange(
     return Pending(group, *dist.batch_isend_irecv(operations), tensors=sent_tensors)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # --compile must not trace the counter
 def note(operation: str, group: Group, tensor: Tensor, share: float):
     """Count the bytes that this rank sends: `share` times those of the tensor."""
     group.sent[group.name, operation] += round(share * tensor.nbytes)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-SEVERAL = range(2, 2**31)  # for `needs`: at least 2
+AT_LEAST_2 = range(2, 2**31)  # for `needs`
 
 
 def flag(
@@ -29,18 +29,19 @@ def flag(
     choices: Collection[str] = (),
     least: float | None = None,
     needs: dict[str, Collection] | None = None,
-    several: bool = False,
+    comma_separated: bool = False,
 ) -> Any:
     """A field of a Config.
 
     text     what --help says of the flag
-    choices  a menu, whose keys are the flag's values. `several`: or some of them, joined by commas
-    least    the smallest value of a number; by default 1 for an int whose default is not 0, else 0
+    choices  a menu, whose keys are the flag's values. `comma_separated`: or some of them
+    least    the smallest value of a number; by default 1 for an int with a default above 0, else 0
     needs    another flag -> the values that it must have for this flag to have an effect
     """
     if least is None:
         least = 1 if type(default) is int and default > 0 else 0
-    metadata = dict(text=text, choices=choices, least=least, needs=needs or {}, several=several)
+    metadata = dict(text=text, choices=choices, least=least, needs=needs or {})
+    metadata["comma_separated"] = comma_separated
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -85,11 +86,13 @@ def check_value(name: str, value: Any, metadata: Any):
     """Raise UserError unless the flag may have this value."""
     choices = metadata["choices"]
     if choices:
-        parts = str(value).split(",") if metadata["several"] else [str(value)]
+        parts = str(value).split(",") if metadata["comma_separated"] else [str(value)]
         for part in parts:
             if part not in choices:
                 raise UserError(f"{spelled(name)} {value}: choose from {', '.join(choices)}")
-    elif type(value) in (int, float) and not (math.isfinite(value) and value >= metadata["least"]):
+        return
+    too_small = type(value) in (int, float) and value < metadata["least"]
+    if too_small or (type(value) is float and not math.isfinite(value)):
         raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
 
 

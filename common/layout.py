@@ -1,21 +1,22 @@
 """Initial values, and one small record per parameter: how it is sharded, and over which ranks its
 gradient is summed.
 
-Step 1 needs `draw` and `materialize`, step 2 `data_group`, step 3 `global_norm`. From step 4 on,
-each dimension of parallelism notes in a parameter's record what it changes. Initial weights,
-gradient sums, shards of optimizer state, checkpoints and the global norm follow the record.
+Step 1 needs `draw` and `materialize`, step 2 `data_group` and `layout_of`, step 3 `global_norm`.
+From step 4 on, each dimension of parallelism notes in a parameter's record what it changes. Initial
+weights, gradient sums, shards of optimizer state, checkpoints and the global norm follow the
+record.
 
-    parameter (full shape)                shards                      partial_over   data_dim
+    parameter (full shape)                shards                      partial_over   data_group
     steps 1 to 3: every parameter         none                        ()             "dp"
     step 4: q_proj.weight [128, 128]      dim 0 over tp: rows 0-63    ()             "dp"
             norm.weight [128]             none                        ("tp",)        "dp"      (SP)
     step 5: the same                      the same                    the same       "data"
-    step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3          ()             "expert_data"
+    step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: rows 0-3     ()             "expert_data"
             router.weight [8, 128]        none                        ("tp",)        "data"
 
-All gradients are summed over `data_dim`, a group of ranks. `partial_over` names further groups over
-which this gradient is summed. ZeRO's shards are not in the record, because its units (step 3) cut
-across parameters.
+All gradients are summed over `data_group`, a group of ranks. `partial_over` names further groups
+over which this gradient is summed (step 4, `sum_partial_gradients`). Rows are those of the first of
+two ranks. ZeRO's shards are not in the record, because its units (step 3) cut across parameters.
 """
 
 import hashlib
@@ -24,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Group, Mesh, all_reduce
@@ -32,8 +32,8 @@ from common.model import Decoder
 
 
 def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
-    """The initial value of a whole parameter, fp32: a function of its name and the seed, whatever
-    the layout.
+    """The initial value of a whole parameter, fp32: a function of seed, name, shape and number of
+    layers, whatever the layout.
 
     Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the
     residual stream are divided by sqrt(2 n_layers) (Radford et al., GPT-2, section 2.3).
@@ -44,7 +44,8 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std = 0.02 / (2 * n_layers) ** 0.5
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    # PyTorch's generator for CPUs uses 32 bits of a seed
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
@@ -68,10 +69,11 @@ class ParamLayout:
     shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
     # From step 4 on: groups over which its gradient must still be summed
     partial_over: tuple[str, ...] = ()
-    # Its ranks hold the same weights and see different tokens. Step 5: "data", which is dp x cp
-    data_dim: str = "dp"
-    stage_copies: int = 1  # from step 6 on: pipeline stages, on different ranks, that hold it
-    # Backward passes of a micro-batch that add to its gradient (2: on two stages of one rank)
+    # The group whose ranks hold the same weights and see different tokens. Step 5: "data", dp x cp
+    data_group: str = "dp"
+    # From step 6 on, of a tied matrix: pipeline stages, on different ranks, that hold it; and
+    # backward passes of a micro-batch that add to its gradient (2: on two stages of one rank)
+    stage_copies: int = 1
     backwards: int = 1
 
 
@@ -87,15 +89,19 @@ def note_layout(param: Tensor, **changes: Any):
 
 def shard_of(full: Tensor, shard: Shard) -> Tensor:
     """This rank's shard of a tensor, zero in the padding."""
-    local = full.movedim(shard.dim, -1)[..., shard.start : shard.stop]
-    padding = shard.stop - shard.start - local.shape[-1]
-    return F.pad(local, (0, padding)).movedim(-1, shard.dim).contiguous()
+    shape = list(full.shape)
+    shape[shard.dim] = shard.stop - shard.start
+    local = full.new_zeros(shape)
+    start = min(shard.start, full.shape[shard.dim])
+    length = min(shard.stop, full.shape[shard.dim]) - start
+    local.narrow(shard.dim, 0, length).copy_(full.narrow(shard.dim, start, length))
+    return local
 
 
 def full_shape(param: Tensor) -> list[int]:
     """The shape of the whole parameter, of which this rank has a shard."""
     shape = list(param.shape)
-    # If a dimension was sharded twice, its first shard has the full size
+    # If a dimension was sharded twice (over ep, then tp), its first shard has the full size
     for shard in reversed(layout_of(param).shards):
         shape[shard.dim] = shard.full
     return shape
@@ -110,15 +116,18 @@ def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
 
 
 def materialize(
-    model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()
+    model: Decoder,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    only: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all if
-    it is empty.
+    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
 
     From step 4 on, a rank draws the whole parameter, and keeps the shard that the record describes.
     """
     for name, param in list(model.named_parameters()):
-        if only and name not in only:
+        if only is not None and name not in only:
             continue
         value = draw(name, full_shape(param), model.config.n_layers, seed)
         for shard in layout_of(param).shards:
@@ -129,7 +138,7 @@ def materialize(
     for module in model.modules():  # buffers: from step 7 on
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                persistent = key in module.state_dict()
+                persistent = key in module.state_dict()  # whether checkpoints save it
                 module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)
 
 
@@ -141,7 +150,7 @@ def ranks_that_differ(record: ParamLayout, sharded: bool) -> set[str]:
     for shard in record.shards:
         names.add(shard.over)
     if sharded:
-        names.add(record.data_dim)
+        names.add(record.data_group)
     return names
 
 
@@ -155,7 +164,7 @@ def global_norm(
     norm's weight on 8; with ZeRO over dp (`sharded`), on 1 and on 2.
 
     Ranks have different elements along pp, along the groups that shard the parameter, and along
-    data_dim if `gradients` are ZeRO's shards. Other ranks hold copies, as do two stages of a tied
+    data_group if `gradients` are ZeRO's shards. Other ranks hold copies, as do two stages of a tied
     matrix (`stage_copies`).
     """
     params = dict(model.named_parameters())
@@ -177,7 +186,9 @@ def global_norm(
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """Groups that together span all ranks. From step 5 on, "data" takes the place of dp and cp."""
+    """Groups along which to sum, one after the other, so that each rank counts once. From step 5
+    on, "data" takes the place of dp and cp.
+    """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
     return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]
@@ -190,4 +201,4 @@ def data_group(param: Tensor, mesh: Mesh) -> Group:
     In steps 2 to 4 these are `mesh["dp"]`. From step 5 on the parameter's record names another
     group.
     """
-    return mesh[layout_of(param).data_dim]
+    return mesh[layout_of(param).data_group]

@@ -4,9 +4,9 @@ MFU (model FLOPs utilisation) is the part of the GPUs' peak that the model's own
 step 1's law: 6 for each token and matrix weight (of the experts, those that a token visits), and
 7 x seq x dim for each token and layer: causal attention, in which half of all pairs count, and the
 scores once more in backward, as FlashAttention computes them again. --recompute adds nothing to it.
-Other texts count attention differently: PaLM (Chowdhery et al. 2022) 12 x seq x dim, all pairs and
-no scores twice. For smollm-1.7b these terms, with 6, 7 and 12, are 5.6, 6.4 and 10.5 % of the
-whole.
+Other texts count attention differently: 6 x seq x dim if these scores count once; and PaLM
+(Chowdhery et al. 2022) 12 x seq x dim, all pairs. For smollm-1.7b attention is 5.6, 6.4 or 10.5 %
+of the whole, with 6, 7 or 12.
 """
 
 import math
@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
-from common.checkpoint import place_of
 from common.comm import Mesh
-from common.layout import data_group, layout_of
+from common.layout import data_group, full_shape, layout_of
 from common.model import ModelConfig
 
 # Dense TFLOP/s in bf16, and in fp32 without TF32, from data sheets, by the GPU's exact name. (A MIG
@@ -52,7 +51,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 class Row(NamedTuple):
-    """A parameter in the table, as a rank that holds it sees it."""
+    """A row of the table: a parameter, and what the first rank that holds it has of it."""
 
     whole: tuple[int, ...]  # shape
     shard: tuple[int, ...]  # shape on this rank
@@ -66,26 +65,32 @@ def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
     rows = {}
     for name, param in model.named_parameters():
         record = layout_of(param)
-        whole, _, shape = place_of(param)
         cuts = [
             f"dim {shard.dim} over {shard.over} {mesh[shard.over].size}" for shard in record.shards
         ]
-        groups = [data_group(param, mesh), *(mesh[name] for name in record.partial_over)]
+        groups = [data_group(param, mesh)]
+        for group_name in record.partial_over:
+            groups.append(mesh[group_name])
         sums = [f"{group.name} {group.size}" for group in groups if group.size > 1]
         if record.stage_copies > 1:
             sums.append("first and last stage")
-        rows[name] = Row(whole, shape, param.nbytes, ", ".join(cuts), ", ".join(sums))
+        whole = tuple(full_shape(param))
+        shard = tuple(param.shape)
+        rows[name] = Row(whole, shard, param.nbytes, ", ".join(cuts), ", ".join(sums))
     return rows
 
 
 def parameter_table(rows: dict[str, Row]) -> str:
-    """The rows as text; parameters that differ only in the number of their layer share one."""
+    """The rows as text. Parameters whose names differ only in the number of their layer share one,
+    which shows the first of them.
+    """
     layers = defaultdict(list)
     for name, row in rows.items():
         layers[re.sub(r"\.\d+\.", ".*.", name)].append(row)
     lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
     for name, (row, *others) in layers.items():
-        whole, shard = ("x".join(map(str, shape)) for shape in row[:2])
+        whole = "x".join(str(size) for size in row.whole)
+        shard = "x".join(str(size) for size in row.shard)
         number = f"{1 + len(others)} x"
         lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -106,7 +111,7 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
 
 
 class Meter:
-    """Compares each step with the GPUs' peak, and looks at this GPU's memory."""
+    """Compares each step with the GPUs' peak, and reads this GPU's peak memory since the launch."""
 
     def __init__(self, param: Tensor, flops: float, world: int):
         """`param`: of the model. `flops`: per token. `world`: the number of ranks."""
@@ -125,20 +130,24 @@ class Meter:
         return found
 
 
+def check_profile(n: int, steps: int):
+    """Raise UserError if `steps` steps are too few to trace n. (Without any, the run is done.)"""
+    if n and 0 < steps < n + 2:
+        raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
+
+
 @contextmanager
-def profiling(n: int, steps: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
-    """Trace n of `steps` steps, after the first two. Yields a function to call after each step.
+def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
+    """Trace n steps, after two that are not traced. Yields a function to call after each step.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators and messages, and
     ranges: `wait tp` (for messages), F0.1 (the forward of micro-batch 0 through stage 1), the
     optimizer's step. On a GPU, OUT/memory-RANK.pickle has what was allocated where, for
-    https://pytorch.org/memory_viz. A signal may end the trace early. Raises UserError.
+    https://pytorch.org/memory_viz. A signal may end the trace early.
     """
-    if n == 0 or steps == 0:
+    if n == 0:
         yield nullcontext  # a call that does nothing
         return
-    if steps < n + 2:
-        raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
 
     def write(profiler: torch.profiler.profile):
         profiler.export_chrome_trace(str(out / f"trace-{rank}.json.gz"))

@@ -2,13 +2,15 @@
 
     tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits -> summed loss
 
-    layer:   x = x + self_attn(input_layernorm(x))      RoPE rotates q and k by position; a group of
-             x = x + mlp(post_attention_layernorm(x))   query heads shares one k and v (GQA);
-                                                        the MLP is a SwiGLU
+    layer:   x = x + self_attn(input_layernorm(x))
+             x = x + mlp(post_attention_layernorm(x))
+
+    self_attn    rotates q and k by position (RoPE); a group of query heads shares one k and v (GQA)
+    mlp          is a SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
-our state dict (without experts). Numbers of heads and channels follow from the weights (`unflatten`
-below), so a rank with shards of the weights runs the same code.
+our state dict (without experts). The number of heads is stored nowhere: `unflatten` below gets it
+from the width of q, k and v. So a rank with only some heads' weights runs the same code.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -36,7 +38,7 @@ class ModelConfig:
     seq_len: int
     tied: bool = False  # one matrix serves as embedding and as head
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # stretches RoPE's long wavelengths, as Llama 3.1 and 3.2 do; 1: not
+    rope_scaling: float = 1.0  # by how much to stretch RoPE's long wavelengths (Llama 3.1, 3.2)
     norm_eps: float = 1e-5
 
     @property
@@ -47,7 +49,7 @@ class ModelConfig:
 
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
-PRESETS = {
+PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
     "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
     "tiny": ModelConfig(128, 4, 8, 4, 352, vocab_size=257, seq_len=256),
     "smollm-135m": ModelConfig(576, 30, 9, 3, 1536, **SMOLLM),
@@ -75,11 +77,10 @@ def model_shape(text: str) -> ModelConfig:
             )
         kind = kinds[name]
         try:
-            if kind is bool:
-                values[name] = {"True": True, "False": False}[value]
-            else:
-                values[name] = kind(value)
-        except (ValueError, KeyError):
+            if kind is bool and value not in ("True", "False"):
+                raise ValueError
+            values[name] = value == "True" if kind is bool else kind(value)
+        except ValueError:
             raise UserError(f"--model {text}: {value!r} is no {kind.__name__} for {name}") from None
     shape = replace(PRESETS[preset], **values)
     check_shape(shape, text)
@@ -93,7 +94,7 @@ def check_shape(shape: ModelConfig, text: str):
             raise UserError(f"--model {text}: {name} is {value}, and must be above 0")
     if shape.dim % (2 * shape.n_heads):
         raise UserError(
-            f"--model {text}: dim {shape.dim} must be an even multiple of n_heads {shape.n_heads}"
+            f"--model {text}: dim {shape.dim} / n_heads {shape.n_heads} must be an even number"
         )
     if shape.n_heads % shape.n_kv_heads:
         raise UserError(
@@ -118,10 +119,12 @@ def rope_tables(
     frequency = config.rope_theta ** -(even / config.head_dim)
     # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
     if config.rope_scaling != 1.0:
-        keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
+        turns = 8192 * frequency / (2 * torch.pi)  # within 8192 tokens
+        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1 turn or less: 0; 4 or more: 1
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    # Both halves of the channels have the same angles: [..., seq, 1 for all heads, head_dim]
-    angle = (positions[..., None] * frequency).tile(2)[..., None, :]
+    angle = positions[..., None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)  # the same for both halves of the channels,
+    angle = angle.unsqueeze(-2)  # and for all heads
     return angle.cos(), angle.sin()
 
 
@@ -130,15 +133,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x.
     """
     first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
+    turned = torch.cat((-second, first), dim=-1)
+    return torch.addcmul(x * cos, turned, sin).to(x.dtype)  # x cos + turned sin
 
 
 class RoPE(torch.autograd.Function):
     """Rotary position embedding of q or k: `rotate`, whose backward is the rotation by the opposite
     angle, with the sine -sin.
 
-    So a 16-bit gradient of x is rounded once. Autograd's own backward of `rotate` rounds its two
-    terms, and then their sum; and it makes more passes over memory.
+    (`rotate` alone would do, too. But autograd's backward of it rounds a 16-bit gradient's two
+    terms, and then their sum; this one rounds once, and makes fewer passes over memory.)
     """
 
     @staticmethod
@@ -158,7 +162,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] ->
     like q.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads, seq, head_dim]
+    # enable_gqa: query head h uses kv head h // (heads / kv_heads)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 

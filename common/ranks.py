@@ -2,8 +2,9 @@
 
 A launcher (torchrun) starts the same script on every rank, perhaps on several machines. If one has
 other flags or another version of the code, messages no longer match: the run hangs, or trains on
-nonsense. So ranks compare how they were started before they create the groups of the mesh. Of this
-file step 2 calls `compare_launches`; the rest may be skipped on a first reading.
+nonsense. So ranks compare how they were started as soon as they can communicate, before they create
+the groups of the mesh. Of this file step 2 calls `compare_launches`; the rest may be skipped on a
+first reading.
 
 Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
 `Ranks` lets all know, so that all decide alike. Its messages are sent by the CPUs, and are so small
@@ -22,27 +23,34 @@ import torch.distributed as dist
 
 from common import UserError
 
-NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # torchrun sets these
-LAUNCHED = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # others: the number of processes
+SET_BY_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Other launchers set these to the number of processes
+SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def check_environment():
-    """Raise UserError if another launcher than torchrun has started several processes."""
+    """Raise UserError if this process may be one of several that would not find one another.
+
+    Another launcher may have started them; or only some of torchrun's variables are set, perhaps
+    left over in a shell.
+    """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
-    if present and not os.environ.keys() >= NEEDED:
+    missing = sorted(SET_BY_TORCHRUN - os.environ.keys())
+    if present and missing:
         names = " ".join(present)
-        raise UserError(f"no launcher has set {names}: use torchrun, or first unset {names}")
-    for name in LAUNCHED:
+        advice = f"use torchrun, or first unset {names}"
+        raise UserError(f"{names} is set, but not {' '.join(missing)}: {advice}")
+    for name in SET_BY_OTHERS:
         if not present and os.environ.get(name, "1") != "1":
             advice = f"start torchrun, once on each node; or unset {name} to use one device"
             raise UserError(f"{name} is {os.environ[name]}, but RANK is not set: {advice}")
 
 
 class Ranks:
-    """All ranks of a run. Every method is a collective."""
+    """All ranks of a run. Every method is a collective, and so is making a `Ranks`."""
 
     def __init__(self):
-        """On GPUs, create a group for the CPUs, whose messages do not wait for kernels."""
+        """On GPUs, create a gloo group, whose messages the CPUs send: they wait for no kernel."""
         self.rank = 0
         self.world = 1
         self.group = None
@@ -74,19 +82,25 @@ class Ranks:
                 action(*args)
         except OSError as error:
             problem = f"rank {self.rank}: {error.strerror or error}"
-        problem = max(self.gather(problem))
-        if problem:
-            raise UserError(problem)
+        problems = [problem for problem in self.gather(problem) if problem]
+        if problems:
+            raise UserError(problems[0])
 
 
 def compare_launches():
-    """Raise UserError on all ranks unless all have the same flags, source files and torch."""
+    """Raise UserError on all ranks unless all have the same script, flags, source files and torch.
+
+    The source files are those of this project that are loaded.
+    """
     ranks = Ranks()
     digest = hashlib.sha256(torch.__version__.encode())
-    root = Path(__file__).parents[1]
-    for path in sorted([*root.glob("step*.py"), *root.glob("common/*.py")]):
-        digest.update(path.read_bytes())
-    ranks.require_same(" ".join(sys.orig_argv[1:]), "the flags differ")
+    root = str(Path(__file__).parents[1])
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    for file in sorted(files):
+        if file.startswith(root) and "site-packages" not in file:
+            digest.update(Path(file).read_bytes())
+    script = Path(sys.argv[0]).name  # nodes may have it in different places
+    ranks.require_same(" ".join([script, *sys.argv[1:]]), "the flags differ")
     ranks.require_same(digest.hexdigest()[:8], "torch or the source files differ")
 
 

@@ -12,15 +12,16 @@ from common.ranks import Ranks
 # sets. The first: where files are, and how precisely and where numbers are computed. (--dataset may
 # be another path; the fingerprint of its tokens must be the same.)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# The second: which rank computes what. These must be kept only if there is state that is neither
-# parameter nor buffer, such as errors owed by a compressed sync: each rank has its own.
+# The second: which rank computes what, and in which pieces. (nproc_per_node: the number of all
+# ranks.) These must be kept only if there is state besides parameters, the optimizer's and buffers:
+# then each rank has its own, such as rounding errors that a sync adds to its next sum.
 LAYOUT = {"nproc_per_node", "micro_batch_size", "recompute", "compile", "sync", "bucket_mb"}
 LAYOUT |= {"zero", "keep", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks"}
 LAYOUT |= {"ep", "ep_mode"}
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
-    """The checkpoint that --resume selects, on all ranks the same; None to start anew.
+    """The checkpoint that --resume selects, the same on all ranks; None to start anew.
 
     "auto": the newest sound one in --out, if there is any. Else a run directory, or a checkpoint.
     Raises UserError if none is there, or if --out has checkpoints that would be mixed with others.
@@ -30,7 +31,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
         raise UserError(f"--resume {resume}: no checkpoint is there")
     own = candidates(out)
     if own and resume != "auto":
-        advice = f"set --resume {out} to continue, or another --out"
+        advice = f"set --resume {out} to continue from its newest, or another --out"
         if not resume or where.resolve() not in (out.resolve(), own[0].resolve()):
             raise UserError(f"--out {out} has checkpoints: {advice}")
     return find(where, ranks) if resume else None

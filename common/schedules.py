@@ -204,7 +204,7 @@ def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = CO
     length = int(spans[-1][0])
     rows = [["."] * length for _ in lists]
     for end, rank, start, (kind, i, _) in spans:
-        letter = "-"  # other kinds, of schedules in extras
+        letter = "-"  # a kind that another schedule has
         if kind == "F":
             letter = str(i % 10)
         elif kind == "B":

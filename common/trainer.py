@@ -14,10 +14,12 @@ With step 1, read `choose_device`, `Run.steps` and `Run.record`; one rank is the
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
         trace-0.json.gz      with --profile, from each rank (meter.py)
 
-A checkpoint has all that a later step depends on, because a batch depends on the step's number
-alone. So a resumed run computes what an uninterrupted one does. After Ctrl-C, SIGTERM or SIGUSR1, a
-rank ends its step, saves a checkpoint, and exits with status 0. If a step takes longer than
---timeout, each rank prints where it waits, and the job ends. (The start and saving are not timed.)
+A checkpoint has all that a later step depends on: a batch depends on flags that must stay the same,
+on the data, whose fingerprint is saved, and on the step's number. So a resumed run computes what an
+uninterrupted one does. After Ctrl-C, SIGTERM or SIGUSR1, a rank ends its step, saves a checkpoint,
+and exits with status 0. (torchrun gives it 30 seconds for that, or its --shutdown-timeout, and
+passes SIGUSR1 on only if --signals-to-handle names it.) If a step takes longer than --timeout, each
+rank prints where it waits, and the job ends. (The start and saving are not timed.)
 """
 
 import dataclasses
@@ -42,7 +44,15 @@ from common import UserError
 from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
 from common.flags import parse
-from common.meter import Meter, Row, flops_per_token, parameter_table, profiling, rows_of
+from common.meter import (
+    Meter,
+    Row,
+    check_profile,
+    flops_per_token,
+    parameter_table,
+    profiling,
+    rows_of,
+)
 from common.model import Decoder
 from common.ranks import Ranks, check_environment
 from common.resume import check_flags, choose_checkpoint
@@ -60,17 +70,18 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
-    fast = False
+    has_bf16 = False
     if kind == "cuda":
         gpus = torch.cuda.device_count()
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        rank = os.environ.get("RANK", "0")  # for a launcher that does not number a node's ranks
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", rank)))
         if device.index >= gpus:
             advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
-            raise UserError(f"each rank needs a GPU of its own, and {gpus} are here: {advice}")
+            raise UserError(f"each rank needs a GPU of its own, and a node has {gpus}: {advice}")
         torch.cuda.set_device(device)
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate bf16
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate it
     if config.dtype == "auto":
-        return device, torch.bfloat16 if fast else torch.float32
+        return device, torch.bfloat16 if has_bf16 else torch.float32
     return device, DTYPES[config.dtype]
 
 
@@ -97,10 +108,11 @@ class Run(AbstractContextManager):
                 draw_loss(self.history, self.out / "loss.png")
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Yield the numbers of the steps. `parts`: model, optimizer, data, mesh, ..., by name.
+        """Yield the numbers of the steps. `parts`: model and optimizer, and from case to case data,
+        mesh and others, by name. Raises UserError if the run cannot start or be saved.
 
         A part with methods `state` and `load_state` has state besides parameters: a dict of
-        tensors, which is saved, and restored in the same layout only. Raises UserError.
+        tensors, which is saved, and restored in the same layout only.
         """
         self.parts = parts
         self.mesh = parts.get("mesh") or Mesh(dp=1)
@@ -110,19 +122,21 @@ class Run(AbstractContextManager):
                 "--nproc_per_node: this script trains on one device; step 2 is for more"
             )
         done = self.restore()
+        steps = range(done, self.config.steps)
+        check_profile(self.config.profile, len(steps))
         # Only now: a launch that fails above must not touch the files of an earlier run
         self.begin()
-        self.introduce(parts["model"], parts["optimizer"])
+        self.meter = self.introduce(parts["model"], parts["optimizer"])
         self.take_sent()  # do not count what was sent before the first step
-        steps = range(done, self.config.steps)
-        trace = profiling(self.config.profile, len(steps), self.out, self.rank, self.meter.is_gpu)
-        bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
-        with bar as self.bar, trace as end_step, Signals() as signals:
+        trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        self.bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
+        with self.bar, trace as end_traced_step, Signals() as signals:
             for step in steps:
                 self.watch.start()
                 self.began = time.perf_counter()
                 yield step
-                end_step()
+                end_traced_step()
+                # If one rank has received a signal, all end after the same step
                 stopping = any(self.ranks.gather(signals.received > 0))
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
@@ -164,26 +178,30 @@ class Run(AbstractContextManager):
                 (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
                 (self.out / "metrics.jsonl").write_text(rows)
 
-    def introduce(self, model: Decoder, optimizer: Any):
-        """Print the devices, the mesh, the data, and how each parameter is sharded."""
+    def introduce(self, model: Decoder, optimizer: Any) -> Meter:
+        """Print the devices, the mesh, the data, and how each parameter is sharded. Returns what
+        will measure the steps.
+        """
         rows: dict[str, Row] = {}
-        for held in reversed(self.ranks.gather(rows_of(model, self.mesh))):
-            rows = held | rows  # rank 0's parameters first
+        for held in self.ranks.gather(rows_of(model, self.mesh)):
+            for name, row in held.items():
+                rows.setdefault(name, row)  # of the first rank that holds it
         param = next(model.parameters())
         top_k = getattr(self.config, "experts_per_token", 1)
-        self.meter = Meter(param, flops_per_token(rows, model.config, top_k), self.world)
+        meter = Meter(param, flops_per_token(rows, model.config, top_k), self.world)
         if self.first:
             sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
             total = sum(math.prod(row.whole) for row in rows.values())
             own = sum(param.numel() for param in model.parameters())
             updated = sum(master.numel() for master in optimizer.masters.values())
-            print(f"device: {self.world} x {self.meter.device}, {param.dtype}; mesh: {sizes}")
+            print(f"device: {self.world} x {meter.device}, {param.dtype}; mesh: {sizes}")
             if "data" in self.parts:
                 print(self.parts["data"].summary)
             if self.world > 1:
                 print(parameter_table(rows))
             print(f"parameters: {total:,}; rank 0 holds {own:,}, and updates {updated:,} of them")
             sys.stdout.flush()
+        return meter
 
     def save_is_due(self, step: int) -> bool:
         """Whether --save-every asks for a checkpoint after `step` steps."""
@@ -194,8 +212,9 @@ class Run(AbstractContextManager):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         state = {}
         for name, part in self.parts.items():
-            if hasattr(part, "load_state") and part.state():
-                state[name] = part.state()
+            content = part.state() if hasattr(part, "load_state") else {}
+            if content:
+                state[name] = content
         content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
         content["history"] = self.history if self.first else []
         folder = self.out / f"checkpoints/step-{step:08d}"
@@ -215,22 +234,28 @@ class Run(AbstractContextManager):
 
         The numbers must be the same on all ranks: then all raise, or none.
         """
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                bad = []
-                for key, gradient in self.parts["optimizer"].gradients().items():
-                    if gradient is not None and not gradient.isfinite().all():
-                        bad.append(key)
-                found = []
-                for rank, names in enumerate(self.ranks.gather(bad)):
-                    if names:
-                        # Backward usually reaches the last parameter first
-                        found.append(f"{names[-1]} on rank {rank}")
-                raise UserError(
-                    f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr. (If "
-                    "one device trains well with these flags, it is a bug in the sharding. "
-                    f"Gradients that are not finite: {', '.join(found[:4]) or 'none'})"
-                )
+        wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
+        if wrong:
+            name = wrong[0]
+            what = name.replace("_", " ")
+            raise UserError(
+                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If "
+                "one device trains well with these flags, it is a bug in the sharding. "
+                f"Gradients that are not finite: {self.gradients_not_finite()})"
+            )
+
+    def gradients_not_finite(self) -> str:
+        """One gradient of each of the first four ranks that have such gradients, or "none"."""
+        bad = []
+        for name, gradient in self.parts["optimizer"].gradients().items():
+            if gradient is not None and not gradient.isfinite().all():
+                bad.append(name)
+        found = []
+        for rank, names in enumerate(self.ranks.gather(bad)):
+            if names:
+                # Backward usually reaches the last parameter first
+                found.append(f"{names[-1]} on rank {rank}")
+        return ", ".join(found[:4]) or "none"
 
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it."""

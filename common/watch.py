@@ -4,8 +4,10 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 
 class Signals(AbstractContextManager):
-    """In this context a signal does not end the process: it is noted, so that the run can save."""
+    """In this context a signal does not end the process: it is noted, so that the run can save.
+
+    (torchrun passes signals on to the ranks, and ends them for good after its --shutdown-timeout.)
+    """
 
     def __init__(self):
         self.received = 0.0  # when the first one came, by the monotonic clock; 0: none has come
@@ -30,7 +35,9 @@ class Signals(AbstractContextManager):
             signal.signal(number, handler)
 
     def note(self, number: int, frame: Any):
-        """Handle a signal. A second Ctrl-C ends the process, unless torchrun repeats the first."""
+        """Handle a signal. A Ctrl-C more than a second after the first signal ends the process: an
+        earlier one may be the first, repeated by torchrun.
+        """
         now = time.monotonic()
         if number == signal.SIGINT and 0 < self.received < now - 1:
             os._exit(130)
@@ -42,8 +49,10 @@ class HangWatch:
     """Ends this rank if a step takes longer than `seconds` (0: never), and prints where it waits.
 
     If one rank waits for ever, the others soon wait for it in a collective. So all ranks print
-    their stacks at about the same time, and the rank whose stack differs is the one that they wait
-    for. With NCCL, PyTorch's record of the last collectives is written, too: see `torchfrtrace`.
+    their stacks at about the same time, and the rank whose stack differs is usually the one that
+    they wait for. With NCCL, PyTorch's record of the last collectives is written, too, which
+    `torchfrtrace --prefix nccl- OUT` reads. (PyTorch itself ends a collective after 10 minutes with
+    NCCL, and after 30 with gloo.)
     """
 
     def __init__(self, seconds: float, out: Path):
@@ -65,12 +74,18 @@ class HangWatch:
     def explain(self):
         """Print the stacks of all threads, and end the process. (The timer's thread calls this.)"""
         rank = os.environ.get("RANK", "0")
-        text = f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout), and is in"
-        print(text, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback()
+        text = f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout), and is in\n"
         try:
+            with tempfile.TemporaryFile("w+") as stacks:
+                faulthandler.dump_traceback(stacks)
+                stacks.seek(0)
+                text += stacks.read()
+            sys.stderr.write(text)  # at once, so that the ranks' stacks do not mix
+            sys.stderr.flush()
             if torch.cuda.is_available():
                 record = torch._C._distributed_c10d._dump_nccl_trace()
-                (self.out / f"nccl-{rank}.pickle").write_bytes(record)
+                (self.out / f"nccl-{rank}").write_bytes(record)
+        except Exception as error:
+            traceback.print_exception(error)
         finally:
             os._exit(1)

@@ -61,7 +61,7 @@ FAULTS = [
         "every epoch has the same order",
     ),
     Fault(
-        "common.data",
+        "common.readers",
         "default_rng(0)",
         'default_rng(int(os.environ.get("RANK", 0)))',
         "test_step02::test_launch",

@@ -246,7 +246,7 @@ def test_the_last_two_checkpoints_stay(tmp_path):
 
 
 REFUSED = [
-    ("", "--out .* has checkpoints: set --resume .* to continue, or another --out"),
+    ("", "--out .* has checkpoints: set --resume .* to continue from its newest, or another"),
     ("OUT/checkpoints/step-00000002", "--out .* has checkpoints"),
     ("OTHER", "--out .* has checkpoints"),
     ("MISSING", "--resume MISSING: no checkpoint is there"),

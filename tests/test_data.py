@@ -1,5 +1,5 @@
-"""common/data.py: what each kind of --dataset becomes, which batches are made of it, and what is
-refused in one line.
+"""common/data.py and readers.py: what each kind of --dataset becomes, which batches are made of it,
+and what is refused in one line.
 
 The expected tokens are the bytes of the texts, written out by Python's own `encode`.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import UserError, data
+from common import UserError, data, readers
 from common.data import END, Data
 from common.model import ModelConfig
 
@@ -28,7 +28,7 @@ TOKENS = [END if byte == 0 else byte for text in TEXTS for byte in text.encode()
 def opened(source: str | Path, seq_len: int = 8, vocab_size: int = 257, seed: int = 0) -> Data:
     """The data of a run whose batches have three sequences."""
     shape = ModelConfig(8, 1, 1, 1, 8, vocab_size=vocab_size, seq_len=seq_len)
-    with mock.patch.dict(data.READERS, hub=data.read_hub):  # other tests replace this reader
+    with mock.patch.dict(readers.READERS, hub=readers.read_hub):  # other tests replace this reader
         return Data(str(source), shape, 3, seed)
 
 
@@ -163,7 +163,7 @@ def test_bytes_that_are_not_utf_8_are_counted(tmp_path):
     text = "Élève à l'école, où était-il? "
     (tmp_path / "latin.txt").write_bytes(400 * text.encode("latin-1"))
     (tmp_path / "utf.txt").write_bytes(400 * text.encode())
-    assert "2,400 U+FFFD mark bytes that are not UTF-8" in opened(tmp_path / "latin.txt").summary
+    assert "2,400 U+FFFD: bytes that were not UTF-8" in opened(tmp_path / "latin.txt").summary
     assert "U+FFFD" not in opened(tmp_path / "utf.txt").summary
 
 
@@ -261,7 +261,7 @@ MISSING += ["./corpus", "../corpus", "~/corpus", "corpus/", "a/b/c", "C:\\corpus
 def test_a_missing_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path, source):
     """What has a file's suffix, or a form that no name of the hub has, is just not there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "read_hub", lambda _source: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(readers, "read_hub", lambda _source: pytest.fail("the hub was asked"))
     assert refused(source) == f"--dataset {source}: no such file"
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from common import UserError
-from common.flags import SEVERAL, flag, parse
+from common.flags import AT_LEAST_2, flag, parse
 
 cases = pytest.mark.parametrize
 RULES = {"adamw": 1, "sgd": 2}
@@ -20,7 +20,7 @@ class Base:
     warmup: int = flag(20, "steps of warm-up", least=0)
     optimizer: str = flag("adamw", "update rule", RULES)
     recompute: str = flag(
-        "none", "what is computed again", ("none", "full", "logits"), several=True
+        "none", "what is computed again", ("none", "full", "logits"), comma_separated=True
     )
     tp: int = flag(1, "ranks that share a matrix")
     out: str = flag("", "directory")
@@ -31,7 +31,7 @@ class Config(Base):
     """More flags."""
 
     lr: float = flag(0.2, "learning rate")  # another default
-    sp: bool = flag(True, "shard tokens", needs={"tp": SEVERAL})
+    sp: bool = flag(True, "shard tokens", needs={"tp": AT_LEAST_2})
     bucket_mb: float = flag(1.0, "size of a bucket", needs={"optimizer": ["sgd"]})
     overlap: bool = flag(False, "hide messages", needs={"sp": [True], "missing": ["any"]})
 

@@ -97,7 +97,7 @@ def test_unit_names():
     model = decoder(n_layers=11)
     mlp = model.model.layers["10"].mlp
     for param in mlp.parameters():
-        note_layout(param, data_dim="experts")
+        note_layout(param, data_group="experts")
     sizes = [(names[0], len(names)) for names in step.unit_names(model)]
     expected = [("model.embed_tokens.weight", 1)]
     for layer in range(10):
@@ -151,7 +151,7 @@ def freeze(pattern: str) -> Callable:
 def use_experts(model: Decoder):
     """Sum the gradients of layer 1's MLP over the group "experts"."""
     for param in model.model.layers["1"].mlp.parameters():
-        note_layout(param, data_dim="experts")
+        note_layout(param, data_group="experts")
 
 
 def zero_of(
@@ -219,7 +219,7 @@ def expected_parts(
     parts = {}
     for names in step.unit_names(model):
         members = [0, 1, 2]
-        if layout_of(model.get_parameter(names[0])).data_dim == "experts":
+        if layout_of(model.get_parameter(names[0])).data_group == "experts":
             members = [1, 2] if rank > 0 else [0]
         sums = summed_gradients(members, number, make_plain(), stage)
         whole = {name: sums[name] for name in names}
@@ -377,23 +377,23 @@ def test_masters_keep_updates_that_bf16_would_lose(stage):
 
 
 TP = dict(shards=(Shard(0, "tp", 0, 1, 2),))
-EP = dict(shards=(Shard(0, "ep", 0, 1, 2),), data_dim="expert_data")
+EP = dict(shards=(Shard(0, "ep", 0, 1, 2),), data_group="expert_data")
 NORMS = [
     # sizes of the mesh; whether ZeRO is on; and of two parameters the record, and what each of four
     # ranks holds: together 1, 2, 2 of the first and 4 of the second, so the norm is 5
     (dict(dp=2, tp=2), False, TP, [[1, 2], [2], [1, 2], [2]], {}, [[4], [4], [4], [4]]),
     (dict(dp=2, tp=2), True, TP, [[1], [2], [2], []], {}, [[4], [4], [], []]),
-    (dict(dp=2, cp=2), False, {}, [[1, 2, 2]] * 4, dict(data_dim="data"), [[4]] * 4),
+    (dict(dp=2, cp=2), False, {}, [[1, 2, 2]] * 4, dict(data_group="data"), [[4]] * 4),
     (
         dict(dp=2, cp=2),
         True,
         {},
         [[1, 2], [1, 2], [2], [2]],
-        dict(data_dim="data"),
+        dict(data_group="data"),
         [[4], [], [], []],
     ),
     (dict(dp=2, pp=2), False, {}, [[1, 2], [2], [1, 2], [2]], dict(stage_copies=2), [[4]] * 4),
-    (dict(dp=4, cp=1), True, EP, [[1], [2], [2], []], dict(data_dim="data"), [[4], [], [], []]),
+    (dict(dp=4, cp=1), True, EP, [[1], [2], [2], []], dict(data_group="data"), [[4], [], [], []]),
 ]
 
 

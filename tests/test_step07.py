@@ -487,11 +487,11 @@ def test_groups(ep, n):
     """A rank has n experts, summed over expert_data; its router is summed over data and tp."""
     mesh, layers = sharded(dict(dp=2, tp=2), ep=ep)
     moe = layers["1"].mlp
-    router = ParamLayout(data_dim="data", partial_over=("tp",))
+    router = ParamLayout(data_group="data", partial_over=("tp",))
     close(layout_of(moe.router.weight), router, "the record of the router")
     start = mesh.rank % ep * n
     shard = Shard(0, "ep", start, start + n, 8)
-    record = ParamLayout((shard,), data_dim="expert_data")
+    record = ParamLayout((shard,), data_group="expert_data")
     for name, param in moe.experts.named_parameters():
         close((len(param), layout_of(param)), (n, record), f"{name}: length and record")
 

@@ -159,7 +159,7 @@ def test_a_directory_that_is_moved_is_named(tmp_path):
 OTHERS = [
     (dict(SLURM_NTASKS="2"), "SLURM_NTASKS is 2.* torchrun"),
     (dict(OMPI_COMM_WORLD_SIZE="4"), "OMPI_COMM_WORLD_SIZE is 4.* torchrun"),
-    (dict(RANK="0"), "no launcher has set RANK: use torchrun, or first unset RANK"),
+    (dict(RANK="0"), "RANK is set, but not MASTER_ADDR .*: use torchrun, or first unset RANK"),
     (dict(SLURM_NTASKS="2") | TWO_RANKS, ""),
     (dict(SLURM_NTASKS="1"), ""),
 ]
@@ -187,7 +187,10 @@ def test_step_1_on_two_ranks_is_refused():
 
 
 def test_ranks_with_other_flags_are_named(tmp_path):
-    """Both say which flags differ, before they form groups: with other groups they would hang."""
+    """Rank 0 says which flags differ, before they form groups: with other groups they would hang.
+
+    (Rank 1 waits ten seconds before it says the same.)
+    """
     processes = []
     port = str(20000 + os.getpid() % 10000)
     for rank in range(2):
@@ -196,12 +199,13 @@ def test_ranks_with_other_flags_are_named(tmp_path):
         words += ["--tp=2"] * rank
         how = dict(cwd=ROOT, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
         processes.append(subprocess.Popen(words, **how))
-    for process in processes:
-        line = process.communicate()[1].strip().splitlines()[-1]
-        close(process.returncode, 2, "status")
-        words = f"step04_tp_sp.py --device=cpu --out={tmp_path}"
-        text = f"error: the flags differ: {words} --tp=2 on rank 1, but {words} on rank 0"
-        close(line, text, "what a rank says")
+    line = processes[0].communicate()[1].strip().splitlines()[-1]
+    processes[1].kill()
+    processes[1].communicate()
+    close(processes[0].returncode, 2, "status")
+    words = f"step04_tp_sp.py --device=cpu --out={tmp_path}"
+    text = f"error: the flags differ: {words} --tp=2 on rank 1, but {words} on rank 0"
+    close(line, text, "what rank 0 says")
 
 
 def other_data(options: dict):
@@ -342,13 +346,32 @@ OTHER = [dict(row, loss=2.0 + 4e-5 * (row["step"] > 6)) for row in ONE[2:]]
 
 
 @cases(
-    "bound, text, equal",
-    [(1e-5, "above 1e-05: 7", 0), (1e-4, "above 0.0001: None", 1)],
+    "first, bound, text, equal",
+    [
+        (40, 1e-5, "38 steps; largest difference: 2.0e-05; above 1e-05: 7", False),
+        (40, 1e-4, "38 steps; largest difference: 2.0e-05; above 0.0001: None", True),
+        (6, 1e-5, "4 steps; largest difference: 0.0e+00; above 1e-05: None", True),
+    ],
 )
-def test_compare_names_the_first_step_that_differs(capsys, bound, text, equal):
-    """The runs have 38 steps in common; the largest relative difference is 4e-5 / 2."""
-    close(compare.compare(ONE, OTHER, bound), bool(equal), "whether they are equal")
+def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, equal):
+    """From step 7 on the relative difference of the losses is 4e-5 / 2."""
+    close(compare.compare(ONE, OTHER, first, bound), equal, "whether they are equal")
     out = capsys.readouterr().out
-    assert f"38 steps; largest difference: 2.0e-05; {text}" in out, out
+    assert text in out, out
     assert len(out.splitlines()) < 20, "it is longer than a screen"
-    assert not compare.compare(ONE, [], bound), "runs without common steps are equal"
+
+
+def test_compare_needs_a_common_step():
+    """Without one, nothing would have been compared."""
+    with pytest.raises(ValueError, match="none of the first 2 steps"):
+        compare.compare(ONE, OTHER, 2, 1e-3)
+
+
+def test_compare_names_flags_that_differ(tmp_path):
+    """The seed and the data decide what is computed; tp and the directory do not."""
+    for name, seed, tp in (("a", 0, 1), ("b", 1, 2)):
+        (tmp_path / name).mkdir()
+        flags = dict(seed=seed, tp=tp, out=name, dataset=f"{name}.txt", lr=0.1)
+        (tmp_path / name / "config.json").write_text(json.dumps(flags))
+    found = compare.other_flags(str(tmp_path / "a"), str(tmp_path / "b"))
+    close(found, ["--dataset: a.txt and b.txt", "--seed: 0 and 1"], "flags that differ")

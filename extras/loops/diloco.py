@@ -35,7 +35,7 @@ import step01_single_gpu as step01
 from common import UserError
 from common.comm import Group, Mesh, all_reduce
 from common.data import Data
-from common.flags import SEVERAL, flag
+from common.flags import AT_LEAST_2, flag
 from common.layout import global_norm, materialize
 from common.model import IGNORE, Decoder, model_shape
 from common.trainer import Run, choose_device, main
@@ -95,11 +95,11 @@ class Config(step01.Config):
     outer_lr: float = flag(0.7, "learning rate of the outer step")
     outer_momentum: float = flag(0.9, "Nesterov momentum of the outer step")
     tp: int = flag(1, "ranks that share each matrix")
-    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": SEVERAL})
+    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     tp_overlap: bool = flag(
         False,
         "hide two of backward's messages behind matrix products",
-        needs={"tp": SEVERAL, "sp": [True]},
+        needs={"tp": AT_LEAST_2, "sp": [True]},
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import UserError
-from common.flags import SEVERAL, flag, parse
+from common.flags import AT_LEAST_2, flag, parse
 from common.schedules import Action, afab, interleaved, one_f_one_b
 from extras.plan.gpus import NODE
 from extras.plan.shapes import Shape, divisors
@@ -39,8 +39,8 @@ class Layout:
     global_batch_size: int = flag(0, "sequences per step, all ranks together; 0: the plan's")
     schedule: str = flag("1f1b", "order of the work in a pipeline", ORDERS)
     chunks: int = flag(2, "stages on each rank", needs={"schedule": ["interleaved"]})
-    recompute: str = flag("none", "what backward computes again", RECOMPUTE, several=True)
-    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": SEVERAL})
+    recompute: str = flag("none", "what backward computes again", RECOMPUTE, comma_separated=True)
+    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     dp: int = flag(1, "ranks with different sequences: all that the other sizes leave")
 
     @property

@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from common.flags import SEVERAL, flag
+from common.flags import AT_LEAST_2, flag
 from common.model import PRESETS, ModelConfig, model_shape
 
-NEEDS = {"experts": SEVERAL}
+NEEDS = {"experts": AT_LEAST_2}
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Zero1Replicas(Zero1):
         mesh.add_groups("shard", ranks.reshape(-1, n // config.replicas), urgent=False)
         mesh.add_groups("replicas", ranks.swapaxes(1, 2).reshape(-1, config.replicas), urgent=False)
         for param in model.parameters():
-            if layout_of(param).data_dim in ("dp", "data"):  # not experts, whose group is smaller
-                note_layout(param, data_dim="shard")
+            if layout_of(param).data_group in ("dp", "data"):  # not experts, whose group is smaller
+                note_layout(param, data_group="shard")
         self.replicas = mesh["replicas"]
         super().__init__(model, config, mesh, *args)
 

@@ -34,8 +34,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from common import UserError
-from common.data import END, READERS, kind_of
+from common.data import END
 from common.flags import flag, parse
+from common.readers import READERS, kind_of
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # names of end tokens, the usual first
 AT_ONCE = 100  # documents that are encoded in parallel
@@ -45,7 +46,9 @@ AT_ONCE = 100  # documents that are encoded in parallel
 class Config:
     """Flags of the tool."""
 
-    dataset: str = flag("", "a file, folder or data set of the hub with text; see common/data.py")
+    dataset: str = flag(
+        "", "a file, folder or data set of the hub with text; see common/readers.py"
+    )
     out: str = flag("", "the three files' path and name, without their suffixes")
     tokenizer: str = flag("", "apply the tokenizer of this tokenizer.json")
     train: int = flag(0, "train a tokenizer with so many tokens; 0: use --tokenizer", least=0)
