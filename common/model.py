@@ -162,8 +162,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] ->
     like q.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads, seq, head_dim]
-    # enable_gqa: query head h uses kv head h // (heads / kv_heads)
+    # [batch, heads, seq, head_dim]; enable_gqa: query head h uses kv head h // (heads / kv_heads)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 

@@ -53,7 +53,6 @@ from common.meter import (
     profiling,
     rows_of,
 )
-from common.model import Decoder
 from common.ranks import Ranks, check_environment
 from common.resume import check_flags, choose_checkpoint
 from common.watch import HangWatch, Signals
@@ -121,15 +120,16 @@ class Run(AbstractContextManager):
             raise UserError(
                 "--nproc_per_node: this script trains on one device; step 2 is for more"
             )
-        done = self.restore()
-        steps = range(done, self.config.steps)
+        steps = range(self.restore(), self.config.steps)
         check_profile(self.config.profile, len(steps))
         # Only now: a launch that fails above must not touch the files of an earlier run
         self.begin()
-        self.meter = self.introduce(parts["model"], parts["optimizer"])
+        rows = self.gather_rows()
+        self.meter = self.make_meter(rows)
+        self.introduce(rows)
         self.take_sent()  # do not count what was sent before the first step
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
-        self.bar = tqdm(initial=done, total=steps.stop, unit="step", disable=not self.first)
+        self.bar = tqdm(initial=steps.start, total=steps.stop, unit="step", disable=not self.first)
         with self.bar, trace as end_traced_step, Signals() as signals:
             for step in steps:
                 self.watch.start()
@@ -178,30 +178,35 @@ class Run(AbstractContextManager):
                 (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
                 (self.out / "metrics.jsonl").write_text(rows)
 
-    def introduce(self, model: Decoder, optimizer: Any) -> Meter:
-        """Print the devices, the mesh, the data, and how each parameter is sharded. Returns what
-        will measure the steps.
-        """
+    def gather_rows(self) -> dict[str, Row]:
+        """All parameters by name, each as the first rank that holds it has it. A collective."""
         rows: dict[str, Row] = {}
-        for held in self.ranks.gather(rows_of(model, self.mesh)):
+        for held in self.ranks.gather(rows_of(self.parts["model"], self.mesh)):
             for name, row in held.items():
-                rows.setdefault(name, row)  # of the first rank that holds it
-        param = next(model.parameters())
+                rows.setdefault(name, row)
+        return rows
+
+    def make_meter(self, rows: dict[str, Row]) -> Meter:
+        """What measures the steps of this run."""
+        model = self.parts["model"]
         top_k = getattr(self.config, "experts_per_token", 1)
-        meter = Meter(param, flops_per_token(rows, model.config, top_k), self.world)
-        if self.first:
-            sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-            total = sum(math.prod(row.whole) for row in rows.values())
-            own = sum(param.numel() for param in model.parameters())
-            updated = sum(master.numel() for master in optimizer.masters.values())
-            print(f"device: {self.world} x {meter.device}, {param.dtype}; mesh: {sizes}")
-            if "data" in self.parts:
-                print(self.parts["data"].summary)
-            if self.world > 1:
-                print(parameter_table(rows))
-            print(f"parameters: {total:,}; rank 0 holds {own:,}, and updates {updated:,} of them")
-            sys.stdout.flush()
-        return meter
+        flops = flops_per_token(rows, model.config, top_k)
+        return Meter(next(model.parameters()), flops, self.world)
+
+    def introduce(self, rows: dict[str, Row]):
+        """Print the devices, the mesh, the data, and how each parameter is sharded."""
+        model = self.parts["model"]
+        sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+        dtype = next(model.parameters()).dtype
+        total = sum(math.prod(row.whole) for row in rows.values())
+        own = sum(param.numel() for param in model.parameters())
+        updated = sum(master.numel() for master in self.parts["optimizer"].masters.values())
+        self.say(f"device: {self.world} x {self.meter.device}, {dtype}; mesh: {sizes}")
+        if "data" in self.parts:
+            self.say(self.parts["data"].summary)
+        if self.world > 1:
+            self.say(parameter_table(rows))
+        self.say(f"parameters: {total:,}; rank 0 holds {own:,}, and updates {updated:,} of them")
 
     def save_is_due(self, step: int) -> bool:
         """Whether --save-every asks for a checkpoint after `step` steps."""

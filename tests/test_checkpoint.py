@@ -25,7 +25,6 @@ from common.checkpoint import (
     place_of,
     problem_of,
     save,
-    whole_parameters,
     write,
 )
 from common.layout import ParamLayout, Shard, shard_of
@@ -166,24 +165,6 @@ def test_a_run_resumes_in_another_layout(pools, tmp_path, base, saved, resumed):
     close(sorted(found), sorted(expected), "names")
     for name, value in expected.items():
         close(found[name], value, name)
-
-
-BIAS = EXPERTS | dict(balance="bias", bias_rate=0.3, pp=2, tp=2, ep=2, zero="3")
-
-
-def test_whole_parameters_of_several_ranks(pools, tmp_path):
-    """They are the masters that the ranks updated, put together, and buffers, by their names."""
-    ranks = pools(4).run(train, S7, BIAS | dict(out=f"{tmp_path}"))
-    flags, named = whole_parameters(tmp_path)
-    found = dict(named)
-    close(flags["balance"], "bias", "a flag of the run")
-    for name, value in together([piece for rank in ranks for piece in rank[3]]).items():
-        close(found.pop(name), value, name)
-    biases = [f"model.layers.{n}.mlp.bias" for n in range(4)]
-    close(sorted(found), biases, "buffers")
-    steps_of_rate = torch.stack([found[name] for name in biases]) / 0.3
-    close(steps_of_rate, steps_of_rate.round(), "biases, in steps of the rate")
-    assert steps_of_rate.abs().max() > 0.9, "no bias has moved"
 
 
 class WithState(Watch):
@@ -331,7 +312,7 @@ def damage(folder: Path, random_: random.Random) -> str:
     return way
 
 
-@cases("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.exhaustive)])
+@cases("seeds", [range(12), pytest.param(range(12, 212), marks=pytest.mark.exhaustive)])
 def test_a_damaged_checkpoint_is_skipped(pools, tmp_path, seeds):
     """Whatever happens to the newest one, the run ends with the same weights, from the one before."""
     flags = dict(steps=6, save_every=2, zero="1", n_layers=1)

@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable
+from difflib import ndiff
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from shutil import copy
 try:
     from jinja2 import Environment, FileSystemLoader
     from markdown_it import MarkdownIt
+    from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
     from pygments.token import STANDARD_TYPES
@@ -27,6 +29,12 @@ from extras.pages.pictures import all_pictures
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+TWINS = {  # step -> the function of bench/peers.py that does the same with PyTorch's own
+    "step02_ddp": "build_ddp",
+    "step03_zero": "build_fsdp",
+    "step04_tp_sp": "build_dtensor",
+    "step06_pipeline": "build_pipelining",
+}
 
 
 def blocks(*lines: str) -> str:
@@ -48,7 +56,10 @@ class Pages:
             Names(ROOT, files),
             MarkdownIt("commonmark", dict(html=False)).enable("table"),
         )
-        self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
+        self.texts = {module: path.read_text() for module, path in files.items()}
+        self.trees = {module: ast.parse(text) for module, text in self.texts.items()}
+        table = re.findall(r"\((step\w+)\.py\) \| (\d+) \|", (ROOT / "README.md").read_text())
+        self.minutes = dict(table)
         self.lines = {
             module: self.highlight(module, path.read_text()) for module, path in files.items()
         }
@@ -139,6 +150,37 @@ class Pages:
             code = blocks(*"\n".join(code).strip("\n").split("\n"))
             parts.append(dict(prose=self.prose(words, module, own), code=code))
         return parts
+
+    def change_of_train(self, module: str, earlier: str) -> str:
+        """How a step's `train` differs from that of the step before, without comments: its lines in
+        HTML, of the class added or removed if only one of the two has them.
+        """
+        sources = []
+        for name in (earlier, module):
+            text = ast.get_source_segment(self.texts[name], self.trees[name].body[-2])
+            lines = [re.sub(r" *# .*", "", line) for line in text.splitlines()]
+            sources.append([line for line in lines if line])
+        lines = []
+        for line in ndiff(*sources):
+            if line[0] != "?":
+                kind = {"+": "added", "-": "removed", " ": "same"}[line[0]]
+                lines.append(f"<span class={kind}>{escape(line, quote=False)}\n</span>")
+        return "".join(lines)
+
+    def twin(self, module: str) -> str:
+        """The function of bench/peers.py that builds the step with PyTorch's own parallelism, in
+        HTML; "" if there is none.
+        """
+        if module not in TWINS:
+            return ""
+        source = (HERE.parent / "bench/peers.py").read_text()
+        for node in ast.parse(source).body:
+            if getattr(node, "name", "") == TWINS[module]:
+                code = ast.get_source_segment(source, node)
+                return blocks(
+                    *highlight(code, PythonLexer(), HtmlFormatter(nowrap=True)).splitlines()
+                )
+        raise ValueError(f"peers.py has no {TWINS[module]}")
 
     def readme(self) -> str:
         """README's title, first paragraph and first three sections, with links to pages instead of

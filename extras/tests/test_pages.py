@@ -4,6 +4,8 @@ steps' laws.
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 from itertools import chain, pairwise
 from pathlib import Path
@@ -29,14 +31,19 @@ LARGEST = 4_000_000  # characters of all pages together
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """Write all pages; returns their texts by file name."""
+def written(tmp_path_factory):
+    """Write all pages; returns their folder."""
     folder = tmp_path_factory.mktemp("pages")
-    argv = mock.patch.object(sys, "argv", ["pages", str(folder)])
-    with argv:
+    with mock.patch.object(sys, "argv", ["pages", str(folder)]):
         site.main()
     assert (folder / "schedules.gif").exists()
-    return {path.name: path.read_text() for path in folder.glob("*.html")}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(written):
+    """The texts of all pages by file name."""
+    return {path.name: path.read_text() for path in written.glob("*.html")}
 
 
 HAS = [  # page, a regular expression that its text contains
@@ -168,3 +175,40 @@ def test_no_row_is_lost_and_outputs_return_in_order(recorded, ep):
     }
     assert rows["returned"] == rows["sorted"]
     assert sorted(chain(*rows["received"])) == sorted(chain(*rows["sorted"]))
+
+
+def test_what_train_changes(pages):
+    """The page of step 2 marks the new line that makes the mesh; that of step 1 has no such part."""
+    assert "What <code>train</code> changes" not in pages["step01_single_gpu.html"]
+    added = re.findall(r"<span class=added>([^<]*)", pages["step02_ddp.html"])
+    assert any("mesh = Mesh(dp=join_ranks(device))" in line for line in added)
+    assert not any("micro_loss.backward()" in line for line in added)
+
+
+def test_minutes_and_pytorchs_own(pages):
+    """A step's page shows README's minutes and, where the benchmarks have one, PyTorch's twin."""
+    assert "<p class=minutes>45 minutes</p>" in pages["step03_zero.html"]
+    assert "fully_shard" in pages["step03_zero.html"].partition("id=pytorchs-own")[2]
+    assert "id=pytorchs-own" not in pages["step07_moe_ep.html"]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium")
+@pytest.mark.parametrize("page", ["index", *PICTURED])
+def test_a_browser_draws_the_page(written, page, tmp_path):
+    """Scripts run without an error on the console, and a step's picture has been drawn."""
+    words = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    words += [
+        "--enable-logging=stderr",
+        "--virtual-time-budget=3000",
+        f"--user-data-dir={tmp_path}",
+    ]
+    words.append((written / f"{page}.html").as_uri())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    assert not console, console
+    if page != "index":
+        drawn = done.stdout.partition('class="stage')[2].partition("</form>")[0]
+        assert "<table>" in drawn or "<label" in drawn

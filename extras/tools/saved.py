@@ -1,18 +1,34 @@
 """The model of a saved run, whole, in one process: whatever its layout was, and its technique."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import step07_moe_ep as step07
 from common import UserError
-from common.checkpoint import whole_parameters
+from common.checkpoint import Checkpoint, find
 from common.comm import Mesh
 from common.layout import materialize
 from common.model import Decoder, model_shape
+from common.ranks import Ranks
 from extras.__main__ import techniques, with_flags
+
+
+def whole_parameters(where: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """The flags of a run; and its parameters and buffers, which any number of ranks saved.
+
+    `where`: a run directory, of which the newest sound checkpoint is read, or a checkpoint. Yields
+    (name, whole master), one at a time. Raises UserError if there is none.
+    """
+    folder = find(where, Ranks())
+    if folder is None:
+        raise UserError(f"{where}: no checkpoint is there; a run saves some with --save-every")
+    saved = Checkpoint(folder)
+    return saved.about["flags"], ((name, saved.whole(name)) for name in saved.pieces)
 
 
 def build_model(flags: dict[str, Any]) -> Decoder:
