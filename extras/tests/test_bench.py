@@ -1,11 +1,14 @@
 """Tests of the benchmarks: rows are legal command lines, and ratios divide times of the same round."""
 
 import importlib
+import sys
+import time
 
 import pytest
 
 from common.flags import parse, spelled
 from extras.__main__ import techniques, with_flags
+from extras.bench import gpus
 from extras.bench.cluster import ROWS
 from extras.bench.contests import CONTESTS, Result, report
 
@@ -40,3 +43,35 @@ def test_a_ratio_divides_times_of_the_same_round():
     """If both contestants are ten times slower in one round, the ratio stays 2."""
     found = dict(ours=Result([1.0, 10.0, 2.0], 0), theirs=Result([2.0, 20.0, 4.0], 0))
     assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 1
+
+
+RUNS = [(ranks, row) for ranks in (1, 2, 4, 8) for row in gpus.layouts(ranks)]
+
+
+@pytest.mark.parametrize("ranks, row", RUNS, ids=[f"{n} {row.step} {row.flags}" for n, row in RUNS])
+def test_a_run_for_gpus_is_legal_and_planned(ranks, row):
+    """The step takes its flags; the planner knows the layout and its memory (but no --compile)."""
+    config_class = with_flags(importlib.import_module(row.step).Config, techniques())
+    parse(config_class, gpus.flags_of(row, ranks, gpus.Config()))
+    mfu, memory = gpus.planned(row, ranks, gpus.Config())
+    if "--compile" in row.flags:
+        assert (mfu, memory) == ("-", "-")
+    else:
+        assert 5 < float(mfu.rstrip("%")) < 70 and memory.endswith("GiB"), (mfu, memory)
+
+
+def test_a_run_that_hangs_ends_with_its_children():
+    """After its limit; otherwise a child would keep its GPU."""
+    child = "import time; time.sleep(50)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    began = time.monotonic()
+    out, problem = gpus.run_limited([sys.executable, "-c", parent], 2.0)
+    assert (out, problem) == ("", "no result within 2 s")
+    assert time.monotonic() - began < 20  # `communicate` would wait for the child's end of the pipe
+
+
+def test_the_reason_of_a_failed_run_is_shown():
+    """Its line for the user, or else its status."""
+    words = [sys.executable, "step01_single_gpu.py", "--model", "none"]
+    assert gpus.run_limited(words, 60.0)[1].startswith("error: --model none: choose from")
+    assert gpus.run_limited([sys.executable, "-c", "exit(3)"], 60.0)[1] == "status 3"
