@@ -162,6 +162,16 @@ def test_a_resumed_run_computes_the_same(pools, tmp_path, flags):
     close([losses for losses, *_ in rest], [losses[2:] for losses, *_ in whole], "losses of step 3")
 
 
+def test_replicas_may_change_when_a_run_resumes(pools, tmp_path):
+    """Shards on 2 of 4 ranks, resumed with shards on all 4: step 3 has the same loss."""
+    flags = values(f"script={STEP3} zero=1+replicas replicas=2")
+    whole = pools(4).run(train_with, __name__, flags | dict(out=f"{tmp_path}/a", save_every=2))
+    changed = flags | dict(replicas=4, zero="3+replicas", out=f"{tmp_path}/b")
+    changed["resume"] = f"{tmp_path}/a/checkpoints/step-00000002"
+    rest = pools(4).run(train_with, __name__, changed)
+    close(torch.tensor(rest[0][0]), torch.tensor(whole[0][0][2:]), "loss of step 3")
+
+
 # --- Gradient sums (step 2) ----------------------------------------------------------------------
 
 
