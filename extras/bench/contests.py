@@ -138,8 +138,8 @@ class AllTensors(Memory):
 class Contestant(Run):
     """Runs `train` in a thread that waits before each training step; `step()` lets it train one.
 
-    `peak`: the most bytes that tensors occupy in the second one. Temporary memory in kernels does
-    not count.
+    `peak`: the most bytes that tensors occupy in the second one; 0 with --compile, because it is
+    not known. Temporary memory in kernels does not count.
     """
 
     def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
@@ -162,7 +162,9 @@ class Contestant(Run):
         """Train; this method runs in the thread. An exception is passed on to `wait`."""
         try:
             with ExitStack() as self.watching, self:
-                self.memory = self.watching.enter_context(AllTensors())
+                self.memory = AllTensors()
+                if not self.config.compile:  # under a mode torch.compile gives up, for good
+                    self.watching.enter_context(self.memory)
                 self.train(self.config, self)
         except BaseException as error:
             self.done.put(error)
@@ -184,7 +186,9 @@ class Contestant(Run):
                 before = len(self.memory.events)
             if step == 2:
                 self.watching.close()
-                self.peak = sum(self.memory.peak(since=before).values())
+                self.peak = 0
+                if not self.config.compile:
+                    self.peak = sum(self.memory.peak(since=before).values())
             self.done.put(None)
             self.go.acquire()
             yield step
@@ -260,7 +264,13 @@ def report(results: dict[str, Result], beside: dict[str, str]) -> str:
         ratios = [time / other_time for time, other_time in zip(seconds, other, strict=True)]
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
         lines.append(
-            line(name, f"{1e3 * median(seconds):.1f} ms", beside[name], spread, human(peak))
+            line(
+                name,
+                f"{1e3 * median(seconds):.1f} ms",
+                beside[name],
+                spread,
+                human(peak) if peak else "-",
+            )
         )
     return "\n".join(lines)
 

@@ -5,12 +5,13 @@ import sys
 import time
 
 import pytest
+from torch._dynamo.utils import counters
 
 from common.flags import parse, spelled
 from extras.__main__ import techniques, with_flags
 from extras.bench import gpus
 from extras.bench.cluster import ROWS
-from extras.bench.contests import CONTESTS, Result, report
+from extras.bench.contests import CONTESTS, Contestant, Result, report
 
 LINES = [(step, flags) for step, flags in ROWS]
 for contest in CONTESTS.values():
@@ -75,3 +76,14 @@ def test_the_reason_of_a_failed_run_is_shown():
     words = [sys.executable, "step01_single_gpu.py", "--model", "none"]
     assert gpus.run_limited(words, 60.0)[1].startswith("error: --model none: choose from")
     assert gpus.run_limited([sys.executable, "-c", "exit(3)"], 60.0)[1] == "status 3"
+
+
+@pytest.mark.exhaustive
+def test_a_contestant_with_compile_is_compiled():
+    """Two graphs, a layer and the loss, after the contest's first step. Its memory is not known."""
+    flags = dict(model="debug", micro_batch_size=4, global_batch_size=8, compile=True, device="cpu")
+    compiled = Contestant("step01_single_gpu", flags)
+    for _ in range(3):
+        compiled.step()
+    assert counters["stats"]["unique_graphs"] == 2
+    assert compiled.peak == 0
