@@ -1,9 +1,10 @@
-"""Step 7, experts: step07_moe_ep.py. The last two tests are about all steps.
+"""Step 7, experts: step07_moe_ep.py. The last tests are about all steps.
 
 Step 1 has no experts. So this file implements the layer once more, by its definition (`Plain`), and
 puts it into step 1's model (`train`, below). All layouts must train to the same numbers.
 """
 
+import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
@@ -25,7 +26,7 @@ from common.layout import ParamLayout, Shard, layout_of
 from common.model import Decoder, ModelConfig
 from common.trainer import Run
 from step04_tp_sp import shard_tensors
-from tests.equal import BASE, STEP1, close, decoder, draw, equals_step1, run_of
+from tests.equal import BASE, STEP1, Watch, close, decoder, draw, equals_step1, run_of
 from tests.equal import train as train_with
 from tests.tape import Tape
 
@@ -637,6 +638,29 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
         close(len(resumed[rank][0]), 1, f"rank {rank}: the steps after step 2")
         found = last_step(resumed[rank])
         close(found, last_step(whole[rank]), f"rank {rank}: loss, norm, gradients and weights")
+
+
+SENT = [  # step, flags, what a rank sends over a dimension: the worked numbers of the docstrings
+    ("step04_tp_sp", dict(tp=2), dict(tp=37_786_120)),
+    ("step05_cp_ring", dict(cp=4), dict(cp=41_943_040)),
+    ("step06_pipeline", dict(pp=4), dict(pp=4_194_322)),  # the first rank
+]
+
+
+def sent_in_a_step(name: str, flags: dict) -> dict[str, int]:
+    """What this rank sends by dimension in a training step of tiny, in fp32."""
+    module = importlib.import_module(name)
+    sizes = dict(model="tiny", dtype="fp32", steps=1, global_batch_size=32, micro_batch_size=4)
+    with Watch(module.Config(**BASE | sizes | flags)) as run:
+        module.train(run.config, run)
+    return run.history[0]["sent"]
+
+
+@cases("name, flags, expected", SENT)
+def test_worked_numbers_of_bytes(pools, name, flags, expected):
+    """On four ranks, with the flags of the docstring's launch line."""
+    found = pools(4).run(sent_in_a_step, name, flags)[0]
+    close({dim: found[dim] for dim in expected}, expected, "bytes")
 
 
 DIMENSIONS = {  # of each step's flags
