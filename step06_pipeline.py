@@ -381,9 +381,9 @@ class OneForwardOneBackward(Pipeline):
 # class runs any lists.
 #
 # INTERLEAVED (--pp 2 --schedule interleaved). With v shorter stages on each rank (r, r+p, ... on
-# rank r), the bubble is (p-1)/(v m) of the working time. The price is more messages, and
-# more memory. For 2 ranks, 4 micro-batches and 2 stages a rank, `python -m common.schedules 2 4 2`
-# draws this (a digit or two letters: one micro-batch in one of the rank's two stages):
+# rank r), the bubble is (p-1)/(v m) of the working time. The price is more messages and memory. For
+# 2 ranks, 4 micro-batches and 2 stages a rank, `python -m common.schedules 2 4 2` draws this (a
+# digit or two letters: one micro-batch in one of the rank's two stages):
 #
 #     rank 0    01012.aa3bb2aa3bb.cc.ddccdd
 #     rank 1    .010aa1bb2aa3bb2cc3ddccdd..

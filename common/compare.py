@@ -83,8 +83,9 @@ def main():
     try:
         for difference in other_flags(run, reference):
             print(f"the runs have other flags: {difference}")
-        metrics = read_metrics(run), read_metrics(reference)
-        equal = compare(*metrics, given.first, given.bound)
+        rows = read_metrics(run)
+        reference_rows = read_metrics(reference)
+        equal = compare(rows, reference_rows, given.first, given.bound)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except (KeyError, TypeError):

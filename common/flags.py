@@ -40,8 +40,13 @@ def flag(
     """
     if least is None:
         least = 1 if type(default) is int and default > 0 else 0
-    metadata = dict(text=text, choices=choices, least=least, needs=needs or {})
-    metadata["comma_separated"] = comma_separated
+    metadata = dict(
+        text=text,
+        choices=choices,
+        comma_separated=comma_separated,
+        least=least,
+        needs=needs or {},
+    )
     return dataclasses.field(default=default, metadata=metadata)
 
 

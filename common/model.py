@@ -9,8 +9,8 @@
     mlp          is a SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
-our state dict (without experts). The number of heads is stored nowhere: `unflatten` below gets it
-from the width of q, k and v. So a rank with only some heads' weights runs the same code.
+our state dict (without experts). Attention does not store its number of heads: `unflatten` below
+gets it from the width of q, k and v. So a rank with only some heads' weights runs the same code.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -77,9 +77,12 @@ def model_shape(text: str) -> ModelConfig:
             )
         kind = kinds[name]
         try:
-            if kind is bool and value not in ("True", "False"):
+            if kind is not bool:
+                values[name] = kind(value)
+            elif value in ("True", "False"):
+                values[name] = value == "True"
+            else:
                 raise ValueError
-            values[name] = value == "True" if kind is bool else kind(value)
         except ValueError:
             raise UserError(f"--model {text}: {value!r} is no {kind.__name__} for {name}") from None
     shape = replace(PRESETS[preset], **values)
