@@ -1,11 +1,11 @@
 """Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
 
 A *block*, attention or the MLP, computes h(x A) B. In attention, A is q_proj, k_proj and v_proj
-side by side, h works on each head alone, and B is o_proj. In the MLP, A is gate_proj and up_proj,
-h = silu(gate) up works on each channel alone, and B is down_proj. In Megatron-LM (Shoeybi et al.
-2019) A is sharded by columns (outputs), B by rows (inputs). So rank i can compute its term
-h(x A_i) B_i without the others, and the block's output is the sum of these terms. A term is also
-called a *partial* sum. (nn.Linear has weights [out, in]: columns of A are rows of its weight.)
+side by side, h works on each key/value head and its query heads alone, and B is o_proj. In the
+MLP, A is gate_proj and up_proj, h = silu(gate) up works on each channel alone, and B is down_proj.
+In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), B by rows (inputs). So rank
+i can compute its term h(x A_i) B_i without the others, and the block's output is the sum of these
+terms. (nn.Linear has weights [out, in]: columns of A are rows of its weight.)
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -15,26 +15,29 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
     rank 0:  x A_0 = 1*1 + 2*2 = 5      5 * [1 0]  = [5 0]    a term
     rank 1:  x A_1 = 1*3 + 2*4 = 11     11 * [1 3] = [11 33]  a term      their sum is [16 33]
 
-So one all-reduce after B is all that forward needs, and by symmetry backward needs one before A:
-the loss depends on x through A_0 and through A_1, so dx is the sum of what these two give. Megatron
-calls the two operators f and g (and with sequence parallelism, below, g and g with a bar):
+So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
+of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
+its own term of dx. Shoeybi et al. call the operators that do this f and g. (With sequence
+parallelism, below, Korthikanti et al. call our f "g", and our g "g-bar".) In attention, for tiny's
+8 query heads and 4 key/value heads:
 
-             .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.    rank 0
-    x whole -|                                                                        |-> output
-             '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'    rank 1
+             .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
+    x whole -|                                                                           |-> output
+             '- f -> q heads 4-7, k v heads 2-3 -> attention -> o_proj, their rows -> g -'  rank 1
 
                       forward                             backward
     f   enter_block   identity: all ranks have x          all-reduce: each rank has a term of dx
     g   leave_block   all-reduce: each rank has a term    identity: dL/d(term) = dL/d(sum)
 
-embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code, a
-block's f is in its `project`, before the first matrices, and its g is a hook after its forward.
+embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code,
+g is a hook after a block's forward. f is in the block's `project`, together with the first
+matrices, because --tp-overlap needs the two together. RoPE comes after f: it sees all positions.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory; the bytes sent
-stay the same. An all-reduce is a reduce-scatter, then an all-gather. g does the first half, and the
-f of the next block the second. In between, norms and residual sums see s/n of the s tokens, so the
-inputs that norms save for backward are 1/n, too. (What f gathers is saved whole by the block's
-first matrices, except with --tp-overlap.)
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory; a micro-batch
+sends the same bytes. An all-reduce is a reduce-scatter, then an all-gather. g does the first half,
+and the f of the next block the second. In between, norms and residual sums see s/n of the s tokens,
+so the inputs that norms save for backward are 1/n, too. (What f gathers is saved whole by the
+block's first matrices, except with --tp-overlap.)
 
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
@@ -53,20 +56,24 @@ Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partia
     their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
     logits                                 [b, s, vocab/n]  shard    shard
 
-THE LAW. S: the bytes of one [b, s, dim]. A rank sends over tp, in a micro-batch, (n-1)/n times
+THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of x sends 2 (n-1)/n S, an all-gather or a
+reduce-scatter (n-1)/n S. So an f, or a g, costs 2 (n-1)/n S in forward and backward together. A
+layer has two of each, embedding and head have one of each. A rank sends over tp, in a micro-batch,
+(n-1)/n times
 
                                     a layer   embedding and head
-    with SP or without              8 S       4 S       two f and two g, forward and backward
-    SP and --tp-overlap             10 S      4 S       backward gathers x once more
+    with SP or without              8 S       4 S
+    SP and --tp-overlap             10 S      4 S       backward gathers x of both blocks once more
     SP and --recompute full         11 S      4 S       forward again, except its last g
-    --no-sp and --recompute full    10 S      4 S       forward's last all-reduce is not repeated
+    --no-sp and --recompute full    10 S      4 S       forward again, except its last all-reduce
+    SP with both                    13 S      4 S
 
 and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2:
 
     S               4 x 256 x 128 x 4 bytes = 524,288 bytes
     a micro-batch   (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
-    a step          4 micro-batches, and once all-reduces of the gradients of 9 norms and of the
-                    gradient's squared norm, 9 x 128 x 4 + 8: in all 37,786,120 bytes
+    a step          4 micro-batches, and once all-reduces of the gradients of 9 norms (SP alone)
+                    and of the squared norm, 9 x 128 x 4 + 8: in all 37,786,120 bytes
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
@@ -77,14 +84,13 @@ loss_parallel():`. With SP, PrepareModuleInput and output_layouts say where toke
 Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for a norm.
 
 Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
-tests/test_step04.py::test_f fails, and with --no-sp the losses leave step 1's after the first
-update.
+tests/test_step04.py::test_f fails, and in torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
+--no-sp the losses leave step 1's after the first update.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -116,16 +122,17 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather: x [batch, seq/n, dim], contiguous or not -> [batch, seq, dim]: rank 0's tokens,
     rank 1's, ...
     """
-    shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
+    shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]: one after another
     all_gather(shards.view(-1), x.contiguous().view(-1), group).wait()
-    return shards.movedim(0, 1).flatten(1, 2)
+    return shards.movedim(0, 1).flatten(1, 2)  # [batch, n, seq/n, dim] -> [batch, seq, dim]
 
 
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter: x [batch, seq, dim], contiguous or not -> [batch, seq/n, dim]: our tokens,
     summed over ranks.
     """
-    shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
+    shards = x.unflatten(1, (group.size, -1))  # [batch, n, seq/n, dim]
+    shards = shards.movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     own_shard = torch.empty_like(shards[0])
     reduce_scatter(own_shard.view(-1), shards.view(-1), group).wait()
     return own_shard
@@ -140,7 +147,7 @@ class CopyToTensorParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
         """x [batch, seq, dim] -> x."""
         ctx.group = group
-        return x.view_as(x)  # a view: autograd treats a returned input as a special case
+        return x
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -247,8 +254,15 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     A token's loss is log sum exp(all logits) - its target's logit. The first is the log sum exp of
     the ranks' own log sum exps. So each rank sends the others two numbers a token: its log sum exp,
-    and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
-    forward computes and saves it, so backward sends nothing.
+    and the target's logit if it has that, else 0. An example with three words:
+
+        rank 0    logits log 1, log 3    log sum exp: log 4    target's logit: log 3
+        rank 1    logit  log 4           log sum exp: log 4                    0
+        both                             log(4 + 4) = log 8           log 3 + 0 = log 3
+
+    The loss is log 8 - log 3, and -log(3/8), too: the softmax is 1/8 3/8 4/8. The gradient of the
+    logits is softmax - one-hot, for which a rank needs nothing more from others. Forward computes
+    it at once, and saves it in place of the logits.
     """
 
     @staticmethod
@@ -273,7 +287,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
         gradient[..., len(ids) :] = 0.0
-        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # minus the one-hot
+        one_hot = held[..., None].to(gradient.dtype)  # 1 at the target's column, if it is ours
+        gradient.scatter_add_(-1, column, -one_hot)
         gradient.mul_(counted[..., None])
         ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
@@ -314,7 +329,7 @@ def whole_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Par
     return shard_param(weight, 0, mesh["tp"])
 
 
-# Rules for k_proj and v_proj; the first that fits
+# Rules for k_proj and v_proj, tried one after another (extras/techniques/few_kv_heads.py adds one)
 HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]
 
 
@@ -333,16 +348,19 @@ def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
     """Replace the weights of attention or MLP by this rank's shards. A weight is [out, in], so dim
     0 has the columns of A.
 
-    Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one
-    with fewer inputs. q_proj needs no rule: n_kv_heads divides n_heads.
+    Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
+    RowParallelLinear one whose weight has fewer columns (inputs). A bias in o_proj or down_proj
+    would have to be added after g, once. q_proj needs no rule: n_kv_heads divides n_heads.
     """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
             linear.weight = shard_heads(linear.weight, mesh, config)
         elif name in ("q_proj", "gate_proj", "up_proj"):
             linear.weight = shard_param(linear.weight, 0, mesh["tp"])
-        else:  # o_proj, down_proj
+        elif name in ("o_proj", "down_proj"):
             linear.weight = shard_param(linear.weight, 1, mesh["tp"])
+        else:
+            raise ValueError(f"{name}: say whether it is sharded by columns or by rows")
 
 
 def shard_vocabulary(model: Decoder, group: Group):
@@ -384,18 +402,22 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_block(output, group, sp)
 
+    def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
+        first_matrices = column_parallel_overlap if overlap else column_parallel
+        return first_matrices(x, *linears, group=group, sp=sp)
+
     shard_vocabulary(model, group)
     model.model.embed_tokens.register_forward_hook(g_after)
     model.lm_head.register_forward_pre_hook(f_before)
-    first_matrices = column_parallel_overlap if overlap else column_parallel
     for layer in model.model.layers.values():
         for block in (layer.self_attn, layer.mlp):
             shard_block(block, mesh, config)
-            block.project = partial(first_matrices, group=group, sp=sp)
+            block.project = project
             block.register_forward_hook(g_after)
     if sp:
         for name, param in model.named_parameters():
-            if name.endswith("norm.weight"):  # it saw only this rank's tokens: a partial gradient
+            # What is not sharded sees only this rank's tokens: its gradient is partial
+            if name.endswith("norm.weight"):
                 note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
@@ -403,8 +425,9 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one
     all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, gradients are shards: of the same elements on all ranks
-    of the group, because these cut units of equal lengths.
+    Call it after `sync.finish`. Under ZeRO, a gradient is this rank's part of it. All ranks of tp
+    have units of the same lengths and cut them at the same places, so they have the same elements
+    of a norm's gradient.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -451,11 +474,13 @@ class ColumnParallelOverlap(torch.autograd.Function):
         group = ctx.group
         x_shards = x.new_empty(group.size, *x.shape)
         gathering = all_gather(x_shards.view(-1), x.contiguous().view(-1), group)
-        dx = sum(dy @ weight for dy, weight in zip(dys, weights, strict=True))
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            dx += dy @ weight
         dx_shards = dx.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
         own_dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        gathering.wait()
         reducing = reduce_scatter(own_dx.view(-1), dx_shards.view(-1), group)
+        gathering.wait()
         whole_x = x_shards.movedim(0, 1).flatten(0, 2)  # [batch * seq, dim]
         dweights = [dy.flatten(0, 1).T @ whole_x for dy in dys]
         reducing.wait()
@@ -490,7 +515,7 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    # new: tp; neighbours, on the fastest links
+    # new: tp. It comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links
     mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)

@@ -7,8 +7,9 @@ rank, and keys and values travel round a ring (Liu et al. 2023, "Ring Attention"
 *hops*, a rank computes with the k and v that it holds, while (except in the last hop) it receives
 the next.
 
-IN ORDER (--cp-mode ring). Rank r has the r-th quarter of the tokens (n = 4). `#`: all pairs of a
-query and a key; `+`: the causal half of them; `.`: none, because these keys come later.
+IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
+`#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
+because these keys come later.
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .     1 unit of work, if + is 1 and # is 2
@@ -22,27 +23,34 @@ before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
-              its chunk 7     # # # # # # # +      16 units on each rank; a block is here a quarter
-    rank 1    its chunk 1     # + . . . . . .      of those above, so this is 4 of their units
-              its chunk 6     # # # # # # + .
+              its chunk 7     # # # # # # # +      16 units on each rank. (A block has here half
+    rank 1    its chunk 1     # + . . . . . .      the height and width of those above: 16 of
+              its chunk 6     # # # # # # + .      these units are 4 of those.)
     rank 2    its chunk 2     # # + . . . . .
               its chunk 5     # # # # # + . .
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-In hop 0 a rank works on its own two chunks (+ # +), in hop h > 0 with the chunks of rank r-h (mod
-n) (# #). So in each hop all ranks have the same work. (Units count the pairs that are needed. In
-hop 0 our formula computes all four blocks of the two chunks, and masks half of the numbers, so hop
-0 takes twice the FLOPs of a later hop. A fused kernel skips most of that half.)
+Not only in all, but in each hop all ranks have the same work. Rank 1, for example, has chunks 1 and
+6, and works on these pairs (chunk of queries, chunk of keys):
+
+    hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
+    hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
+    hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
+    hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
+
+Units count the pairs that are needed. In hop 0 our formula computes all four blocks of the two
+chunks, and masks about half of the numbers. So hop 0 takes twice the FLOPs of a later hop. (A fused
+kernel skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An online softmax
-(Milakov and Gimelshein 2018) merges the outputs of several parts, without approximation: see
-`merge`, whose docstring has an example.
+(Milakov and Gimelshein 2018; of outputs: Rabe and Staats 2021) merges the results of several parts,
+without approximation: see `merge`, whose docstring has an example.
 
 BACKWARD. k and v travel again, followed by dkv, the sum so far of their gradients. A rank sends k
 and v on before it computes (n-1 messages), and dkv after it has added its own term (n messages: the
-last returns dkv to its owner). With 3 ranks (kv2: k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have
-added their terms):
+last returns dkv to its owner, and no computation hides it). With 3 ranks (kv2: k and v of rank 2;
+dkv2 {2 0}: ranks 2 and 0 have added their terms):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -69,14 +77,17 @@ Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
 In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches, 41,943,040.
 
-PyTorch's own way: context_parallel of torch.distributed.tensor.experimental: `with
-context_parallel(mesh, buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0, 0]):` shards the buffers,
-zigzag, and replaces SDPA. (RoPE's tables must be among them, or each rank's positions begin at 0.)
-By default it gathers k and v; set_rotate_method("alltoall") sends them round a ring.
+PyTorch's own way: context_parallel of torch.distributed.tensor.experimental. Around forward and
+backward, `with context_parallel(mesh["cp"], buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0,
+0]):` shards the buffers, zigzag if 2n divides s, and replaces SDPA. (RoPE's tables must be among
+them, or each rank's positions begin at 0.) By default it gathers k and v;
+set_rotate_method("alltoall") sends them round a ring.
 
-Try this: in `merge`, average the two outputs: share = 0.5. tests/test_step05.py -k merge fails.
+Try this: in `merge`, average the two outputs: share = 0.5. pytest tests/test_step05.py -k merge
+fails.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -100,11 +111,11 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d]
+    """The ring: yield (rank, its k and v) n times, our own first. kv [2, batch, kv_heads, s/n, d]
     is k and v.
 
-    While the caller computes with a pair, it is sent to the right, and the next one is received.
-    The last pair is not sent.
+    While the caller computes with one k and v, they are sent to the right, and the next ones are
+    received from the left. The last ones are not sent.
     """
     n = group.size
     r = group.rank
@@ -113,14 +124,14 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     for hop in range(n - 1):
         next_kv = torch.empty_like(kv)
         passing = exchange([(kv, right)], [(next_kv, left)], group)
-        yield (r - hop) % n, kv
+        yield (r - hop) % n, kv  # the caller computes; we go on when it asks for the next pair
         passing.wait()
         kv = next_kv
-    yield (r - (n - 1)) % n, kv
+    yield right, kv  # these have come all the way round
 
 
-# A slice of our queries, a slice of the source's keys (each a part of 0 ... s/n - 1), and whether
-# these queries attend to these keys causally
+# Some of our queries attend to some of the source's keys, to all of them or causally.
+# (slice(4, 8), slice(0, 8), False): our tokens 4 to 7 attend to all of the source's tokens 0 to 7.
 Part = tuple[slice, slice, bool]
 
 
@@ -181,7 +192,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q k^T / sqrt(d) [batch, heads, queries, keys]. If `causal`, query i's scores with keys after
     i are -inf.
     """
-    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = (q @ k.mT) / math.sqrt(q.shape[-1])
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
@@ -189,8 +200,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of the
-    part's weight in `merge`.
+    """Attention to this part of the keys alone, and lse = log sum exp(scores).
 
     q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads,
     queries], both wide.
@@ -206,10 +216,11 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     queries], in place. Each query must have seen a key in one of the two. (Here our own keys come
     first.)
 
-    An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have
-    the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse =
-    log 3; part_o = 2, part_lse = log 1. Then part_o has the share 1 / (3+1) = sigmoid(log 1 - log
-    3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
+    The weight of a key is exp(score), that of a part is the sum of its keys' weights, exp(lse). The
+    o of a part is the average of its values, each with its key's weight. Let two keys weigh 3 and
+    1, and have the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o =
+    10, lse = log 3; part_o = 2, part_lse = log 1. Then part_o has the share 1 / (3+1) = sigmoid(log
+    1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
     """
     share = torch.sigmoid(part_lse - lse)[..., None]
     o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)
@@ -222,25 +233,30 @@ def part_gradients(
     """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse:
     of *all* keys.
 
-    Names are FlashAttention's (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P =
-    softmax(S), o = P v. As lse is that of all keys, `p` holds this part's columns of the whole P.
-    So all parts' terms of dq simply add up. The backward of a softmax is dS_j = P_j (dP_j - D) for
-    key j, where D = sum_i P_i dP_i over all keys i. FlashAttention finds D without the other parts'
-    keys: as dP_i = dot(do, v_i), D = dot(do, sum_i P_i v_i) = dot(do, o).
+    With FlashAttention's names (Dao et al. 2022, appendix B), forward is S = q k^T / sqrt(d), P =
+    softmax(S), o = P v. Backward, for the keys of this part:
+
+        P  = exp(S - lse)    this part's columns of the whole P, because lse is that of all keys
+        dv = P^T do          dP = do v^T
+        dS = P (dP - D)      where D, for each query, is the sum of P dP over *all* keys
+        dq = dS k / sqrt(d)  dk = dS^T q / sqrt(d)
+
+    D needs no other part: sum_j P_j dP_j = sum_j P_j dot(do, v_j) = dot(do, o). And dq is a sum
+    over keys, so that all parts' terms of it simply add up.
     """
     heads = q.shape[1]
     kv_heads = k.shape[1]
-    scale = q.shape[-1] ** -0.5
+    root = math.sqrt(q.shape[-1])
     q = q.to(wide(q.dtype))
     do = do.to(q.dtype)
     repeated_k = repeat_heads(k, heads)
     repeated_v = repeat_heads(v, heads)
     p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()
     d_p = do @ repeated_v.mT
-    delta = (do * o).sum(-1, keepdim=True)  # D. (A kernel computes it once, for all hops.)
-    ds = p * (d_p - delta)
-    dq = ds @ repeated_k * scale
-    dk = ds.mT @ q * scale
+    big_d = (do * o).sum(-1, keepdim=True)
+    ds = p * (d_p - big_d)
+    dq = (ds @ repeated_k) / root
+    dk = (ds.mT @ q) / root
     dv = p.mT @ do
     # A kv head serves several query heads: its gradient is the sum over them.
     dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
@@ -248,24 +264,22 @@ def part_gradients(
     return dq, dk, dv
 
 
-class Kernel(NamedTuple):
-    """How attention to a part of the keys is computed, forward and backward. (A fused kernel can
-    replace the formulas.)
-    """
-
-    attention: Callable[..., tuple[Tensor, Tensor]] = part_attention
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients
-
-
-FORMULA = Kernel()
-
-
 class RingAttention(torch.autograd.Function):
-    """Causal ring attention: queries stay on their rank, keys and values travel."""
+    """Causal ring attention: queries stay on their rank, keys and values travel.
+
+    `attention` and `gradients` compute one part: the two functions above, or a fused kernel.
+    """
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: Kernel
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Group,
+        visible: Callable,
+        attention: Callable,
+        gradients: Callable,
     ) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in
         wide(q.dtype).
@@ -273,41 +287,40 @@ class RingAttention(torch.autograd.Function):
         own_kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
-        for source, kv in travel(own_kv, group):
+        for source, (source_k, source_v) in travel(own_kv, group):
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
-                part_k, part_v = kv[:, :, :, keys].unbind(0)
-                part_o, part_lse = kernel.attention(q[:, :, queries], part_k, part_v, causal)
+                part_o, part_lse = attention(
+                    q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
+                )
                 # views: this changes o and lse
                 merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
         ctx.visible = visible
-        ctx.kernel = kernel
+        ctx.gradients = gradients
         return o
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward; dkv, in wide(q.dtype), is sent on after this rank has added
-        its term.
-        """
+        """k and v travel as in forward; dkv, in wide(q.dtype), one hop behind them."""
         q, own_kv, o, lse = ctx.saved_tensors
         n = ctx.group.size
         r = ctx.group.rank
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))
         passing = Pending()  # the exchange of dkv after each hop: none before the first
-        # kv and dkv move one rank to the right in each hop, so dkv is always that of `source`
-        for source, kv in travel(own_kv, ctx.group):
+        # In each hop: compute our term of the source's dkv, while that is still arriving; wait for
+        # it, add the term, and send it on
+        for source, (source_k, source_v) in travel(own_kv, ctx.group):
             own_term = torch.zeros_like(dkv)
-            own_dk, own_dv = own_term.unbind(0)  # views
+            own_dk, own_dv = own_term  # views
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
-                part_k, part_v = kv[:, :, :, keys].unbind(0)
-                part_dq, part_dk, part_dv = ctx.kernel.gradients(
+                part_dq, part_dk, part_dv = ctx.gradients(
                     do[:, :, queries],
                     q[:, :, queries],
-                    part_k,
-                    part_v,
+                    source_k[:, :, keys],
+                    source_v[:, :, keys],
                     o[:, :, queries],  # of these queries, but over all keys
                     lse[:, :, queries],
                     causal,
@@ -315,14 +328,14 @@ class RingAttention(torch.autograd.Function):
                 dq[:, :, queries] += part_dq
                 own_dk[:, :, keys] += part_dk
                 own_dv[:, :, keys] += part_dv
-            passing.wait()  # now dkv has what the ranks that had kv before us have added
+            passing.wait()  # now dkv is the source's: it has the terms of earlier ranks
             dkv += own_term
             next_dkv = torch.empty_like(dkv)
             passing = exchange([(dkv, (r + 1) % n)], [(next_dkv, (r - 1) % n)], ctx.group)
             dkv = next_dkv
         passing.wait()  # the gradient of our own k and v is back, complete
-        dk, dv = dkv.to(q.dtype).unbind(0)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        dk, dv = dkv.to(q.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
 def ring_attention(
@@ -331,27 +344,31 @@ def ring_attention(
     v: Tensor,
     group: Group,
     visible: Callable[[int, int, int], list[Part]] = zigzag_visible,
-    kernel: Kernel = FORMULA,
+    attention: Callable[..., tuple[Tensor, Tensor]] = part_attention,
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients,
 ) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] ->
     like q.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return RingAttention.apply(q, k, v, group, visible, kernel).transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    o = RingAttention.apply(q, k, v, group, visible, attention, gradients)
+    return o.transpose(1, 2)
 
 
 class ContextMode(NamedTuple):
     """How a sequence is sharded, and how its shards attend to one another."""
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
-    attention: Callable[..., Tensor]  # (q, k, v, group), as ring_attention
-    # (shape, mesh, device, dtype): raises UserError if this attention cannot work with them
-    check: Callable[[ModelConfig, Mesh, torch.device, torch.dtype], None] | None = None
+    attention: Callable[..., Tensor]  # (q, k, v, group) -> like q, as ring_attention
+    # Of modes in extras/techniques: raises UserError if this attention cannot work with the flags
+    check: Callable[["Config", ModelConfig], None] | None = None
 
 
 CONTEXT: dict[str, ContextMode] = {
-    "zigzag": ContextMode(zigzag_positions, partial(ring_attention, visible=zigzag_visible)),
-    "ring": ContextMode(ordered_positions, partial(ring_attention, visible=ordered_visible)),
+    "zigzag": ContextMode(zigzag_positions, ring_attention),
+    "ordered": ContextMode(ordered_positions, partial(ring_attention, visible=ordered_visible)),
 }
 
 
@@ -368,16 +385,9 @@ class Config(step04.Config):
     )
 
 
-def shard_context(
-    model: Decoder,
-    mesh: Mesh,
-    mode: ContextMode,
-    sp: bool,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's
-    tokens, int64 [s/n]. `device`, `dtype`: of the weights, which are still on the meta device.
+    tokens, int64 [s/n], on the CPU.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
     before k travels. Like the ranks of dp, those of cp hold the same weights and see different
@@ -386,22 +396,23 @@ def shard_context(
     """
     group = mesh["cp"]
     tp = mesh["tp"].size
-    # urgent=False: a queue of its own, so that sums of gradients do not delay the ring's messages
-    mesh.join("data", "dp", "cp", urgent=False)
+    # queue="gradients": sums of gradients do not use the queue of the ring's messages
+    mesh.join("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
         note_layout(param, data_group="data")
     if group.size == 1:
-        return torch.arange(model.config.seq_len, device=device)
+        return torch.arange(model.config.seq_len)
+    mode = CONTEXT[config.cp_mode]
     if mode.check is not None:
-        mode.check(model.config, mesh, torch.device(device), dtype)
+        mode.check(config, model.config)
     positions = mode.positions(model.config.seq_len, group.rank, group.size)
-    if sp and len(positions) % tp:
+    if config.sp and len(positions) % tp:
         raise UserError(
             f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves: use --no-sp"
         )
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)
-    return positions.to(device)
+    return positions
 
 
 def own_tokens(
@@ -410,9 +421,12 @@ def own_tokens(
     """Shard the global batch: of this rank's sequences, its positions. Tokens and targets go
     together.
 
-    tokens, targets int64 [global batch, s] -> int64 [own sequences, s/n], both.
+    tokens, targets int64 [global batch, s] -> int64 [own sequences, s/n], both, on the device of
+    `positions`.
     """
-    return tokens[own][:, positions], targets[own][:, positions]
+    tokens = tokens[own].to(positions.device)
+    targets = targets[own].to(positions.device)
+    return tokens[:, positions], targets[:, positions]
 
 
 def train(config: Config, run: Run):
@@ -426,22 +440,20 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    mode = CONTEXT[config.cp_mode]
-    positions = shard_context(model, mesh, mode, config.sp, device, dtype)  # new
+    positions = shard_context(model, mesh, config).to(device)  # new
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
-    for step in run.steps(**parts, positions=positions):
-        tokens, targets = (batch.to(device) for batch in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)  # new: positions
-        xs = tokens_here.split(config.micro_batch_size)
-        ys = targets_here.split(config.micro_batch_size)
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)  # new: at our positions
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
         loss = 0.0
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
-            micro_loss = model(x, y, positions) / n_targets  # scale once ...
+            micro_loss = model(x, y, positions) / n_targets  # scale once ... (new: positions)
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks

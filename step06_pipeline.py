@@ -4,9 +4,9 @@
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
 Micro-batches pass through the stages. Neighbours exchange only x and its gradient dx, [batch, seq,
-dim] each; with sequence parallelism, 1/tp of them, because between blocks each rank of tp has its
-own tokens. The price is idle time: at the start later ranks wait for the first x, and at the end
-earlier ranks wait for the last dx.
+dim] each: of this rank's tokens, so with cp of 1/cp of the sequence, and with sequence parallelism
+of 1/tp of that. The price is idle time: at the start later ranks wait for the first x, and at the
+end earlier ranks wait for the last dx.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
@@ -29,34 +29,39 @@ DEADLOCK. In the middle, rank 0 has a y for rank 1, which has a dx for rank 0. I
 and a send blocks until it is received, both wait for ever. So `send_receive` posts the two
 together.
 
-TWO SCHEDULES, for 4 ranks and 6 micro-batches (0 is the forward of micro-batch 0, aa its backward,
-twice the work; then 1 and bb, ...):
+TWO SCHEDULES, for 4 ranks and 6 micro-batches. A character is a unit of time. 0 is the forward of
+micro-batch 0, and aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle
+time:
 
              all forward, all backward     one forward, one backward
-    rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff   0   its forward
-    rank 1   .012345......aabbccddeeff..   .012....aa3bb4cc5dd.ee.ff..   aa  backward
-    rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....   .   idle
+    rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff
+    rank 1   .012345......aabbccddeeff..   .012....aa3bb4cc5dd.ee.ff..
+    rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
 THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for p-1
 forwards and backwards. Here that is 9 units beside 18 of work: (p-1)/m of the working time, and
-(p-1)/(m+p-1) of the whole. (Stages are never quite equal: the first has the embedding, the last the
-head and the loss.) 1F1B saves memory: rank r holds activations of at most p - r micro-batches, in
-AFAB those of all m.
+(p-1)/(m+p-1) of the whole. 1F1B saves memory: rank r holds activations of at most p - r
+micro-batches, in AFAB those of all m. (Stages are never quite equal: the first has the embedding,
+the last the head and the loss. And messages take no time in these pictures. In the two loops below
+a rank waits for each message; `ListPipeline` hides messages behind work.)
 
-AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send:
+AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send. The
+simple way keeps x and y from the forward to the backward:
 
-    x = received.requires_grad_()        forward: keep x and y until the backward
-    y = run(x)
-    torch.autograd.backward(y, dy)       backward: dx is x.grad
+    x = received.requires_grad_()
+    y = run(x)                           forward ends here; y is sent
+    torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-Of y, backward needs only the graph that hangs on it, not its numbers. `Stage` keeps just the
-graph's last node (`get_gradient_edge(y)`), where backward can start, so a rank holds at most one y,
-not one for each micro-batch. Megatron-LM calls this deallocate_pipeline_outputs.
+But of y, backward needs only the graph that hangs on it, not its numbers. `Stage` keeps just the
+graph's last node (`get_gradient_edge(y)`), where backward can start. So a rank holds the y that it
+computes and at most the one before, not one for each micro-batch. (Megatron-LM's
+deallocate_pipeline_outputs has the same aim.)
 
 THE LAW. For each micro-batch the first rank sends a y over pp, the last a dx, and the others both.
-Every rank also takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). For
-tiny in fp32, pp 4 and 8 micro-batches:
+Every rank also takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). If
+embedding and head are tied, the first rank and the last also send each other their gradient of that
+matrix, once a step. For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 x 256 x 128 x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
@@ -64,7 +69,8 @@ tiny in fp32, pp 4 and 8 micro-batches:
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step06_pipeline
-`python -m common.schedules 4 6 1` draws the two schedules, and a third, which is explained below.
+`python -m common.schedules 4 6 1` draws the two schedules above. `... 4 8 2` draws them for 8
+micro-batches, and a third one with 2 stages on each rank, which is explained below.
 
 PyTorch's own way, in torch.distributed.pipelining: stage = PipelineStage(module, rank, p, device),
 then schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False), because
@@ -78,10 +84,7 @@ micro-batch more: tests/test_step06.py::test_graphs_in_flight fails.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,9 +102,9 @@ from common.schedules import COSTS, Action, add_messages, consumer, interleaved,
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import make_optimizer, unit_names
+from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, own_tokens, shard_context
+from step05_cp_ring import own_tokens, shard_context
 
 
 class Stage:
@@ -166,12 +169,6 @@ class Stage:
                 torch.autograd.backward((edge,), (dy,))  # ... then only sum
         return x.grad
 
-    def run_action(self, kind: str, i: int, x: Tensor | None) -> Tensor | None:
-        """Do one action of a list (below): kind "F" is `forward`, "B" is `backward`."""
-        if kind == "F":
-            return self.forward(i, x)
-        return self.backward(i, x)
-
 
 def dtype_of(model: Decoder) -> torch.dtype:
     """The dtype of the weights, and of x."""
@@ -188,13 +185,13 @@ def keep_stages(model: Decoder, stages: list[range]):
 
     The stage with layer 0 also has the embedding; the one with the last layer has norm and head. If
     these two stages are on two ranks, both ranks keep a tied embedding, and its record says
-    stage_copies=2. If they are two stages of this rank, two backward passes add to its gradient:
-    backwards=2.
+    stage_copies=2. If they are two stages of one rank (in schedules of extras/techniques), two
+    backward passes add to its gradient: backwards=2.
     """
     trunk = model.model
     n_layers = model.config.n_layers
     tied = model.config.tied
-    kept = {number for layers in stages for number in layers}
+    kept = set().union(*stages)
     has_first = 0 in kept
     has_last = n_layers - 1 in kept
     for number in range(n_layers):
@@ -217,15 +214,10 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
     their terms.
 
-    Under ZeRO both have a shard, of the same elements, because the embedding is a unit of its own
-    (step 3).
+    Under ZeRO both have a shard, of the same elements: the embedding is a unit of its own (step 3).
     """
     if TIED not in gradients or layout_of(model.get_parameter(TIED)).stage_copies == 1:
         return
-    if [TIED] not in unit_names(model):
-        raise RuntimeError(
-            "the tied embedding must be a unit of its own: both stages must shard it alike"
-        )
     other_end = group.size - 1 - group.rank
     other_term = torch.empty_like(gradients[TIED])
     if other_term.numel():  # under ZeRO this rank's shard may contain none of the matrix
@@ -252,12 +244,15 @@ def empty_x(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
 def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
     """The layers of a stage: equally many for each, or one more. Raises UserError."""
     if n_layers < n_stages:
-        raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: lower --pp or --chunks")
+        advice = "lower --pp (or --chunks of --schedule interleaved)"
+        raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: {advice}")
     return range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
 
 
 class Pipeline:
     """AFAB (all forward, all backward), one stage on each rank. Subclasses replace `execute`."""
+
+    stage_type = Stage
 
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
         """Cut the model, on the meta device, down to this rank's layers. `positions`: of this
@@ -267,13 +262,9 @@ class Pipeline:
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that share the tokens of x
         layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
-        self.stage = self.make_stage(model, layers, positions)
-        keep_stages(model, [self.stage.layers])
+        self.stage = self.stage_type(model, layers, positions, self.group.rank)
+        keep_stages(model, [layers])
         first_contact(self.group, positions.device)
-
-    def make_stage(self, model: Decoder, layers: range, positions: Tensor) -> Stage:
-        """This rank's stage."""
-        return Stage(model, layers, positions, self.group.rank)
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, int64 [batch, seq] -> the loss, 0 except
@@ -285,8 +276,8 @@ class Pipeline:
         return self.stage.loss
 
     def execute(self):
-        """AFAB: all forwards, then all backwards in the same order (GPipe, Huang et al. 2019: in
-        reverse order).
+        """All forwards, then all backwards in the same order. (GPipe, Huang et al. 2019, has the
+        backwards in reverse order.)
         """
         m = len(self.xs)
         for i in range(m):
@@ -299,33 +290,38 @@ class Pipeline:
             self.send_backward(dx)
 
     def recv_forward(self, i: int) -> Tensor | None:
-        """Receive the x of micro-batch i. On the first rank, return None: it has the tokens."""
+        """Receive the x of micro-batch i. (The first rank has its tokens.)"""
         return self.send_receive(self.group.rank - 1, receive_of=i)
 
     def send_forward(self, y: Tensor):
-        """Send y to the next rank. On the last rank, do nothing: y is its loss."""
+        """Send y to the next rank. (On the last rank y is the loss.)"""
         self.send_receive(self.group.rank + 1, send=y)
 
     def recv_backward(self, i: int) -> Tensor | None:
-        """Receive the dy of micro-batch i. On the last rank, return None: it has the loss."""
+        """Receive the dy of micro-batch i. (The last rank has the loss.)"""
         return self.send_receive(self.group.rank + 1, receive_of=i)
 
     def send_backward(self, dx: Tensor | None):
-        """Send dx to the previous rank. On the first rank, do nothing: dx is None."""
+        """Send dx to the previous rank. (On the first rank dx is None.)"""
         self.send_receive(self.group.rank - 1, send=dx)
 
     def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
-        """Send y and receive the dy of micro-batch i, together. On the last rank, return None."""
+        """Send y and receive the dy of micro-batch i, together."""
         return self.send_receive(self.group.rank + 1, send=y, receive_of=i)
 
     def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
-        """Send dx and receive the x of micro-batch i, together. On the first rank, return None."""
+        """Send dx and receive the x of micro-batch i, together."""
         return self.send_receive(self.group.rank - 1, send=dx, receive_of=i)
 
     def send_receive(
         self, peer: int, send: Tensor | None = None, receive_of: int | None = None
     ) -> Tensor | None:
-        """Send a tensor to `peer` and receive micro-batch `receive_of`'s from it, together."""
+        """Send a tensor to `peer` and receive that of micro-batch `receive_of` from it, together.
+
+        If there is no such rank, do nothing, and return None. Messages carry no number: the k-th
+        receive gets the k-th send of this peer. The micro-batch only tells the shape, because the
+        last one may have fewer sequences.
+        """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
         sends = []
@@ -345,7 +341,9 @@ class Pipeline:
 
 
 class OneForwardOneBackward(Pipeline):
-    """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
+    """1F1B (PipeDream-flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN
+    Training").
+    """
 
     def execute(self):
         """At most p - rank micro-batches are in flight. When steady, y is sent while dy arrives, dx
@@ -361,7 +359,7 @@ class OneForwardOneBackward(Pipeline):
             self.send_forward(y)
 
         if warm_up < m:
-            x = self.recv_forward(warm_up)  # a later x is received while a dx is sent
+            x = self.recv_forward(warm_up)  # each later x arrives while a dx is sent, below
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.stage.forward(i, x)
             dy = self.send_forward_recv_backward(y, i - warm_up)
@@ -382,11 +380,15 @@ class OneForwardOneBackward(Pipeline):
 #
 # INTERLEAVED (--pp 2 --schedule interleaved). With v shorter stages on each rank (r, r+p, ... on
 # rank r), the bubble is (p-1)/(v m) of the working time. The price is more messages and memory. For
-# 2 ranks, 4 micro-batches and 2 stages a rank, `python -m common.schedules 2 4 2` draws this (a
-# digit or two letters: one micro-batch in one of the rank's two stages):
+# 2 ranks, 4 micro-batches and 2 stages a rank, `python -m common.schedules 2 4 2` draws this:
 #
 #     rank 0    01012.aa3bb2aa3bb.cc.ddccdd
 #     rank 1    .010aa1bb2aa3bb2cc3ddccdd..
+#
+# The drawing does not show which of the rank's two stages works. Rank 0's list begins with (F1.2:
+# the forward of micro-batch 1 through stage 2)
+#
+#     F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 #
 # Each rank is idle for 3 units beside 24 of work: (p-1)/(v m) = 1/8.
 #
@@ -397,44 +399,45 @@ class OneForwardOneBackward(Pipeline):
 #     rank 1    F1 B1 F0 B0
 #
 # MESSAGES CAN DEADLOCK, too. These lists are good, but at `send!` rank 0 sends F1's output while
-# rank 1 sends B0's. If a send blocks until it is received, both wait for ever. `add_messages` puts
-# messages in an order in which that cannot happen:
+# rank 1 sends B0's. If a send blocks until it is received, both wait for ever:
 #
 #     rank 0    F0, send, F1, send!, receive, B0, ...
 #     rank 1    receive, F0, B0, send!, receive, F1, ...
-
-
-class Schedule(NamedTuple):
-    """A schedule whose ranks follow lists."""
-
-    actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank) -> this rank's list
-    v: int = 1  # stages on each rank
-    ranks: Callable[[int, int], list[int]] = round_robin  # (p, v) -> the rank of each stage
-    costs: dict[str, int] = COSTS  # units of time that an action takes
-    stage: type[Stage] = Stage  # runs the actions
+#
+# `add_messages` finds an order in which that cannot happen. Here rank 1 receives F1's input before
+# it computes F0, so that rank 0's second send finds its receive:
+#
+#     rank 0    F0, send, F1, send, receive, B0, ...
+#     rank 1    receive, receive, F0, B0, send, F1, ...
 
 
 class ListPipeline:
-    """Run any lists of actions, with any number of stages on a rank."""
+    """Runs lists of actions, with any number of stages on a rank. A subclass says which lists."""
 
-    def __init__(
-        self,
-        schedule: Callable[[Any], Schedule],
-        config: Any,
-        model: Decoder,
-        mesh: Mesh,
-        positions: Tensor,
-    ):
-        """`schedule`: made from the flags. Raises UserError."""
-        plan = schedule(config)
+    v = 1  # stages on each rank
+    costs = COSTS  # units of time that each kind of action takes
+    stage_type = Stage
+
+    @staticmethod
+    def actions(p: int, m: int, v: int, rank: int) -> list[Action]:
+        """The list of a rank of p, for m micro-batches and v stages on each rank."""
+        raise NotImplementedError
+
+    @staticmethod
+    def ranks_of_stages(p: int, v: int) -> list[int]:
+        """The rank of each stage."""
+        return round_robin(p, v)
+
+    def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
+        """As `Pipeline`. Raises UserError."""
         p = config.pp
-        v = plan.v if p > 1 else 1  # a single rank has a single stage
+        v = self.v if p > 1 else 1  # a single rank has a single stage
         self.n_stages = p * v
         sequences = config.global_batch_size // mesh["dp"].size  # of this rank
         m = math.ceil(sequences / config.micro_batch_size)
         self.n_micro_batches = m
-        lists = [plan.actions(p, m, v, rank) for rank in range(p)]
-        rank_of_stage = plan.ranks(p, v)
+        lists = [self.actions(p, m, v, rank) for rank in range(p)]
+        rank_of_stage = self.ranks_of_stages(p, v)
         self.model = model
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1
@@ -442,8 +445,8 @@ class ListPipeline:
         for number, rank in enumerate(rank_of_stage):
             if rank == self.group.rank:
                 layers = layers_of_stage(number, self.n_stages, model.config.n_layers)
-                self.stages[number] = plan.stage(model, layers, positions, number)
-        self.program = add_messages(lists, rank_of_stage, plan.costs)[self.group.rank]
+                self.stages[number] = self.stage_type(model, layers, positions, number)
+        self.program = add_messages(lists, rank_of_stage, self.costs)[self.group.rank]
         keep_stages(model, [stage.layers for stage in self.stages.values()])
         first_contact(self.group, positions.device)
 
@@ -461,43 +464,55 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # Action, of any rank -> its input, and the message that brings it. Outputs wait here, too:
-        # for the next action on this rank, or to be sent.
-        inputs: dict[Action, tuple[Tensor, Pending]] = {}
+        # An action -> the tensor that it will use, and the message that brings it (none if it is
+        # here). A tensor waits here for an action of this rank, or until it is sent to another's.
+        waiting: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "compute":
-                received, pending = inputs.pop(action, (None, Pending()))
+                received, pending = waiting.pop(action, (None, Pending()))
                 pending.wait()
-                output = self.stages[action.stage].run_action(
-                    action.kind, action.micro_batch, received
-                )
+                output = self.compute(action, received)
                 next_action = consumer(action, self.n_stages)
                 if next_action is not None:
-                    inputs[next_action] = output, Pending()
-            elif verb == "send":
+                    waiting[next_action] = output, Pending()
+            elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:
                     sending[peer].wait()
-                tensor, _ = inputs.pop(action)
+                tensor, _ = waiting.pop(action)
                 sending[peer] = exchange([(tensor, peer)], [], self.group)
             else:
                 buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
-                inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
+                waiting[action] = buffer, exchange([], [(buffer, peer)], self.group)
         for pending in sending.values():
             pending.wait()
 
+    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Run an action. `received`: the x of a forward, or the dy of a backward."""
+        stage = self.stages[action.stage]
+        if action.kind == "F":
+            return stage.forward(action.micro_batch, received)
+        return stage.backward(action.micro_batch, received)
 
-def interleaved_schedule(config: Any) -> Schedule:
-    """The schedule of --schedule interleaved."""
-    return Schedule(interleaved, v=config.chunks)
+
+class Interleaved(ListPipeline):
+    """1F1B with `--chunks` stages on each rank."""
+
+    def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
+        self.v = config.chunks
+        super().__init__(config, model, mesh, positions)
+
+    @staticmethod
+    def actions(p: int, m: int, v: int, rank: int) -> list[Action]:
+        """The list of a rank. Raises UserError unless m is a multiple of p."""
+        return interleaved(p, m, v, rank)
 
 
-# name of a schedule -> what makes its pipeline: (config, model, mesh, positions) -> an object whose
-# `step` runs a training step
-SCHEDULES: dict[str, Callable[..., Pipeline | ListPipeline]] = {
+# Made from (config, model, mesh, positions); its `step` runs a training step
+SCHEDULES: dict[str, type[Pipeline | ListPipeline]] = {
     "afab": Pipeline,
     "1f1b": OneForwardOneBackward,
-    "interleaved": partial(ListPipeline, interleaved_schedule),
+    "interleaved": Interleaved,
 }
 
 
@@ -521,26 +536,25 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    mode = CONTEXT[config.cp_mode]
-    positions = shard_context(model, mesh, mode, config.sp, device, dtype)
-    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # new: these layers
+    positions = shard_context(model, mesh, config).to(device)
+    # new: delete the layers of other ranks, before memory is allocated for any
+    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
-    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
-        tokens, targets = (batch.to(device) for batch in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
-        xs = tokens_here.split(config.micro_batch_size)
-        ys = targets_here.split(config.micro_batch_size)
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # new: forward and backward of all micro-batches
         sync.finish()  # sums over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
-        all_reduce(loss, mesh["data"]).wait()  # on all but the last stage the loss is 0
-        all_reduce(loss, mesh["pp"]).wait()  # new
+        all_reduce(loss, mesh["data"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
 
         norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)

@@ -91,7 +91,7 @@ from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_lay
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import gather_tokens, shard_param, shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, own_tokens, shard_context
+from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 # Shapes in names: x_TD is [T, D].
@@ -499,10 +499,10 @@ def make_groups(mesh: Mesh, config: Config):
     # A grid for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]]
     for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
         # A row holds all experts, on neighbours: along tp first, then cp, dp
-        mesh.add_groups("ep", grid, urgent=True)
-        mesh.add_groups("expert_data", grid.T, urgent=False)  # a column has the same experts
-    mesh.join("sequence", "cp", "tp", urgent=True)
-    mesh.join("stage", "dp", "cp", "tp", urgent=False)
+        mesh.add_groups("ep", grid, queue="activations")
+        mesh.add_groups("expert_data", grid.T, queue="gradients")  # a column has the same experts
+    mesh.join("sequence", "cp", "tp", queue="activations")
+    mesh.join("stage", "dp", "cp", "tp", queue="gradients")
 
 
 def shard_moe(moe: MoE, mesh: Mesh, config: Config):
@@ -553,8 +553,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns
-    mode = CONTEXT[config.cp_mode]
-    positions = shard_context(model, mesh, mode, config.sp, device, dtype)  # step 5: these tokens
+    positions = shard_context(model, mesh, config).to(device)  # step 5: these tokens
     shard_experts(model, mesh, config)  # new: these experts
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
@@ -564,13 +563,12 @@ def train(config: Config, run: Run):
     # step 3: this shard of the update
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
-    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
-        tokens, targets = (batch.to(device) for batch in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
-        xs = tokens_here.split(config.micro_batch_size)
-        ys = targets_here.split(config.micro_batch_size)
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks

@@ -24,13 +24,18 @@ Each returns a `Pending` at once, and the work goes on:
     ...                                            computation that overlaps the message
     pending.wait()                                 now `gradient` may be used
 
-Before `wait`, do not change a tensor that is sent, or use one that is filled; all must be
-contiguous. On a GPU a message is a kernel on a stream of its own: it begins when the kernels that
-were launched before the call, and the earlier messages of its group, have ended.
+Always call `wait`. Before it, do not change a tensor that is sent, or use one that is filled; all
+must be contiguous. All ranks of a group must start their collectives in the same order.
+
+A group has a *handle*, a queue of operations: with NCCL a communicator, whose messages are kernels
+on a stream of their own. A message begins when the kernels that were launched before the call, and
+the earlier messages of its handle, have ended. Groups of the same ranks share a handle, but
+gradients and activations have one each: activations are needed at once, and must not queue behind
+gradients, which have time until the update.
 
 We count what each of n ranks sends if the group is a ring. (NCCL may choose a tree, in which some
-ranks send more and others less, or let a switch add, which sends less.) S: the bytes of the input
-or the output, whichever is larger. A group of one sends nothing. In a larger one:
+ranks send more and others less, or let a switch add, which sends less.) A group of one sends
+nothing. In a larger one, where S is the bytes of the input or the output, whichever is larger:
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
@@ -50,7 +55,7 @@ from torch.profiler import record_function
 
 from common import UserError
 
-# torch 2.13 renamed two collectives. Older versions, which also work, have the old names.
+# torch 2.13 renamed two collectives, and warns of the old names. Older versions work, too.
 if hasattr(dist, "all_gather_single"):
     _all_gather = dist.all_gather_single
     _reduce_scatter = dist.reduce_scatter_single
@@ -69,7 +74,7 @@ class Group:
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None
-    # (group's name, operation) -> bytes that this rank has sent
+    # (group's name, operation) -> bytes that this rank has sent; of all groups of a mesh
     sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, what: str) -> slice:
@@ -104,65 +109,60 @@ class Mesh:
             )
         self.groups: dict[str, Group] = {}
         self.sent: Counter = Counter()  # shared by all groups of this mesh
-        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, urgent): see `add_groups`
+        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue)
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # Over dp travel gradients, which have time until the update (in ZeRO 3 also weights,
-            # in the same queue); over the others mostly activations, which are needed at once
-            self.join(name, name, urgent=name != "dp")
+            # Over dp travel gradients (and in ZeRO 3 weights), over the others mostly activations
+            self.join(name, name, queue="gradients" if name == "dp" else "activations")
 
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension."""
         return self.groups[name]
 
-    def join(self, name: str, *dims: str, urgent: bool) -> np.ndarray:
+    def join(self, name: str, *dims: str, queue: str) -> np.ndarray:
         """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a
         row for each group.
 
-        In the figure above, join("tp", "tp") returns [0 1 2 3] [4 5 6 7], and join("dp", "dp")
-        returns [0 4] [1 5] [2 6] [3 7]. From step 5 on, groups can span several dimensions:
-        join("data", "dp", "cp"). A group that already has this name is replaced.
+        In the figure above, the groups along dp are [0 4] [1 5] [2 6] [3 7]. From step 5 on a group
+        can span several dimensions: with Mesh(dp=2, cp=2, tp=2), join("data", "dp", "cp") creates
+        [0 2 4 6] [1 3 5 7]. `queue`: "gradients" or "activations".
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
         # `axes` become the last ones, so the ranks of a group become neighbours: a row
         rows = self.ranks.transpose(others + axes).reshape(-1, size)
-        self.add_groups(name, rows, urgent)
+        self.add_groups(name, rows, queue)
         return rows
 
-    def add_groups(self, name: str, rows: np.ndarray, urgent: bool):
-        """Create a group for each row of ranks [groups, size]; keep ours.
-
-        A handle is a queue of operations (on GPUs an NCCL communicator). Activations are `urgent`:
-        they must not queue behind gradient sums, which have time until the update. So if the same
-        ranks need both kinds, they have two handles. The ranks of a group start its operations in
-        the same order.
-        """
+    def add_groups(self, name: str, rows: np.ndarray, queue: str):
+        """Create a group for each row of ranks [groups, size], in ascending order; keep ours."""
         for members in rows.tolist():
             row = tuple(members)
-            if len(row) > 1 and (row, urgent) not in self.handles:
-                # All ranks must call this for every group
-                self.handles[row, urgent] = dist.new_group(row)
+            if members != sorted(members):
+                raise ValueError(f"new_group would sort the ranks {row}")
+            if len(row) > 1 and (row, queue) not in self.handles:
+                # new_group is a collective of all ranks, also of those outside the row
+                self.handles[row, queue] = dist.new_group(row)
             if self.rank in row:
-                handle = self.handles.get((row, urgent))
+                handle = self.handles.get((row, queue))
                 self.groups[name] = Group(name, row.index(self.rank), len(row), handle, self.sent)
 
 
 class Pending:
-    """Messages of a group that are under way (without `works`: none). `wait` waits for them, then
-    calls `then`.
+    """One or more operations of a group that are under way; `Pending()` has none. `wait` waits for
+    them, then calls `then`.
     """
 
     def __init__(
         self,
         group: Group | None = None,
-        *works: dist.Work,
+        works: Sequence[dist.Work] = (),
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: what `exchange` sends; kept until `wait`, because a send reads its memory. (A
-        collective's own work keeps its tensors.)
+        """`tensors`: kept until `wait`. (A collective's work itself keeps its tensors; that of a
+        send does not, although it reads their memory.)
         """
         self.group = group
         self.works = works
@@ -189,8 +189,8 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
     """Sum `tensor` over the group, in place."""
     if group.size == 1:
         return Pending()
-    note("all_reduce", group, tensor, 2 * (group.size - 1) / group.size)
-    return Pending(group, dist.all_reduce(tensor, group=group.handle, async_op=True))
+    note("all_reduce", group, 2 * (group.size - 1) / group.size * tensor.nbytes)
+    return Pending(group, [dist.all_reduce(tensor, group=group.handle, async_op=True)])
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -200,8 +200,8 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    note("all_gather", group, output, (group.size - 1) / group.size)
-    return Pending(group, _all_gather(output, tensor, group=group.handle, async_op=True))
+    note("all_gather", group, (group.size - 1) / group.size * output.nbytes)
+    return Pending(group, [_all_gather(output, tensor, group=group.handle, async_op=True)])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -211,9 +211,10 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
+    note("reduce_scatter", group, (group.size - 1) / group.size * tensor.nbytes)
     if dist.get_backend(group.handle) != "gloo":
-        return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
+        work = _reduce_scatter(output, tensor, group=group.handle, async_op=True)
+        return Pending(group, [work])
     # Gloo's own reduce-scatter all-reduces everything. Instead each rank gets the n terms of its
     # shard, and adds them up: (n-1)/n S, as the law says.
     shards = torch.empty_like(tensor)
@@ -222,7 +223,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     def add_up():
         torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))
 
-    return Pending(group, work, then=add_up)
+    return Pending(group, [work], then=add_up)
 
 
 def all_to_all(
@@ -238,42 +239,41 @@ def all_to_all(
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    own_share = 1 / group.size
+    stays = tensor.nbytes / group.size
     if sent_rows is not None:
-        own_share = sent_rows[group.rank] / max(1, len(tensor))
-    note("all_to_all", group, tensor, 1 - own_share)
+        stays = sent_rows[group.rank] * tensor[:1].nbytes
+    note("all_to_all", group, tensor.nbytes - stays)
     work = dist.all_to_all_single(
         output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
     )
-    return Pending(group, work)
+    return Pending(group, [work])
 
 
 def exchange(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
 ) -> Pending:
     """Send and receive messages, each (tensor, the peer's rank in the group). Peers must agree on
-    shape and dtype; gloo hardly checks.
+    shape and dtype: gloo checks only that the bytes fit.
     """
-    if group.size == 1:
+    if group.size == 1:  # the first receive gets the first send, and so on
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Post receives first: gloo tells the peer that we are ready to receive only after our own sends
-    # that were posted before.
-    operations = [
-        dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer)
-        for tensor, peer in receives
-    ]
+    # Receives come first: gloo tells a peer that we are ready to receive only after the sends that
+    # were posted before, so two ranks would send to each other in turn, not at once
+    operations = []
+    for tensor, peer in receives:
+        operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
     for tensor, peer in sends:
-        note("send", group, tensor, 1.0)
+        note("send", group, tensor.nbytes)
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
     if not operations:
         return Pending()
     sent_tensors = [tensor for tensor, _ in sends]
-    return Pending(group, *dist.batch_isend_irecv(operations), tensors=sent_tensors)
+    return Pending(group, dist.batch_isend_irecv(operations), sent_tensors)
 
 
 @torch.compiler.disable  # --compile must not trace the counter
-def note(operation: str, group: Group, tensor: Tensor, share: float):
-    """Count the bytes that this rank sends: `share` times those of the tensor."""
-    group.sent[group.name, operation] += round(share * tensor.nbytes)
+def note(operation: str, group: Group, nbytes: float):
+    """Count the bytes that this rank sends."""
+    group.sent[group.name, operation] += round(nbytes)

@@ -1,10 +1,11 @@
-"""From step 6 on: pipeline schedules as data. Each rank has a list of actions, which can be drawn,
-checked or run.
+"""For the second half of step 6: pipeline schedules as data. Each rank has a list of actions,
+which can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
 a function, such as `interleaved` below, which returns the list of one rank, given p ranks, m
-micro-batches, v stages on each rank, and the rank. The three schedules differ only in `warm_up`,
-the number of forwards before forwards and backwards alternate.
+micro-batches, v stages on each rank, and the rank. (All have these four parameters, also if they
+do not need them all.) All three are `one_f_one_b_order`, and differ in `warm_up`, the number of
+forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks, 8 micro-batches, 2 stages a rank
 """
@@ -64,19 +65,22 @@ def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[A
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019): all m micro-batches are in flight."""
+    """All forward, all backward: all m micro-batches are in flight. (GPipe, Huang et al. 2019, but
+    with the backwards in the order of the forwards.)
+    """
     return one_f_one_b_order(p, m, v, rank, warm_up=m * v)
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021), v = 1: at most p - rank micro-batches in
-    flight on `rank`.
+    """1F1B, v = 1: at most p - rank micro-batches are in flight on `rank`. (PipeDream-flush:
+    Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".)
     """
     return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B with v stages on each rank (Megatron, Narayanan et al. 2021).
+    """1F1B with v stages on each rank (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+    Training on GPU Clusters", section 2.2).
 
     Raises UserError if v > 1 and m is no multiple of p.
     """
@@ -86,9 +90,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # (v-1) p forwards of the first round pass through all stages of this rank but the last. Then
-    # micro-batch 0 enters the last stage. Twice the distance to the last rank leaves time to hide
-    # messages; once would do if they took no time.
+    # With (v-1) p forwards, the first p micro-batches have passed all of this rank's stages but the
+    # last. To these come twice the distance to the last rank, which leaves time to hide messages;
+    # once would do if they took no time.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -106,8 +110,8 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
-    """Each action, and the one that waits for it. That is its `consumer`; and of the last stage's
-    forward, which computes the loss, the backward on the same rank, to which nothing is sent.
+    """Each action, and the one that waits for it: its `consumer`. The last stage's forward has no
+    consumer, but its backward, on the same rank, waits for the loss.
     """
     consumers = {}
     for actions in lists:
@@ -125,7 +129,7 @@ def simulate(
     `costs`.
 
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
-    between two ranks. Raises ValueError if the lists deadlock.
+    between two ranks (for the planner in extras). Raises ValueError if the lists deadlock.
     """
     consumers = consumers_of(lists, len(ranks))
     need_input = set(consumers.values())
@@ -134,29 +138,30 @@ def simulate(
     queues = [deque(actions) for actions in lists]
     spans = []
     while any(queues):
-        ready = []
+        n_before = len(spans)
         for rank, queue in enumerate(queues):
-            # It is known when the next action's input arrives, or it needs none
-            if queue and (queue[0] in arrival or queue[0] not in need_input):
-                ready.append(rank)
-        if not ready:
+            # The next action is timed if it needs no input, or what makes its input has been timed
+            while queue and (queue[0] in arrival or queue[0] not in need_input):
+                action = queue.popleft()
+                start = max(idle_from[rank], arrival.get(action, 0))
+                end = start + costs[action.kind]
+                idle_from[rank] = end
+                next_action = consumers[action]
+                if next_action is not None:
+                    crosses = ranks[next_action.stage] != rank
+                    arrival[next_action] = end + (message if crosses else 0)
+                spans.append((end, rank, start, action))
+        if len(spans) == n_before:
             raise ValueError(f"each rank waits for ever: {[queue[0] for queue in queues if queue]}")
-        for rank in ready:
-            action = queues[rank].popleft()
-            start = max(idle_from[rank], arrival.get(action, 0))
-            end = start + costs[action.kind]
-            idle_from[rank] = end
-            next_action = consumers[action]
-            if next_action is not None:
-                crosses = ranks[next_action.stage] != rank
-                arrival[next_action] = end + (message if crosses else 0)
-            spans.append((end, rank, start, action))
     return sorted(spans)
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: compute `action`; or receive its input from `peer`; or send the
-    input to `peer`, which will compute it. "send F0.2" sends the output of F0.1.
+    """One line of a rank's program: compute `action`; or receive its input from `peer`; or send its
+    input to `peer`.
+
+    `action` always names what will use the message. "send F0.2" and "receive F0.2" are the two ends
+    of one message, the output of F0.1, from the rank of stage 1 to that of stage 2.
     """
 
     verb: str  # "compute", "send" or "receive"
@@ -178,10 +183,13 @@ def add_messages(
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    (Rank 0's F1.0 and rank 1's F0.1 end together; rank 0's comes first, so its message does.) Even
-    if a send blocks until it is received, there is no deadlock: all programs follow one common
-    order, in which a send and its receive are one line. Take the first line that has not run. All
-    lines before it have, on every rank. So its rank and its peer have reached it.
+    (Rank 0's F1.0 and rank 1's F0.1 end together; rank 0's comes first, so its message does.)
+
+    Even if a send blocks until it is received, there is no deadlock. Number the actions and
+    messages in the order in which the loop below meets them: a send has the number of its receive,
+    and the numbers in each program increase. Suppose that some ranks wait for ever. Take the
+    smallest number that is not done. All smaller ones are done, so each rank that takes part in it
+    has reached it, and nothing is left to wait for.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, ranks, costs):
@@ -204,35 +212,35 @@ def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = CO
     length = int(spans[-1][0])
     rows = [["."] * length for _ in lists]
     for end, rank, start, (kind, i, _) in spans:
-        letter = "-"  # a kind that another schedule has
+        letter = "-"  # a kind that only a schedule of extras has
         if kind == "F":
             letter = str(i % 10)
         elif kind == "B":
             letter = chr(ord("a") + i % 26)
-        rows[rank][int(start) : int(end)] = letter * int(end - start)
+        for t in range(int(start), int(end)):
+            rows[rank][t] = letter
     return "\n".join("".join(row) for row in rows)
 
 
 def main():
-    """Draw the three schedules for the sizes on the command line."""
+    """Draw the schedules for the sizes on the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.schedules")
     for name in ("ranks", "micro_batches", "chunks"):
         parser.add_argument(name, type=int)
     sizes = parser.parse_args()
     p = sizes.ranks
     m = sizes.micro_batches
-    if min(p, m, sizes.chunks) < 1:
+    v = sizes.chunks
+    if min(p, m, v) < 1:
         parser.error("give numbers from 1 on")
-    for name, order, v in (
-        ("afab", afab, 1),
-        ("1f1b", one_f_one_b, 1),
-        ("interleaved", interleaved, sizes.chunks),
-    ):
-        try:
-            lists = [order(p, m, v, rank) for rank in range(p)]
-        except UserError as error:
-            parser.error(str(error))
-        print(name, draw(lists, round_robin(p, v)), sep="\n")
+    if v > 1 and m % p:
+        parser.error("with several chunks, micro_batches must be a multiple of ranks")
+    print("afab", draw([afab(p, m, 1, rank) for rank in range(p)], round_robin(p, 1)), sep="\n")
+    lists = [one_f_one_b(p, m, 1, rank) for rank in range(p)]
+    print("1f1b", draw(lists, round_robin(p, 1)), sep="\n")
+    if v > 1:
+        lists = [interleaved(p, m, v, rank) for rank in range(p)]
+        print("interleaved", draw(lists, round_robin(p, v)), sep="\n")
 
 
 if __name__ == "__main__":

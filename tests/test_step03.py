@@ -165,7 +165,7 @@ def zero_of(
     mesh = Mesh(dp=n)
     if n > 1:
         for row in ([0], list(range(1, n))):
-            mesh.add_groups("experts", np.array([row]), urgent=False)
+            mesh.add_groups("experts", np.array([row]), queue="gradients")
     config = step.Config(zero=str(stage), **flags)
     set_up_layers(model, config)
     return model, *step.make_optimizer(model, config, mesh, CPU, dtype), mesh
@@ -403,9 +403,9 @@ def test_global_norm(sizes, sharded, first, first_values, second, second_values)
     """Each element counts once, however many ranks hold it. A rank may hold no elements."""
     mesh = Mesh(**sizes)
     if "cp" in sizes:
-        mesh.join("data", "dp", "cp", urgent=False)
-    mesh.add_groups("ep", np.array([[0, 1], [2, 3]]), urgent=False)
-    mesh.add_groups("expert_data", np.array([[0, 2], [1, 3]]), urgent=False)
+        mesh.join("data", "dp", "cp", queue="gradients")
+    mesh.add_groups("ep", np.array([[0, 1], [2, 3]]), queue="gradients")
+    mesh.add_groups("expert_data", np.array([[0, 2], [1, 3]]), queue="gradients")
     model = nn.ParameterDict(dict(first=torch.zeros(1), second=torch.zeros(1)))
     note_layout(model.first, **first)
     note_layout(model.second, **second)
@@ -418,7 +418,7 @@ def test_norm_groups_span_all_ranks():
     """All dimensions; from step 5 on, "data" stands for dp and cp."""
     mesh = Mesh(dp=1, pp=1, cp=1, tp=1)
     close(norm_groups(mesh), ["dp", "pp", "cp", "tp"], "groups")
-    mesh.join("data", "dp", "cp", urgent=False)
+    mesh.join("data", "dp", "cp", queue="gradients")
     close(norm_groups(mesh), ["data", "pp", "tp"], "groups, with data")
 
 

@@ -239,7 +239,7 @@ def shard_inputs(
     """This rank's group; its shards of q, k, v and do, and of the right o, dq, dk and dv."""
     mesh = Mesh(dp=4)
     for members in groups:
-        mesh.add_groups("cp", np.array([members]), urgent=False)
+        mesh.add_groups("cp", np.array([members]), queue="gradients")
         if mesh.rank in members:
             seed = members[0]
     group = mesh["cp"]
@@ -343,11 +343,12 @@ def test_law_of_live_memory():
         alive.append(live.bytes)
         return function(*part)
 
-    kernel = step.Kernel(partial(sample, step.part_attention), partial(sample, step.part_gradients))
+    attention = partial(sample, step.part_attention)
+    gradients = partial(sample, step.part_gradients)
     gc.collect()
     gc.disable()
     with Live() as live:
-        o = forward(q, k, v, group, step.zigzag_visible, kernel)
+        o = forward(q, k, v, group, step.zigzag_visible, attention, gradients)
         alive.append(live.bytes)
         torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
         del o
@@ -384,7 +385,8 @@ def test_shard_context(cp):
     """With --cp, the model uses a mode's positions and attention; else its own."""
     mesh = Mesh(dp=4 // cp, cp=cp, tp=1)
     model = decoder()
-    positions = step.shard_context(model, mesh, STRIDED, False)
+    with mock.patch.dict(step.CONTEXT, zigzag=STRIDED):
+        positions = step.shard_context(model, mesh, step.Config(cp=cp))
     close(positions, torch.arange(6)[mesh["cp"].rank :: cp], "positions")
     layer_attend = model.model.layers["1"].self_attn.attend
     if cp == 1:
@@ -397,8 +399,10 @@ def test_shard_context(cp):
 @task("loop", 1)
 def test_sp_must_divide_what_cp_leaves():
     """Two ranks of tp cannot share the three tokens that cp 2 leaves of six."""
-    with pytest.raises(UserError):
-        step.shard_context(decoder(), Mesh(dp=1, cp=2, tp=2), STRIDED, True)
+    mesh = Mesh(dp=1, cp=2, tp=2)
+    config = step.Config(cp=2, tp=2)
+    with mock.patch.dict(step.CONTEXT, zigzag=STRIDED), pytest.raises(UserError):
+        step.shard_context(decoder(), mesh, config)
 
 
 @ranks(4)
@@ -428,7 +432,7 @@ LAYOUTS = [
     (UNEVEN, dict(tp=2)),  # no cp; dp is 2
     (UNEVEN, dict(cp=2)),  # dp is 2
     (UNEVEN, dict(cp=2, tp=2, sp=False)),
-    (UNEVEN, dict(cp=4, cp_mode="ring", zero="1")),
+    (UNEVEN, dict(cp=4, cp_mode="ordered", zero="1")),
     (TIED, dict(cp=2, zero="3")),
     (TIED, dict(cp=2, tp=2, zero="2", recompute="full")),
 ]

@@ -73,7 +73,7 @@ def test_the_command_draws_the_docstrings_picture(capsys):
     one_f_one_b = [right for _, right in shown]
     with mock.patch.object(sys, "argv", ["-m", "4", "6", "1"]):
         runpy.run_path(schedules.__file__, run_name="__main__")
-    expected = ["afab", *afab, "1f1b", *one_f_one_b, "interleaved", *one_f_one_b]
+    expected = ["afab", *afab, "1f1b", *one_f_one_b]
     close(capsys.readouterr().out.split(), expected, "the command draws")
 
 

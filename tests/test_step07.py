@@ -236,7 +236,7 @@ def test_aux_loss_of_the_figure():
 def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
-    mesh.join("sequence", "cp", "tp", urgent=False)
+    mesh.join("sequence", "cp", "tp", queue="gradients")
     moe = step.LossBalancedMoE(6, 10, config(), mesh)
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
@@ -346,7 +346,7 @@ def group_and_routes(name: str) -> tuple[Group, Tensor]:
     """This rank's group, [0] or [1, 2, 3], and its part of ROUTES: int64 [sender, expert]."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
-        mesh.add_groups("ep", np.array([row]), urgent=False)
+        mesh.add_groups("ep", np.array([row]), queue="gradients")
     n = mesh["ep"].size
     return mesh["ep"], torch.tensor(ROUTES[name])[:n, : 2 * n]
 

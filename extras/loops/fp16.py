@@ -38,7 +38,7 @@ from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_lay
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, own_tokens, shard_context
+from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 DTYPES["fp16"] = torch.float16
@@ -94,21 +94,20 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    mode = CONTEXT[config.cp_mode]
-    positions = shard_context(model, mesh, mode, config.sp, device, dtype)
+    positions = shard_context(model, mesh, config).to(device)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
     loss_scale = LossScale(config.loss_scale, config.growth_steps)  # new
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
-    parts["loss_scale"] = loss_scale  # new
-    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
-        tokens, targets = (batch.to(device) for batch in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
-        xs = tokens_here.split(config.micro_batch_size)
-        ys = targets_here.split(config.micro_batch_size)
+    parts["loss_scale"] = loss_scale  # new: it has state, which is saved
+    for step in run.steps(**parts):  # new
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
         sync.begin(len(xs))
         factor = loss_scale.factor  # new
         loss = pipeline.step(xs, ys, n_targets / factor) / factor  # new

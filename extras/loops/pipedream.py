@@ -47,7 +47,7 @@ from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
-from step05_cp_ring import CONTEXT, own_tokens, shard_context
+from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import OneForwardOneBackward, Stage
 
 
@@ -90,9 +90,7 @@ class StashingStage(Stage):
 class PipeDream(OneForwardOneBackward):
     """1F1B with stashed weights."""
 
-    def make_stage(self, model: Decoder, layers: range, positions: Tensor) -> Stage:
-        """This rank's stage."""
-        return StashingStage(model, layers, positions, self.group.rank)
+    stage_type = StashingStage
 
 
 @dataclass
@@ -139,19 +137,17 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    mode = CONTEXT[config.cp_mode]
-    positions = shard_context(model, mesh, mode, config.sp, device, dtype)
+    positions = shard_context(model, mesh, config).to(device)
     pipeline = PipeDream(config, model, mesh, positions)  # new
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
-    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
-    for step in run.steps(**parts, positions=positions, pipeline=pipeline):
-        tokens, targets = (batch.to(device) for batch in data.batch(step))
-        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
-        tokens_here, targets_here = own_tokens(tokens, targets, own, positions)
-        xs = tokens_here.split(config.micro_batch_size)
-        ys = targets_here.split(config.micro_batch_size)
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
         lr = learning_rate(step, config)  # new: earlier, because updates are in the pipeline
         pipeline.stage.update = partial(update, model, optimizer, sync, mesh, lr)  # new
         loss = pipeline.step(xs, ys, n_targets / len(xs)) / len(xs)  # new: the mean of the updates

@@ -6,12 +6,10 @@ from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import step06_pipeline as step06
 from common.schedules import afab, one_f_one_b, simulate
 from extras.__main__ import techniques
-from step06_pipeline import SCHEDULES, Schedule
+from step06_pipeline import SCHEDULES, ListPipeline
 
-LOOPS = {"afab": Schedule(afab), "1f1b": Schedule(one_f_one_b)}  # step 6 writes these two as loops
 SHOWN = {
     "afab": "all forward, all backward",
     "1f1b": "one forward, one backward",
@@ -22,11 +20,19 @@ RANKS = 4
 MICRO_BATCHES = 8
 
 
-def schedule_of(name: str, p: int) -> Schedule:
-    """A schedule as data: what step 6's ListPipeline runs, or what its loops do."""
-    if name in LOOPS:
-        return LOOPS[name]
-    return SCHEDULES[name].args[0](step06.Config(schedule=name, pp=p))
+class AllForwardAllBackward(ListPipeline):
+    """What step 6 writes as a loop."""
+
+    actions = staticmethod(afab)
+
+
+class OneForwardOneBackward(ListPipeline):
+    """What step 6 writes as a loop."""
+
+    actions = staticmethod(one_f_one_b)
+
+
+LOOPS = {"afab": AllForwardAllBackward, "1f1b": OneForwardOneBackward}
 
 
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
@@ -35,10 +41,10 @@ def spans_of(name: str, p: int, m: int) -> list[tuple]:
     An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
     Raises UserError.
     """
-    schedule = schedule_of(name, p)
+    schedule = LOOPS.get(name) or SCHEDULES[name]
     lists = [schedule.actions(p, m, schedule.v, rank) for rank in range(p)]
     costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
-    return simulate(lists, schedule.ranks(p, schedule.v), costs)
+    return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)
 
 
 def idle_fraction(spans: list[tuple], p: int) -> float:

@@ -139,7 +139,7 @@ def all_pictures() -> dict[str, dict]:
     schedules = {
         f"{name}/{p}/{m}": schedule(name, p, m) for name in DRAWN for p in (2, 4) for m in (4, 8)
     }
-    rings = {mode: ring(mode) for mode in ("zigzag", "ring")}
+    rings = {mode: ring(mode) for mode in ("zigzag", "ordered")}
     return dict(
         step01_single_gpu=of(
             "step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"

@@ -336,7 +336,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
     after it has been sent.
     """
     flags = FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1, balance="none")
-    mesh.add_groups("ep", mesh.ranks.reshape(-1, ep), urgent=False)
+    mesh.add_groups("ep", mesh.ranks.reshape(-1, ep), queue="gradients")
     layer = step07.MoE(SMALL.dim, SMALL.ffn_dim, step07.Config(**flags), mesh)
     generator = torch.Generator().manual_seed(2)
     layer.router.weight.data.normal_(0.0, 0.3, generator=generator)[:, 0] = 0

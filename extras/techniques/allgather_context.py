@@ -25,6 +25,8 @@ Run it:    torchrun --nproc_per_node=4 -m extras step05_cp_ring.py --cp 4 --cp-m
 You should see step 1's losses. (--cp-mode allgather-flash uses the kernel of flash_ring.py.)
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,10 +35,10 @@ from common.model import wide
 from step04_tp_sp import gather_tokens, sum_and_shard_tokens
 from step05_cp_ring import (
     CONTEXT,
-    FORMULA,
     ContextMode,
-    Kernel,
     Part,
+    part_attention,
+    part_gradients,
     ring_attention,
     zigzag_positions,
 )
@@ -68,7 +70,12 @@ def gather_in_order(x: Tensor, group: Group) -> Tensor:
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, kernel: Kernel = FORMULA
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    attention: Callable = part_attention,
+    gradients: Callable = part_gradients,
 ) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
     keys_and_values = gather_in_order(torch.cat((k, v), -1), group)  # one message for both
@@ -86,7 +93,7 @@ def gathered_attention(
         return parts
 
     alone = Group("alone", 0, 1, None)
-    return ring_attention(q, k, v, alone, visible, kernel)
+    return ring_attention(q, k, v, alone, visible, attention, gradients)
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)

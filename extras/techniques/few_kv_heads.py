@@ -43,9 +43,9 @@ def copied_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Pa
     n_heads = config.n_kv_heads
     if tp % n_heads or config.n_heads % tp:
         return None
-    ranks = mesh.join("tp", "tp", urgent=True).reshape(-1, n_heads, tp // n_heads)
-    mesh.add_groups("kv copies", ranks.reshape(-1, tp // n_heads), urgent=False)
-    mesh.add_groups("kv parts", ranks.swapaxes(1, 2).reshape(-1, n_heads), urgent=False)
+    ranks = mesh.join("tp", "tp", queue="activations").reshape(-1, n_heads, tp // n_heads)
+    mesh.add_groups("kv copies", ranks.reshape(-1, tp // n_heads), queue="gradients")
+    mesh.add_groups("kv parts", ranks.swapaxes(1, 2).reshape(-1, n_heads), queue="gradients")
     part = shard_param(weight, 0, mesh["kv parts"])  # of one head: the weight itself
     note_layout(part, partial_over=(*layout_of(part).partial_over, "kv copies"))
     return part

@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.ops import aten
 
 from common import UserError
-from common.comm import Mesh
 from common.model import ModelConfig
+from common.trainer import choose_device
 from extras.techniques.allgather_context import gathered_attention
 from step05_cp_ring import (
     CONTEXT,
+    Config,
     ContextMode,
-    Kernel,
     ring_attention,
     zigzag_positions,
     zigzag_visible,
@@ -68,8 +68,9 @@ def flash_gradients(
     return backward(do, q, k, v, o, lse, *lengths, NO_DROPOUT, causal, unused, unused[:0])
 
 
-def check_kernel(shape: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+def check_kernel(config: Config, shape: ModelConfig):
     """Raise UserError if the kernel does not support the GPU, the dtype or the head_dim."""
+    device, dtype = choose_device(config)
     if device.type != "cuda":
         return
     if dtype.itemsize != 2 or torch.cuda.get_device_capability(device) < (8, 0):
@@ -81,8 +82,8 @@ def check_kernel(shape: ModelConfig, mesh: Mesh, device: torch.device, dtype: to
         )
 
 
-FLASH = Kernel(flash_attention, flash_gradients)
-in_ring = partial(ring_attention, visible=zigzag_visible, kernel=FLASH)
-after_gather = partial(gathered_attention, kernel=FLASH)
+KERNEL = dict(attention=flash_attention, gradients=flash_gradients)
+in_ring = partial(ring_attention, visible=zigzag_visible, **KERNEL)
+after_gather = partial(gathered_attention, **KERNEL)
 CONTEXT["flash"] = ContextMode(zigzag_positions, in_ring, check_kernel)
 CONTEXT["allgather-flash"] = ContextMode(zigzag_positions, after_gather, check_kernel)

@@ -22,14 +22,12 @@ Run it:    torchrun --nproc_per_node=4 -m extras step06_pipeline.py --pp 4 --sch
 You should see step 1's losses.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from common.schedules import Action
-from step06_pipeline import SCHEDULES, ListPipeline, Schedule, Stage
+from step06_pipeline import SCHEDULES, ListPipeline, Stage
 
 
 def gpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -48,17 +46,32 @@ class ForwardTwice(Stage):
         super().begin(xs, ys, n_targets)
         self.inputs: dict[int, Tensor | None] = {}  # micro-batch -> the input (None: its tokens)
 
-    def run_action(self, kind: str, i: int, x: Tensor | None) -> Tensor | None:
-        """F keeps the input; R is the usual forward, which keeps the graph and adds to the loss."""
-        if kind == "F":
-            self.inputs[i] = x
-            with torch.no_grad(), record_function(f"F{i}.{self.number}"):
-                return self.run(self.xs[i] if self.is_first else x, self.ys[i])
-        if kind == "R":
-            self.forward(i, self.inputs.pop(i))
-            return None
-        return self.backward(i, x)
+    def forward_only(self, i: int, x: Tensor | None) -> Tensor:
+        """F: keep the input, and no graph."""
+        self.inputs[i] = x
+        with torch.no_grad(), record_function(f"F{i}.{self.number}"):
+            return self.run(self.xs[i] if self.is_first else x, self.ys[i])
+
+    def repeat(self, i: int):
+        """R: the usual forward, which keeps the graph and adds to the loss."""
+        self.forward(i, self.inputs.pop(i))
 
 
-GPIPE = Schedule(gpipe, costs={"F": 1, "R": 1, "B": 2}, stage=ForwardTwice)
-SCHEDULES["gpipe"] = partial(ListPipeline, lambda config: GPIPE)
+class GPipe(ListPipeline):
+    """Runs F, R and B."""
+
+    costs = {"F": 1, "R": 1, "B": 2}  # noqa: RUF012
+    stage_type = ForwardTwice
+    actions = staticmethod(gpipe)
+
+    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Run an action."""
+        stage = self.stages[action.stage]
+        if action.kind == "F":
+            return stage.forward_only(action.micro_batch, received)
+        if action.kind == "R":
+            return stage.repeat(action.micro_batch)
+        return super().compute(action, received)
+
+
+SCHEDULES["gpipe"] = GPipe

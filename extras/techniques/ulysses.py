@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from common.comm import Group, Mesh, all_to_all
+from common.comm import Group, all_to_all
 from common.model import ModelConfig, attend
-from step05_cp_ring import CONTEXT, ContextMode, ordered_positions
+from step05_cp_ring import CONTEXT, Config, ContextMode, ordered_positions
 
 
 class Swap(torch.autograd.Function):
@@ -68,11 +68,11 @@ def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     return Swap.apply(attend(q, k, v), group, 1, 2)
 
 
-def check_heads(shape: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+def check_heads(config: Config, shape: ModelConfig):
     """Raise UserError unless each rank can get the same number of heads."""
-    n = mesh["cp"].size
-    heads = shape.n_heads // mesh["tp"].size
-    kv_heads = max(1, shape.n_kv_heads // mesh["tp"].size)
+    n = config.cp
+    heads = shape.n_heads // config.tp
+    kv_heads = max(1, shape.n_kv_heads // config.tp)
     if heads % n or (kv_heads % n and n % kv_heads):
         raise UserError(
             f"--cp-mode ulysses: --cp {n} must divide a rank's {heads} heads, and divide its "

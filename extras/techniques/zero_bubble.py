@@ -54,9 +54,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from common.model import Decoder
-from common.schedules import Action, round_robin
+from common.schedules import Action
 from step02_ddp import trained_params
-from step06_pipeline import SCHEDULES, ListPipeline, Schedule, Stage
+from step06_pipeline import SCHEDULES, ListPipeline, Stage
 from step07_moe_ep import ExpertLinear, expert_product
 
 COSTS = {"F": 1, "B": 1, "W": 1}
@@ -226,20 +226,47 @@ class SplitStage(Stage):
                 if terms:
                     torch.autograd.backward((param,), (sum(terms[1:], terms[0]),))
 
-    def run_action(self, kind: str, i: int, x: Tensor | None) -> Tensor | None:
-        """F, B and W."""
-        if kind == "W":
-            return self.compute_weight_gradients(i)
-        return super().run_action(kind, i, x)
+
+class SplitPipeline(ListPipeline):
+    """Runs F, B and W."""
+
+    costs = COSTS
+    stage_type = SplitStage
+
+    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Run an action."""
+        if action.kind == "W":
+            return self.stages[action.stage].compute_weight_gradients(action.micro_batch)
+        return super().compute(action, received)
 
 
-def entry(actions: Callable, v: int = 1, ranks: Callable = round_robin) -> Callable:
-    """An entry of SCHEDULES."""
-    schedule = Schedule(actions, v, ranks, COSTS, SplitStage)
-    return partial(ListPipeline, lambda config: schedule)
+class ZeroBubbleH1(SplitPipeline):
+    """--schedule zb-h1."""
+
+    actions = staticmethod(zb_h1)
 
 
-SCHEDULES["zb-h1"] = entry(zb_h1)
-SCHEDULES["zb-h2"] = entry(partial(zb_h1, depth=2))
-SCHEDULES["zbv"] = entry(partial(in_vee, zbv), v=2, ranks=vee)
-SCHEDULES["dualpipev"] = entry(partial(in_vee, dualpipev), v=2, ranks=vee)
+class ZeroBubbleH2(SplitPipeline):
+    """--schedule zb-h2."""
+
+    actions = staticmethod(partial(zb_h1, depth=2))
+
+
+class ZeroBubbleV(SplitPipeline):
+    """--schedule zbv."""
+
+    v = 2
+    actions = staticmethod(partial(in_vee, zbv))
+    ranks_of_stages = staticmethod(vee)
+
+
+class DualPipeV(ZeroBubbleV):
+    """--schedule dualpipev."""
+
+    actions = staticmethod(partial(in_vee, dualpipev))
+
+
+SCHEDULES["zb-h1"] = ZeroBubbleH1
+SCHEDULES["zb-h2"] = ZeroBubbleH2
+SCHEDULES["zbv"] = ZeroBubbleV
+SCHEDULES["dualpipev"] = DualPipeV

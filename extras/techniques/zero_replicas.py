@@ -42,13 +42,15 @@ class Zero1Replicas(Zero1):
     def __init__(self, model: Decoder, config: "Flags", mesh: Mesh, *args: Any):
         """Make the groups, and note them in the records. Raises UserError."""
         dims = [dim for dim in ("dp", "cp") if dim in mesh.sizes]
-        rows = mesh.join("data", *dims, urgent=False)  # int [groups, dp x cp]
+        rows = mesh.join("data", *dims, queue="gradients")  # int [groups, dp x cp]
         n = rows.shape[1]
         if n % config.replicas:
             raise UserError(f"--replicas {config.replicas} must divide the {n} ranks of dp x cp")
         ranks = rows.reshape(len(rows), config.replicas, -1)
-        mesh.add_groups("shard", ranks.reshape(-1, n // config.replicas), urgent=False)
-        mesh.add_groups("replicas", ranks.swapaxes(1, 2).reshape(-1, config.replicas), urgent=False)
+        mesh.add_groups("shard", ranks.reshape(-1, n // config.replicas), queue="gradients")
+        mesh.add_groups(
+            "replicas", ranks.swapaxes(1, 2).reshape(-1, config.replicas), queue="gradients"
+        )
         for param in model.parameters():
             if layout_of(param).data_group in ("dp", "data"):  # not experts, whose group is smaller
                 note_layout(param, data_group="shard")

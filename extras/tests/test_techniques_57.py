@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
+import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
@@ -146,10 +147,10 @@ KINDS = {"gpipe": "FRB", "zb-h1": "FBW", "zb-h2": "FBW", "zbv": "FBW", "dualpipe
 
 def made(name: str, p: int, m: int) -> tuple[list[list[Action]], list[int]]:
     """Each rank's list of actions, and the rank of each stage."""
-    (schedule_of,) = SCHEDULES[name].args
-    schedule = schedule_of(None)
+    schedule = SCHEDULES[name]
     v = schedule.v if p > 1 else 1
-    return [schedule.actions(p, m, v, rank) for rank in range(p)], schedule.ranks(p, v)
+    lists = [schedule.actions(p, m, v, rank) for rank in range(p)]
+    return lists, schedule.ranks_of_stages(p, v)
 
 
 def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
@@ -278,8 +279,8 @@ def test_b_adds_nothing_and_w_adds_once(tied):
         (whole(tokens, tokens) / 24).backward()
     assert all(param.grad is None for param in model.parameters()), "B has changed a gradient"
     for i in range(2):
-        up.run_action("W", i, None)
-        down.run_action("W", i, None)
+        up.compute_weight_gradients(i)
+        down.compute_weight_gradients(i)
     for name, param in whole.named_parameters():
         close(model.get_parameter(name).grad, param.grad, name)
         stages = 1 + (tied and "embed" in name)
@@ -290,10 +291,10 @@ def test_gpipe_keeps_inputs_and_one_graph():
     """After F only the outputs are alive. R makes as many bytes as a usual forward."""
     _, (stage,) = stages_of(gpipe.ForwardTwice, range(2))
     with Live() as live:
-        outputs = [stage.run_action("F", i, None) for i in range(2)]
+        outputs = [stage.forward_only(i, None) for i in range(2)]
         close(live.bytes, sum(y.nbytes for y in outputs), "bytes after two F")
         del outputs
-        stage.run_action("R", 1, None)
+        stage.repeat(1)
         again = live.bytes
     _, (usual,) = stages_of(step06.Stage, range(2))
     with Live() as live:
@@ -447,7 +448,9 @@ REFUSED = [
 def test_a_context_mode_that_cannot_work(mode, dtype, head_dim, capability, error):
     """On a GPU the check, which comes before any collective, names what to change."""
     shape = SimpleNamespace(head_dim=head_dim, n_heads=8, n_kv_heads=2)
-    mesh = dict(cp=Group("cp", 0, 3, None), tp=Group("tp", 0, 2, None))
+    config = step05.Config(cp=3, tp=2)
     gpu = mock.patch("torch.cuda.get_device_capability", return_value=capability)
-    with gpu, pytest.raises(UserError, match=error):
-        CONTEXT[mode].check(shape, mesh, torch.device("cuda"), dtype)
+    found = (torch.device("cuda"), dtype)
+    chosen = mock.patch("extras.techniques.flash_ring.choose_device", return_value=found)
+    with gpu, chosen, pytest.raises(UserError, match=error):
+        CONTEXT[mode].check(config, shape)
