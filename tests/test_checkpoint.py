@@ -122,11 +122,11 @@ def test_a_rank_finds_its_own_piece_first(tmp_path):
 
 # --- Resumed runs
 
-DENSE = dict(steps=4, save_every=2, n_layers=4)
+DENSE = dict(steps=4, save_every=2, n_layers=4, micro_batch_size=2)
 LAYOUTS = [
     (1, STEP1, {}),
     (2, "step02_ddp", dict(sync="ring")),
-    (3, "step03_zero", dict(zero="3", micro_batch_size=2)),
+    (3, "step03_zero", dict(zero="3", micro_batch_size=4)),
     (4, "step03_zero", dict(zero="2", recompute="full")),
     (4, "step04_tp_sp", dict(tp=2, sp=False, zero="1")),
     (4, "step05_cp_ring", dict(cp=2, tp=2, zero="0")),
@@ -136,7 +136,11 @@ LAYOUTS = [
 EXPERTS = DENSE | dict(experts=4, aux_loss_coeff=0.3)
 S7 = "step07_moe_ep"
 ROWS = [
-    (DENSE | dict(tied=True), LAYOUTS[7], LAYOUTS[2]),
+    (
+        DENSE | dict(tied=True),
+        (4, "step06_pipeline", dict(pp=2, tp=2, zero="3", schedule="interleaved")),
+        LAYOUTS[2],
+    ),
     (EXPERTS, (1, S7, {}), (4, S7, dict(cp=2, ep=4, zero="2"))),
     (
         EXPERTS | dict(balance="bias", bias_rate=0.3),
@@ -192,7 +196,7 @@ def test_state_is_restored_in_the_same_layout_only(pools, tmp_path):
     close(pools(2).run(restored_state, flags), [None, None], "restored by a new run")
     flags = dict(out=f"{tmp_path}/b", resume=f"{tmp_path}/a/checkpoints/step-00000002")
     close(pools(2).run(restored_state, flags), [10, 11], "restored by rank")
-    with pytest.raises(RankError, match="--nproc-per-node was 2: keep it"):
+    with pytest.raises(RankError, match="the number of ranks was 2: keep it"):
         pools(3).run(restored_state, flags)
 
 
@@ -315,7 +319,7 @@ def damage(folder: Path, random_: random.Random) -> str:
 @cases("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.exhaustive)])
 def test_a_damaged_checkpoint_is_skipped(pools, tmp_path, seeds):
     """Whatever happens to the newest one, the run ends with the same weights, from the one before."""
-    flags = dict(steps=6, save_every=2, zero="1", n_layers=1)
+    flags = dict(steps=6, save_every=2, zero="1", n_layers=1, global_batch_size=4)
     whole = pools(2).run(train, TWO, flags | dict(out=f"{tmp_path}/a"))
     for seed in seeds:
         out = tmp_path / str(seed)

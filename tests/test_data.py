@@ -253,6 +253,14 @@ def test_a_link_to_nowhere_is_named(tmp_path):
     assert f"{tmp_path}/b.txt: unreadable" in refused(tmp_path)
 
 
+def test_a_link_to_a_folder_around_it_is_named(tmp_path):
+    """It would be read for ever."""
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part/a.txt").write_text("a text of more than two windows")
+    (tmp_path / "part/up").symlink_to(tmp_path)
+    assert refused(tmp_path).startswith(f"--dataset {tmp_path}/part/up: it is a link to a folder")
+
+
 MISSING = ["data/trian.jsonl", "trian.txt", "train.bin", "a/b.parquet", "/nowhere/at/all"]
 MISSING += ["./corpus", "../corpus", "~/corpus", "corpus/", "a/b/c", "C:\\corpus", "a corpus"]
 
@@ -272,6 +280,10 @@ def test_a_missing_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path, sourc
         ({"train.bin": b"1" * 99, "train.bin.json": b'{"dty'}, "train.bin.json is damaged: Unte"),
         ({"train.bin": b"1" * 99, "train.bin.json": b"[]"}, "train.bin.json is damaged: list"),
         ({"train.bin": b"1" * 99, "train.bin.json": b"{}"}, "train.bin.json is damaged: 'dtype'"),
+        (
+            {"train.bin": b"1" * 96, "train.bin.json": b'{"dtype": "float32"}'},
+            "its dtype is float32",
+        ),
         (
             {"train.bin": b"1" * 96, "train.bin.json": b'{"dtype": "uint32", "tokens": 25}'},
             "it has 24 tokens, and had 25",

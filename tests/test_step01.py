@@ -6,11 +6,8 @@ the Llama of transformers, from torch, from definitions, and from numbers that a
 import hashlib
 import json
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +29,12 @@ from common.model import (
     summed_cross_entropy,
 )
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, train_whole
+from tests.script import Script
+from tests.script import step as script_of
 from tests.tape import Live, Tape, traced_graphs
 
 task = pytest.mark.task
 cases = pytest.mark.parametrize
-ROOT = Path(__file__).parents[1]
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 
@@ -184,21 +182,26 @@ def test_the_loss_of_bf16_logits_is_summed_in_fp32():
 # --- Initial values -------------------------------------------------------------------------------
 
 
+def drawn(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
+    """The initial value of a parameter."""
+    return layout.draw(torch.empty(shape), name, n_layers, seed)
+
+
 def test_initial_values_follow_from_name_and_seed():
     """A matrix is drawn by a generator whose seed is a hash of seed and name; norms are one."""
     digest = hashlib.sha256(b"3:w").digest()
     number = int.from_bytes(digest[:8], "little", signed=True)
     generator = torch.Generator().manual_seed(number)
     expected = torch.empty(4, 5).normal_(0.0, 0.02, generator=generator)
-    close(layout.draw("w", [4, 5], 1, seed=3), expected, "a matrix")
-    close(layout.draw("a.norm.weight", [7], 3, seed=0), torch.ones(7), "a norm")
+    close(drawn("w", [4, 5], 1, seed=3), expected, "a matrix")
+    close(drawn("a.norm.weight", [7], 3, seed=0), torch.ones(7), "a norm")
 
 
 @cases("name, std", [("q_proj", 0.02), ("lm_head", 0.02), ("o_proj", 0.005), ("down_proj", 0.005)])
 def test_matrices_that_write_to_the_residual_stream_are_smaller(name, std):
     """With eight layers, o_proj and down_proj have std 0.02 / sqrt(2 x 8) = 0.005."""
-    drawn = layout.draw(f"{name}.weight", [300, 400], 8, 0)
-    close(drawn.std().item(), std, "the standard deviation", bound=0.02)
+    matrix = drawn(f"{name}.weight", [300, 400], 8, 0)
+    close(matrix.std().item(), std, "the standard deviation", bound=0.02)
 
 
 def on_meta(**shape) -> Decoder:
@@ -212,7 +215,7 @@ def test_materialize_draws_by_global_names():
     del stage.model.layers["0"]
     layout.materialize(stage, 5, CPU, BF16)
     for name, param in stage.named_parameters():
-        close(param, layout.draw(name, list(param.shape), 3, 5).to(BF16), name)
+        close(param, drawn(name, list(param.shape), 3, 5).to(BF16), name)
         close(param.dtype, BF16, f"dtype of {name}")
 
 
@@ -233,7 +236,7 @@ def test_materialize_cuts_shards_from_whole_matrices():
     o_proj.weight = nn.Parameter(torch.empty(32, 20, device="meta"))
     layout.note_layout(o_proj.weight, shards=(layout.Shard(1, "tp", 20, 40, 32),))
     layout.materialize(model, 5, CPU, FP32)
-    whole = layout.draw("model.layers.2.self_attn.o_proj.weight", [32, 32], 3, 5)
+    whole = drawn("model.layers.2.self_attn.o_proj.weight", [32, 32], 3, 5)
     close(o_proj.weight[:, :12], whole[:, 20:], "columns 20 to 31")
     close(o_proj.weight[:, 12:], torch.zeros(32, 8), "the padding")
 
@@ -621,8 +624,8 @@ def test_memory_of_a_micro_batch_is_freed(monkeypatch):
 def test_launch(tmp_path):
     """The script trains on the default data, and begins with the loss of a guess: ln 257 = 5.55."""
     flags = ["--model=debug", "--device=cpu", "--steps=2", "--global-batch-size=4"]
-    words = [sys.executable, "step01_single_gpu.py", *flags, f"--out={tmp_path}"]
-    subprocess.run(words, cwd=ROOT, check=True)
+    script = Script(script_of(STEP1), *flags, f"--out={tmp_path}", log=tmp_path / "log")
+    close(script.end().status, 0, "status")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     close([row["step"] for row in rows], [1, 2], "steps")

@@ -425,16 +425,18 @@ def test_what_is_given_to_the_model_and_sent(recompute, forwards):
     close(run.history[0]["sent"]["cp"], sent, "bytes over cp")
 
 
-# With dp 2: micro-batches of 2, 2 and 1 sequences; else 5 of 2. All rows have 4 query heads and 2 kv heads.
+# Micro-batches of 2, 2 and 1 sequences on each of two ranks of dp; or of 4, 4 and 2. All rows have 4
+# query heads and 2 kv heads.
 UNEVEN = dict(global_batch_size=10, micro_batch_size=2)
+LARGER = dict(global_batch_size=10, micro_batch_size=4)
 TIED = UNEVEN | dict(tied=True)
 LAYOUTS = [
     (UNEVEN, dict(tp=2)),  # no cp; dp is 2
     (UNEVEN, dict(cp=2)),  # dp is 2
-    (UNEVEN, dict(cp=2, tp=2, sp=False)),
-    (UNEVEN, dict(cp=4, cp_mode="ordered", zero="1")),
+    (LARGER, dict(cp=2, tp=2, sp=False)),
+    (LARGER, dict(cp=4, cp_mode="ordered", zero="1")),
     (TIED, dict(cp=2, zero="3")),
-    (TIED, dict(cp=2, tp=2, zero="2", recompute="full")),
+    (LARGER | dict(tied=True), dict(cp=2, tp=2, zero="2", recompute="full")),
 ]
 
 

@@ -560,9 +560,10 @@ LAYOUTS = [
         UNEVEN | dict(n_layers=5, global_batch_size=14),
         dict(pp=2, zero="3", schedule="interleaved"),
     ),
-    (4, dict(n_layers=4), dict(pp=4, zero="2")),  # a stage in the middle is one unit
+    # A stage in the middle is one unit
+    (4, dict(n_layers=4, micro_batch_size=2), dict(pp=4, zero="2")),
     (4, dict(tied=True, micro_batch_size=5), dict(pp=2, tp=2, zero="0", sync="naive")),
-    (4, {}, dict(pp=2, cp=2, zero="2")),
+    (4, dict(micro_batch_size=2), dict(pp=2, cp=2, zero="2")),
     (3, dict(recompute="full", micro_batch_size=5), dict(pp=3, zero="3", schedule="afab")),
 ]
 

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +24,12 @@ from common.comm import Mesh
 from common.data import Data
 from common.meter import flops_per_token, parameter_table, peak_flops, rows_of
 from common.model import PRESETS, Decoder, ModelConfig
-from common.ranks import check_environment
+from common.ranks import check_environment, compare_launches
 from common.trainer import Run
 from common.watch import Signals
 from tests.equal import SHAPE, STEP1, Watch, close, decoder, run_of
-from tests.pool import ROOT, RankError
+from tests.pool import RankError
+from tests.script import Script, step
 
 cases = pytest.mark.parametrize
 
@@ -98,37 +97,33 @@ main(train, step01.Config)
 """
 
 
-def ran(body: str, *flags: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run a script in a process of its own, whose `train` has this body."""
-    words = [sys.executable, "-c", SCRIPT.format(body), *flags]
-    environment = os.environ | variables
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 TWO_RANKS = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
 def test_a_hang_is_explained(tmp_path):
     """After --timeout, the process prints where it waits, and ends with status 1."""
-    body = "run.watch.start(); wait_for_ever()"
-    done = ran(body, "--timeout=1", f"--out={tmp_path}", **TWO_RANKS | dict(RANK="3"))
-    close(done.returncode, 1, "status")
-    assert "error: rank 3: a step has taken 1 s (--timeout)" in done.stderr, done.stderr
-    assert "in wait_for_ever" in done.stderr, done.stderr
+    code = SCRIPT.format("run.watch.start(); wait_for_ever()")
+    flags = ["--timeout=1", f"--out={tmp_path}"]
+    log = tmp_path / "log"
+    status, output = Script(code, *flags, log=log, **TWO_RANKS | dict(RANK="3")).end()
+    close(status, 1, "status")
+    assert "error: rank 3: a step has taken 1 s (--timeout)" in output, output
+    assert "in wait_for_ever" in output, output
 
 
-def test_a_bug_keeps_its_traceback_and_ends_its_rank():
+def test_a_bug_keeps_its_traceback_and_ends_its_rank(tmp_path):
     """Although another thread runs on, so the other ranks' launcher notices it at once."""
-    body = "threading.Thread(target=wait_for_ever).start(); run.no_such_method()"
-    done = ran(body, **TWO_RANKS)
-    close(done.returncode, 1, "status")
-    assert "Traceback" in done.stderr and "no attribute 'no_such_method'" in done.stderr
+    code = SCRIPT.format("threading.Thread(target=wait_for_ever).start(); run.no_such_method()")
+    status, output = Script(code, log=tmp_path / "log", **TWO_RANKS).end()
+    close(status, 1, "status")
+    assert "Traceback" in output and "no attribute 'no_such_method'" in output, output
 
 
-def test_a_users_mistake_is_one_line():
+def test_a_users_mistake_is_one_line(tmp_path):
     """With status 2, from the code of a step as well as from the flags."""
-    done = ran("raise __import__('common').UserError('--tp: lower it')")
-    close((done.returncode, done.stderr), (2, "error: --tp: lower it\n"), "status and text")
+    code = SCRIPT.format("raise __import__('common').UserError('--tp: lower it')")
+    ended = Script(code, log=tmp_path / "log").end()
+    close(tuple(ended), (2, "error: --tp: lower it\n"), "status and text")
 
 
 def test_a_finished_run_that_is_started_again_is_done(tmp_path, capsys):
@@ -188,20 +183,37 @@ def test_step_1_on_two_ranks_is_refused():
 
 def test_ranks_with_other_flags_are_named(tmp_path):
     """Both say which flags differ, before they form groups: with other groups they would hang."""
-    processes = []
+    no_pause = "import time; time.sleep = print\n"  # rank 1 would let rank 0 speak first
+    scripts = []
     port = str(20000 + os.getpid() % 10000)
     for rank in range(2):
         variables = dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-        words = [sys.executable, "step04_tp_sp.py", "--device=cpu", f"--out={tmp_path}"]
-        words += ["--tp=2"] * rank
-        how = dict(cwd=ROOT, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
-        processes.append(subprocess.Popen(words, **how))
-    for process in processes:
-        line = process.communicate()[1].strip().splitlines()[-1]
-        close(process.returncode, 2, "status")
+        flags = ["--device=cpu", f"--out={tmp_path}"] + ["--tp=2"] * rank
+        log = tmp_path / f"log-{rank}"
+        code = no_pause + step("step04_tp_sp")
+        scripts.append(Script(code, *flags, log=log, **variables))
+    for script in scripts:
+        status, output = script.end()
+        close(status, 2, "status")
         words = f"step04_tp_sp.py --device=cpu --out={tmp_path}"
         text = f"error: the flags differ: {words} --tp=2 on rank 1, but {words} on rank 0"
-        close(line, text, "what a rank says")
+        close(output.strip().splitlines()[-1], text, "what a rank says")
+
+
+def other_cpu(rank: int):
+    """Compare launches, on a rank that has other instructions than rank 0."""
+    kinds = {0: "AVX2", 1: "DEFAULT"}
+    with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: kinds[rank]):
+        compare_launches()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_cpus_are_named():
+    """They would draw other initial weights, in the last bits."""
+    with pytest.raises(
+        UserError, match="ATEN_CPU_CAPABILITY=default on all nodes: DEFAULT on rank"
+    ):
+        other_cpu(int(os.environ["RANK"]))
 
 
 def other_data(options: dict):
@@ -344,9 +356,9 @@ OTHER = [dict(row, loss=2.0 + 4e-5 * (row["step"] > 6)) for row in ONE[2:]]
 @cases(
     "first, bound, text, equal",
     [
-        (40, 1e-5, "38 steps; largest difference: 2.0e-05; above 1e-05: 7", False),
-        (40, 1e-4, "38 steps; largest difference: 2.0e-05; above 0.0001: None", True),
-        (6, 1e-5, "4 steps; largest difference: 0.0e+00; above 1e-05: None", True),
+        (40, 1e-5, "38 steps; largest difference: 2.0e-05; first above 1e-05 in step 7", False),
+        (40, 1e-4, "38 steps; largest difference: 2.0e-05; none above 0.0001", True),
+        (6, 1e-5, "4 steps; largest difference: 0.0e+00; none above 1e-05", True),
     ],
 )
 def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, equal):
