@@ -11,10 +11,12 @@ have different numbers of target tokens: of the losses 1 and 3, 3, 3 the mean is
 the mean of the two means 1 and 3 is 2. (The texts that this course trains on make every token a
 target. Data for fine-tuning do not: they mark the tokens of a prompt with IGNORE, as the tests do.)
 
-PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds
-back to 0.02, and the update is lost. So for bf16 weights, gradients add up in fp32, and AdamW
-updates *masters*, the weights' fp32 copies (Micikevicius et al. 2017, for fp16). Bytes for each
-parameter:
+TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 heads, of which keys
+and values have 4 (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
+
+PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
+1e-5 is lost. So for bf16 weights, gradients add up in fp32, and AdamW updates *masters*, the
+weights' fp32 copies (as Micikevicius et al. 2017 did for fp16). Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -30,20 +32,24 @@ layer saves, for each token,
     2 dim                   queries, and the output of attention                      256
     2 kv_dim                keys, values                                              128
     4 ffn_dim               gate, up, silu(gate), and its product with up           1,408
-    n_heads + 2, in fp32    of each head log sum exp(scores), of each norm 1 / rms     10
-    in bf16, on a GPU                     2 x 2,304 + 4 x 10 bytes = 4,648 bytes
+                                                                              sum 2,304
+    n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
 
-(On a CPU a norm saves its input and its normalised input, both in fp32: 6,184 bytes in bf16. In
-fp32, as in the command below, all numbers have 4 bytes: 4 x (2,304 + 10) + 4 x 256 = 10,280.) With
-recomputation a layer saves only its input, dim numbers (tiny in bf16: 256 bytes), and backward
-repeats its forward, except the product with down_proj, whose result backward does not need.
+In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. (On a CPU a norm saves, in place of its
+input, two tensors in fp32: 4,648 - 2 x 256 + 2 x 2 x 512 = 6,184. In fp32 on a CPU it saves one
+more: 4 x (2,304 + 10) + 2 x 512 = 10,280.) With recomputation a layer saves only its input, dim
+numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the product with
+down_proj and the sum after it, whose results backward does not need.
 
 FLOPS OF A TOKEN. Each weight of a matrix, except the embedding's, costs 6: 2 forward, 4 backward.
 In causal attention a token attends to about seq/2 tokens. Its scores with their keys cost 2 x dim x
 seq/2 = seq dim, and so does each other product of attention. Forward has two (scores, output), and
-backward five, because it computes the scores again, as FlashAttention does.
+backward five: the scores once more, as in FlashAttention, and the gradients of the weights, v, q
+and k. Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices without the embedding:
 
-    tiny: 6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
+    6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
+
+Recomputation adds 1,376,256, a quarter.
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
@@ -90,7 +96,7 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     matrices = []
     norms = []
     for name, master in masters.items():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight"):  # not by its shape: in step 3 all masters are flat
             norms.append(master)
         else:
             matrices.append(master)
@@ -110,8 +116,8 @@ def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.o
 
 
 def sgd(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
-    """Gradient descent, without state. A gradient of the wrong scale shows here (with --grad-clip
-    0); Adam divides by that scale, which hides it.
+    """Gradient descent with weight decay, without state. A gradient of the wrong scale shows here
+    (with --grad-clip 0), while Adam divides by that scale, which hides it.
     """
     return torch.optim.SGD(decay_groups(masters, config), fused=True)
 
@@ -146,7 +152,8 @@ RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": 
 def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    torch.compile looks at `.grad`, too, and gives up on a bf16 weight whose `.grad` is fp32.
+    torch.compile looks at `.grad`, too, and gives up on a bf16 weight whose `.grad` is fp32. (Also
+    a forward that recomputation runs inside backward: it is over before these gradients change.)
     """
     params = list(layer.parameters())  # now: later steps replace them after this function was set
     gradients = [param.grad for param in params]
@@ -169,13 +176,12 @@ def compile_layer(layer: DecoderLayer):
 def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):
     """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
 
-    (Several entries of RECOMPUTE can act together. Step 4's loss over several ranks is another
-    function, which is not compiled.)
+    --recompute may name several entries of RECOMPUTE: a,b.
     """
     if config.compile:
         for layer in model.model.layers.values():
             compile_layer(layer)
-        if model.loss is summed_cross_entropy:
+        if model.loss is summed_cross_entropy:  # step 4's loss of several ranks is not compiled
             model.loss = torch.compile(model.loss)
     for name in config.recompute.split(","):
         RECOMPUTE[name](model, keep)
@@ -227,7 +233,10 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def accumulate_wide(params: Iterable[nn.Parameter]):
-    """Let `.grad` of bf16 parameters be fp32: autograd casts each gradient before it adds it."""
+    """Let `.grad` of bf16 parameters be fp32: autograd casts each gradient before it adds it.
+
+    `grad_dtype` is PyTorch's: the dtype of `.grad`, by default the parameter's own.
+    """
     for param in params:
         param.grad_dtype = wide(param.dtype)
 
@@ -248,7 +257,8 @@ class Optimizer:
         accumulate_wide(self.params.values())
         self.masters: dict[str, Tensor] = {}
         for name, param in self.params.items():
-            # A copy only if the dtype changes: an fp32 weight is its own master
+            # A copy only if the dtype changes: an fp32 weight is its own master. (`detach` makes
+            # another tensor of the same memory, with a `.grad` of its own.)
             self.masters[name] = param.detach().to(wide(param.dtype))
         make = OPTIMIZERS[config.optimizer]
         self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
@@ -276,7 +286,7 @@ class Optimizer:
         return {name: (0, param.numel()) for name, param in self.params.items()}
 
     def zero_grad(self):
-        """Free the gradients, so that the next backward starts anew."""
+        """Drop the gradients, so that the next backward starts anew."""
         for name, param in self.params.items():
             param.grad = None
             self.masters[name].grad = None
@@ -308,7 +318,7 @@ def train(config: Config, run: Run):
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ...; restores a checkpoint before the first step, and saves after some
+    # Yields 0, 1, ..., after it has restored a checkpoint (--resume); saves one after some steps
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)

@@ -11,36 +11,40 @@ torchrun starts this script n times. Each process is a *rank* and joins the othe
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the
 gradient of a sum is the sum of gradients. Each rank's loss is already divided by the global T (step
-1: scale once), so nothing is divided by the number of ranks. (DistributedDataParallel divides the
-sum by n. If each rank's loss is the mean over its own tokens, that gives a mean of means, which is
-right only if all ranks have equally many targets.)
+1: scale once), so nothing is divided by the number of ranks. (DistributedDataParallel averages. If
+each rank's loss is the mean over its own tokens, that gives a mean of means, which is right only if
+all ranks have equally many targets.)
 
 THE SAME START. Every rank draws its weights from the same seed and names, so all start equal. They
-stay equal, because an all-reduce gives all ranks the same bits, and so all make the same update.
-(DistributedDataParallel broadcasts rank 0's weights.)
+stay equal, because an all-reduce gives all ranks the same bits (each sum is computed on one rank,
+and then copied), and so all make the same update. (DistributedDataParallel broadcasts rank 0's
+weights.)
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    gradients are views of flat buffers, *buckets* (--bucket-mb); during the last
-                     backward, a bucket's all-reduce starts when all gradients of that bucket, and
-                     of all before it, are complete (Li et al. 2020, "PyTorch Distributed"):
+    --sync bucket    gradients are views of flat buffers, *buckets* (--bucket-mb). Each counts the
+                     additions that are still to come: micro-batches x parameters. During the last
+                     backward, a bucket's all-reduce starts when this number is 0 for that bucket
+                     and all before it (Li et al. 2020, "PyTorch Distributed"):
 
         backward      | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
         of bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3    3 3       |
         all-reduce                    | bucket 0      | bucket 1     | bucket 2         | bucket 3 |
 
-    (tiny; a bucket ends inside a layer: bucket 1 also has layer 1's down_proj, bucket 2 also layer
-    0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
+    (A digit: the bucket of the gradients that are computed then. A bucket of tiny ends inside a
+    layer: bucket 1 also has layer 1's down_proj, bucket 2 also layer 0's down_proj and up_proj.
+    With naive, all messages would follow after the last backward.)
 
-THE LAW. In a training step a rank sends 2 (n-1)/n times the bytes of all gradients and of the loss.
-For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
+THE LAW. In a ring, a rank sends in a training step 2 (n-1)/n times the bytes of all gradients and
+of the loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350
+bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, equal up to rounding. This compares the two runs:
+You should see step 1's losses, equal up to rounding in the first 20 steps. This compares two runs:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
-In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step over
-each mesh dimension, by this law, because PyTorch does not report its messages. Only --sync ring
-counts its messages one by one (where n does not divide a gradient, ranks differ by a few bytes).
+(On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
+rank 0 sends in a training step over each mesh dimension: by this law, because PyTorch does not
+report its messages.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.
@@ -65,7 +69,7 @@ from common.data import Data
 from common.flags import flag
 from common.layout import data_group, layout_of, materialize
 from common.model import IGNORE, Decoder, model_shape
-from common.ranks import compare_launches, store_of_attempt
+from common.ranks import compare_launches, store_of_restart
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     Optimizer,
@@ -83,9 +87,9 @@ def join_ranks(device: torch.device) -> int:
     """
     if "RANK" in os.environ and not dist.is_initialized():
         try:
-            options = store_of_attempt()  # {}, unless torchrun has restarted the job
+            options = store_of_restart()  # {}, unless torchrun has restarted the job
             if device.type == "cuda":
-                # With device_id, NCCL's communicator is created now, not by the first collective
+                # With device_id, NCCL connects the ranks now: what is wrong with them shows here
                 dist.init_process_group("nccl", device_id=device, **options)
             else:
                 dist.init_process_group("gloo", **options)
@@ -116,7 +120,7 @@ class NaiveSync:
     def finish(self):
         """Called after the last micro-batch: sum each `.grad` over its group, here all ranks."""
         for param in self.params:
-            # The ranks with the same weights and other tokens: in this step always mesh["dp"]
+            # data_group: the ranks with the same weights and other tokens, in this step mesh["dp"]
             self.sum_up(param.grad, data_group(param, self.mesh))
 
     def sum_up(self, gradient: Tensor, group: Group):
@@ -128,7 +132,7 @@ class RingSync(NaiveSync):
     """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right.
 
     (Patarasuk and Yuan 2009.) n = 4: each gradient has shards a b c d. A row shows the shards that
-    changed; a01 is the sum of a over ranks 0 and 1, in this order:
+    changed; a01 is the sum of a over ranks 0 and 1:
 
                          rank 0         rank 1         rank 2         rank 3
         at first         a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
@@ -137,8 +141,9 @@ class RingSync(NaiveSync):
         after round 2    b1230          c2301          d3012          a0123    each has one sum
         rounds 3, 4, 5   a d c          b a d          c b a          d c b    each gets all sums
 
-    Rounds 0 to 2 are a reduce-scatter, rounds 3 to 5 an all-gather. In round s rank r sends shard
-    r-s and receives shard r-s-1 (mod n).
+    Rounds 0 to 2 are a reduce-scatter, rounds 3 to 5 an all-gather: rank 0 gets the sum of a in
+    round 3, of d in round 4, of c in round 5. In round s rank r sends shard r-s and receives shard
+    r-s-1 (mod n). (If n does not divide a gradient, ranks send a few bytes more or fewer.)
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
@@ -181,26 +186,31 @@ def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[B
 
     A bucket has one group; in this step always dp, of all ranks.
     """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0
+    buckets = []
+    members: list[nn.Parameter] = []  # of the next bucket
+    size = 0  # bytes of its gradients
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
-        same_group = bool(lists) and data_group(lists[-1][0], mesh) is data_group(param, mesh)
-        if nbytes > room or not same_group:
-            lists.append([])
-            room = limit
-        lists[-1].append(param)
-        room -= nbytes
-    return [Bucket(bucket_params, data_group(bucket_params[0], mesh)) for bucket_params in lists]
+        group = data_group(param, mesh)
+        if members and (size + nbytes > limit or data_group(members[0], mesh) is not group):
+            buckets.append(Bucket(members, data_group(members[0], mesh)))
+            members = []
+            size = 0
+        members.append(param)
+        size += nbytes
+    if members:
+        buckets.append(Bucket(members, data_group(members[0], mesh)))
+    return buckets
 
 
 class BucketSync:
     """All-reduces of buckets, started during the last backward.
 
-    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer
-    remains one. Backward completes gradients roughly from the last parameter to the first; buckets
-    list them in this order. All ranks must start their collectives in the same order: a bucket is
-    sent when it *and all before it* are complete.
+    If a parameter has a `.grad`, backward adds to it in place. So `begin` sets each `.grad` to a
+    part of a bucket's buffer: there the gradients of all micro-batches add up, and nothing is
+    copied. Backward completes gradients roughly from the last parameter to the first; buckets list
+    them in this order. All ranks must start their collectives in the same order: a bucket is sent
+    when it *and all before it* are complete.
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
@@ -213,14 +223,13 @@ class BucketSync:
         self.pending: list[Pending] = []
         for bucket in self.buckets:
             for param in bucket.params:
+                # Called with the parameter each time that backward has added to its `.grad`
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers; make each `.grad` a view of its buffer, to which each backward adds
-        once.
+        """Zero the buffers, and make each `.grad` a view of its buffer.
 
-        (In this step `backwards` is 1 for each parameter. It is 2 if a rank has two stages of a
-        pipeline that both use it.)
+        A micro-batch adds once to each gradient: `backwards` is 1 (but for a case of step 6).
         """
         self.unsent = list(self.buckets)
         self.pending = []
@@ -238,7 +247,9 @@ class BucketSync:
         """
         bucket.missing -= 1
         if bucket.missing < 0:
-            raise RuntimeError("a gradient was added to a bucket after its last expected one")
+            raise RuntimeError(
+                f"a gradient {list(param.shape)} was added to a bucket after its last expected one"
+            )
         while self.unsent and self.unsent[0].missing == 0:
             self.send(self.unsent.pop(0))
 
@@ -250,7 +261,8 @@ class BucketSync:
         """Wait for every sum. (The embedding's gradient comes last: nothing is left to hide its
         sum.)
         """
-        # If a parameter had no gradient in some micro-batch, its bucket and all later ones are left
+        # If a parameter had no gradient in some micro-batch, its bucket and all later ones are
+        # left: their sums are right, but nothing hides them
         while self.unsent:
             self.send(self.unsent.pop(0))
         for pending in self.pending:
@@ -268,7 +280,8 @@ SYNCS: dict[str, Callable[..., NaiveSync | BucketSync]] = {
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: with step 3's --zero 1, 2 or 3 these flags are refused, because ZeRO does the sums
+    # `needs`: where these flags would have no effect they are refused. (--zero is step 3's: its
+    # stages 1 to 3 do the sums themselves.)
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -291,11 +304,11 @@ def train(config: Config, run: Run):
     optimizer = Optimizer(model, config, mesh)
     sync = SYNCS[config.sync](model, config, mesh)  # new
 
-    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):  # new
         tokens, targets = data.batch(step)
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
         xs = tokens[own].to(device).split(config.micro_batch_size)  # new: [own]
-        ys = targets[own].to(device).split(config.micro_batch_size)
+        ys = targets[own].to(device).split(config.micro_batch_size)  # new: [own]
         loss = 0.0
         sync.begin(len(xs))  # new
         for x, y in zip(xs, ys, strict=True):

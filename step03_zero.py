@@ -6,10 +6,11 @@ every rank makes the same update. With ZeRO, rank r of n updates only shard r of
 needs masters and moments of that shard alone.
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
-H. A unit is a flat buffer, padded, of n equal shards; rank r updates shard r.
+H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
+updates shard r.
 
-    unit "layers.0":  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down 0 ]
-                      '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '-- rank 3 ---'
+    unit "layers.0":  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
+                      '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20.
 Plain gradient descent with rate 0.1:
@@ -27,8 +28,8 @@ Plain gradient descent with rate 0.1:
 With stages 1 to 3, rank 0 then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1
 and 2 an all-gather gives all four to both.
 
-THE LAW. Bytes that a rank holds for each parameter, in bf16 (2 of the weight, 4 of its gradient, 4
-of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
+THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
+its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
 
     stage   whole on every rank             bytes, bf16    n = 8    bytes, fp32    n = 8
     0       weights, gradients, state       18             18       16             16
@@ -36,16 +37,17 @@ of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds whole gradients and a shard of their sums. Stage 2 also holds the whole gradients of
-two units, stage 3 also their weights. Activations are not in the table: each rank has its own, of
-its own sequences.
+Stage 1 holds whole gradients and a shard of their sums. During a backward, stage 2 also holds the
+whole gradients of two units, stage 3 also their weights (of three, if embedding and head are tied).
+Activations are not in the table: each rank has its own, of its own sequences.
 
-State is sharded first because it is the largest part and costs no extra message: an all-reduce is a
+State is sharded first because it is the largest part and costs no extra bytes: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
-next: a reduce-scatter in each micro-batch. Weights are last: they must be gathered for each use.
+next. Now no rank keeps a whole gradient from one micro-batch to the next, so each micro-batch needs
+a reduce-scatter. Weights are last: they must be gathered for each use.
 
 In a training step of m micro-batches, a rank that trains P parameters (counted with the padding of
-units) sends (n-1)/n times
+units; stage 0 has none) sends (n-1)/n times
 
     stage 0              2 P elements      an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
@@ -53,20 +55,26 @@ units) sends (n-1)/n times
     stage 3              m (3 P - e)       m times two all-gathers and a reduce-scatter
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
-A micro-batch gathers most weights twice, for forward and for backward, but e of them only once:
-those of units E and H (if embedding and head are tied, those of the last norm). Stage 3 of tiny on
+With --keep, weights stay whole from their first use in a training step to the update. Else a
+micro-batch gathers most weights twice, for forward and for backward, but e of them only once: those
+of E, whose backward needs no weights, and of H, whose backward follows its forward at once. (If
+embedding and head are tied, e is the last norm alone.) For the norm of the gradient, which ranks
+now hold in shards, 8 bytes are all-reduced, and for the loss 4. Stage 3 of tiny on
 4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e) = 3,520,128 elements. In fp32
-`sent` is then 4 x 3,520,128 bytes, and 3/4 x 24 for all-reduces of the loss (4 bytes) and of the
-norm's square (8): 14,080,530. In bf16, gathers have 2 bytes an element.
+`sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16,
+gathers have 2 bytes an element.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
 
 PyTorch's own way: ZeroRedundancyOptimizer shards state, as stage 1 does, beside an all-reduce of
-gradients. `fully_shard(layer)` for each layer, then `fully_shard(model)`, is stage 3, and with
-reshard_after_forward=False keeps weights from forward to backward. Its parameters are DTensors with
-the placement Shard(0). It averages gradients; to sum them, call set_gradient_divide_factor(1.0) of
-each layer and of the model: the call does not reach modules inside.
+gradients. Stage 3 is
+
+    for layer in layers: fully_shard(layer)      # parameters become DTensors, Shard(0)
+    fully_shard(model)                           # what is not in a layer
+    for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
+
+With reshard_after_forward=False, fully_shard keeps weights from forward to backward.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 two lines). Backward then computes with weights that have no memory: PyTorch says so.
@@ -103,6 +111,13 @@ from step02_ddp import SYNCS, join_ranks
 class Unit:
     """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates
     one shard.
+
+    Gradients go through three buffers, each None while it is not needed:
+
+        local_grad     [padded]        of this rank's tokens
+        new_sum        [padded / n]    this rank's shard of local_grad, summed over ranks
+        summed_grad    [padded / n]    what the update reads: in stage 1 new_sum, in stages 2 and 3
+                                       the new_sum of all micro-batches, added up
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -121,17 +136,16 @@ class Unit:
         self.flat = some_param.new_zeros(self.length * group.size)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            # `.data`: filling flat again is then no change of a weight that autograd has saved
+            # Autograd refuses a saved weight that was changed in place, as a version number tells.
+            # Set by `.data`, a parameter has a version of its own, which a gather into `flat` does
+            # not change (stage 3).
             param.data = self.view(self.flat, name)
         self.shard = self.flat[self.first : self.first + self.length]
         # In fp32 or fp64 this is the shard itself
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # additions to gradients that are still to come in this training step
-        # [padded], from this rank's tokens: not summed over ranks
         self.local_grad: Tensor | None = None
-        # [padded / n], this rank's shard of local_grad, summed over ranks
         self.new_sum: Tensor | None = None
-        # [padded / n], new_sum of all micro-batches (stage 1: of all together)
         self.summed_grad: Tensor | None = None
         # Stages 2 and 3: names whose gradient of this micro-batch is in local_grad
         self.arrived: set[str] = set()
@@ -148,12 +162,12 @@ class Unit:
         it.
         """
         start, stop = self.span[name]
-        # What [start, stop) and this rank's [first, first + length) have in common
-        start = max(start, self.first)
-        stop = min(stop, self.first + self.length)
-        if start >= stop:
+        # What the parameter and this rank's shard have in common
+        low = max(start, self.first)
+        high = min(stop, self.first + self.length)
+        if low >= high:
             return shard[:0]
-        return shard[start - self.first : stop - self.first]
+        return shard[low - self.first : high - self.first]
 
     def allocate_grad(self):
         """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised."""
@@ -185,6 +199,7 @@ class Zero1:
 
     `mark_ready` starts the reduce-scatter of a unit's gradients when that unit and all before it
     are complete, as step 2 sends buckets. `step` updates our shards. `publish` gathers weights.
+    (All ranks start the sums in the same order, because they run backward through the same graph.)
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
@@ -192,6 +207,7 @@ class Zero1:
     """
 
     sharded = True
+    unit_type = Unit
 
     def __init__(
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
@@ -201,7 +217,7 @@ class Zero1:
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            self.units.append(self.make_unit(named, data_group(named[names[0]], mesh)))
+            self.units.append(self.unit_type(named, data_group(named[names[0]], mesh)))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
             for name, param in unit.trained.items():
@@ -213,10 +229,6 @@ class Zero1:
         self.pending: list[tuple[Unit, Pending]] = []  # reduce-scatters in flight
         make = OPTIMIZERS[config.optimizer]
         self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
-
-    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> Unit:
-        """Put parameters into a unit, whose gradients are summed over `group`."""
-        return Unit(named, group)
 
     def begin(self, n_micro_batches: int):
         """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which
@@ -285,6 +297,7 @@ class Zero1:
         spans = {}
         for unit in self.units:
             for name in unit.trained:
+                # Where this rank's shard starts, counted from the parameter's first element
                 start = max(unit.first - unit.span[name][0], 0)
                 spans[name] = (start, start + len(unit.view_shard(unit.master, name)))
         return spans
@@ -310,7 +323,7 @@ def backwards_of(unit: Unit) -> int:
 
 class Zero2(Zero1):
     """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every
-    micro-batch; if one does not, `finish` raises an error.
+    micro-batch; if one does not, the next micro-batch or `finish` raises an error.
 
     A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's
     backward:
@@ -334,23 +347,28 @@ class Zero2(Zero1):
         for unit in self.units:
             unit.arrived.clear()
             unit.missing = n_micro_batches * backwards_of(unit)
+            # `device`: a technique may keep masters on the CPU
             unit.summed_grad = torch.zeros_like(unit.master, device=unit.flat.device)
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        # The unit's buffer is still being sent: only if this rank has no other unit (step 6)
+        # If this rank has one unit alone (step 6), its last sum may still read the buffer that we
+        # are about to fill
         if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
             unit.allocate_grad()
         if name in unit.arrived:
-            raise RuntimeError(f"{name} got a second gradient before its unit was summed")
+            absent = ", ".join(unit.trained.keys() - unit.arrived)
+            raise RuntimeError(f"{name} got a second gradient before these got one: {absent}")
         unit.view(unit.local_grad, name).copy_(param.grad)
         param.grad = None
         unit.arrived.add(name)
         unit.missing -= 1
+        if unit.missing < 0:
+            raise RuntimeError(f"a gradient of {name} came after the last expected one")
         if len(unit.arrived) == len(unit.trained):
             unit.arrived.clear()
             self.start_sum(unit)
@@ -380,13 +398,17 @@ class Zero2(Zero1):
         self.complete_sum()
         for unit in self.units:
             if unit.missing:
-                names = ", ".join(unit.trained)
-                raise RuntimeError(f"{unit.missing} gradients are missing, or too many, of {names}")
+                absent = ", ".join(unit.trained.keys() - unit.arrived)
+                raise RuntimeError(f"{unit.missing} gradients are missing, of {absent}")
 
 
 class ShardedUnit(Unit):
-    """A unit that keeps only its shard between uses. Parameters stay views of `flat`, even while it
-    has no memory.
+    """A unit that keeps only its shard between uses.
+
+    A tensor is a shape and a storage. `resize_(0)` gives back the storage's bytes; the tensor and
+    all views of it keep their shapes. After `resize_(nbytes)` and an all-gather into it, they are
+    valid again. So parameters, and the weights that autograd has saved for backward, stay views of
+    `flat`, even while that has no memory.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -406,11 +428,7 @@ class ShardedUnit(Unit):
             self.gathered = True
 
     def free(self):
-        """Free the memory of `flat`, but keep the tensor.
-
-        Parameters, and the weights that autograd has saved for backward, are views of it: they stay
-        valid, and the next `gather` fills them again.
-        """
+        """Free the memory of `flat`, which the next `gather` fills again."""
         if self.gathered:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)
@@ -418,11 +436,12 @@ class ShardedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """ZeRO 3 (FSDP): weights are sharded, too. Hooks gather a unit before its use and prefetch the
-    next meanwhile.
+    """ZeRO 3 (FSDP): weights are sharded, too. Hooks gather a unit before its use, and prefetch the
+    next one meanwhile.
 
     A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
-    Messages overlap the computation in the same column:
+    Messages overlap the computation in the same column (two in one column follow one another, first
+    the reduce-scatter; the first gather overlaps nothing):
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -433,20 +452,23 @@ class Zero3(Zero2):
     H stays whole from its forward to its backward. The backward of E needs no weights. So two units
     are whole at a time. (If the head is tied, there is a third: E is gathered again with H, and
     freed after the backward of E. In a pipeline the last unit of a rank's stage also stays.) With
-    --keep, a unit is gathered once in a training step, and freed after the update.
+    --keep, a unit is freed only at the update.
 
     A unit is freed when its last gradient has arrived, the one of a layer's first norm. What may be
     left of the layer's backward, the rest of this norm's dx, needs no weights. (A unit with frozen
     weights stays whole until the next forward has used it, or until the update.)
     """
 
+    unit_type = ShardedUnit
+
     def __init__(
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
         trunk = model.model
-        # The model as segments, each gathered as a whole: the embedding; each layer; norm with
-        # head. Here are each segment's units, in the order of forward.
+        # The model in the order of forward: the embedding; each layer; norm with head. A segment
+        # has one unit, which is gathered before its use. (With a tied head the last segment has two
+        # units, E and H, and from step 7 on a layer with experts, too.)
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(trunk.embed_tokens)
         # The first segment whose backward needs weights: the embedding's does not
@@ -454,10 +476,6 @@ class Zero3(Zero2):
         for layer in trunk.layers.values():
             self.add_segment(layer)
         self.add_segment(trunk.norm, model.lm_head)
-
-    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> ShardedUnit:
-        """A unit that keeps only its shard."""
-        return ShardedUnit(named, group)
 
     def add_segment(self, *modules: nn.Module | None):
         """Hook modules that run one after another. From step 6 on, None: another rank has them."""
@@ -478,6 +496,7 @@ class Zero3(Zero2):
         """
         for unit in self.segments[number]:
             unit.gather()
+        # Backward does not prefetch the embedding, and there is nothing behind either end
         if self.first_with_weights <= ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()
@@ -489,14 +508,14 @@ class Zero3(Zero2):
         self.fetch(number, ahead=number + 1)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
-        """Hook: free units that are not needed next; gather them again at the output's gradient."""
-        needed_next = self.segments[number]  # after the last segment its own backward follows
-        if number + 1 < len(self.segments):
-            needed_next = self.segments[number + 1]
-        for unit in self.segments[number]:
-            if unit not in needed_next:
-                self.free(unit)
+        """Hook: free this segment's units; gather them again before its backward."""
+        is_last = number + 1 == len(self.segments)
+        if not is_last:  # the last segment's own backward follows at once
+            for unit in self.segments[number]:
+                if unit not in self.segments[number + 1]:  # E is, if the head is tied
+                    self.free(unit)
         if output.requires_grad and number >= self.first_with_weights:
+            # Called when the gradient of this output is there: the segment's backward comes next
             output.register_hook(partial(self.before_backward, number))
 
     def before_backward(self, number: int, gradient: Tensor):
@@ -520,8 +539,8 @@ class Zero3(Zero2):
     def publish(self):
         """Round the masters into the shards of the weights, which the next forward gathers."""
         for unit in self.units:
+            unit.free()  # waits for a gather in flight, which reads the shard
             unit.shard.copy_(unit.master)
-            unit.free()
 
 
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}

@@ -287,7 +287,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
         gradient[..., len(ids) :] = 0.0
-        one_hot = held[..., None].to(gradient.dtype)  # 1 at the target's column, if it is ours
+        one_hot = held[..., None].type_as(gradient)  # 1 at the target's column, if it is ours
         gradient.scatter_add_(-1, column, -one_hot)
         gradient.mul_(counted[..., None])
         ctx.save_for_backward(gradient)
@@ -329,7 +329,7 @@ def whole_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Par
     return shard_param(weight, 0, mesh["tp"])
 
 
-# Rules for k_proj and v_proj, tried one after another (extras/techniques/few_kv_heads.py adds one)
+# Rules for k_proj and v_proj, tried one after another. (A technique for few heads adds one.)
 HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]
 
 

@@ -362,7 +362,7 @@ class ContextMode(NamedTuple):
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
     attention: Callable[..., Tensor]  # (q, k, v, group) -> like q, as ring_attention
-    # Of modes in extras/techniques: raises UserError if this attention cannot work with the flags
+    # Of further techniques: raises UserError if this attention cannot work with the flags
     check: Callable[["Config", ModelConfig], None] | None = None
 
 

@@ -185,7 +185,7 @@ def keep_stages(model: Decoder, stages: list[range]):
 
     The stage with layer 0 also has the embedding; the one with the last layer has norm and head. If
     these two stages are on two ranks, both ranks keep a tied embedding, and its record says
-    stage_copies=2. If they are two stages of one rank (in schedules of extras/techniques), two
+    stage_copies=2. If they are two stages of one rank (in another schedule), two
     backward passes add to its gradient: backwards=2.
     """
     trunk = model.model

@@ -23,9 +23,10 @@ Each choice of a token is a row:
 all-to-all, in which every rank sends rows to every other, and each is the other's backward. How
 many rows a rank gets depends on the tokens; so numbers of rows travel before the rows.
 
-WHY. An expert's weights stay on their rank, and tokens travel. A layer of 8 experts in tiny has 8 x
-135,168 weights. In the launch below a rank routes 256 tokens of a micro-batch, 512 rows: these have
-65,536 numbers, and with ep 2 about half of them leave the rank.
+WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
+weights. In the launch below a rank routes 256 tokens of a micro-batch, so 512 rows of 128 numbers,
+65,536, of which with ep 2 about half leave the rank. They travel four times, to the experts and
+back, in forward and in backward: 131,072 numbers in all.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
@@ -36,27 +37,27 @@ Transformer's, for K choices of a token),
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
 0.0625) = 1.15; if all f and all P are 1/E, it is 1. Where f is high, P is pushed down. (The loss
-that you see excludes this one.) --balance bias uses no loss: see `BiasBalancedMoE`. All layouts
-with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
+that you see excludes this one.) All layouts with the same --micro-batch-size train alike, unless
+rounding decides between two almost equal p. --balance bias uses no loss: see `BiasBalancedMoE`.
 
-GROUPS. tp shards no expert. A rank routes the tokens that it has between blocks, so a layer of
-experts needs no f and g of step 4. (With --no-sp all ranks of tp have the same tokens: each routes
-its share, and the outputs are gathered.) So dp x cp x tp ranks route different tokens, and the
-experts can be spread over all of them ("MoE parallel folding", Liu et al. 2025). On 16 ranks:
+GROUPS. tp shards no expert. With sequence parallelism a rank routes the tokens that it has between
+blocks, so a layer of experts needs no f and g of step 4. (Without it, all ranks of tp would route
+the same tokens: --no-sp is refused.) So dp x cp x tp ranks route different tokens, and the experts
+can be spread over all of them ("MoE parallel folding", Liu et al. 2025). On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
     dp           0 4 8 12                            different sequences            shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights, but experts  sum gradients
+    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights, not experts  sum gradients
     sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
-    ep           0 1 2 3 4 5 6 7     (neighbours)    all experts, each on one       exchange rows
+    ep           0 1 2 3 4 5 6 7     (neighbours)    together all experts           exchange rows
     expert_data  0 8                                 the same experts               sum gradients
     stage        0 1 2 ... 15        (dp x cp x tp)  the same layers                sum counts: bias
 
 THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy,
-it sends over ep, in each layer,
+it sends over ep, in each layer and for each micro-batch, (ep-1)/ep times
 
-    forward     2 (ep-1)/ep T K dim elements, and (ep-1)/ep 8 E bytes of counts; again if recomputed
-    backward    2 (ep-1)/ep T K dim elements
+    forward     2 T K dim elements, and counts, 8 E bytes      (twice with --recompute full)
+    backward    2 T K dim elements
     tiny as launched below: T = 256, so forward sends 2 x 1/2 x 256 x 2 x 128 x 4 bytes = 262,144
     in a layer, and 32 of counts; backward sends 262,144
 
@@ -64,8 +65,9 @@ Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --e
 You should see the losses of one process: python step07_moe_ep.py --out runs/one, then
 python -m common.compare runs/one runs/step07_moe_ep
 
-PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan; PyTorch
-itself has the pieces: all_to_all_single_autograd and grouped_mm.
+PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan. PyTorch
+itself has the pieces: F.grouped_mm, and all_to_all_single_autograd in
+torch.distributed._functional_collectives.
 
 Try this: in `combine`, send `out_RD` as it is, without `transpose_blocks`: the right rows go to the
 wrong tokens. tests/test_step07.py::test_dispatch_and_combine fails.
@@ -90,26 +92,28 @@ from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
-from step04_tp_sp import gather_tokens, shard_param, shard_tensors, sum_partial_gradients
+from step04_tp_sp import shard_param, shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 # Shapes in names: x_TD is [T, D].
 #     T   tokens of this rank                    E   experts
 #     K   experts of a token (top_k)             G   ranks of the group ep
-#     N   T K choices, a row for each            e   E / G, the experts of a rank
+#     N   T K choices, a row for each            L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
-# leaving_Ge[r, i]: how many of our rows go to rank r's i-th expert.
-# arriving_Ge[r, i]: how many rows come from rank r for our i-th expert.
+# leaving_GL[r, i]: how many of our rows go to rank r's i-th expert.
+# arriving_GL[r, i]: how many rows come from rank r for our i-th expert.
 
 
 def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: rows [n, in], weight [experts, out, in] -> [n,
-    out].
+    """Multiply each expert's rows by its matrix: rows [n, in], weight [experts, out, in] ->
+    [n, out].
 
-    The first counts[0] rows are for expert 0, and so on; counts int64 [e].
+    The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
+    1, else R.
     """
-    # One kernel for all experts, which needs rows whose bytes are a multiple of 16
+    # One kernel for all experts. It needs rows whose bytes are a multiple of 16, and in backward a
+    # gradient with memory of its own, unlike that of `.sum()`.
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.mT, offs=ends)
@@ -159,7 +163,7 @@ class MoE(nn.Module):
         self.top_k = config.experts_per_token
 
     def probabilities(self, x_TD: Tensor) -> Tensor:
-        """x [T, D] -> p [T, E], in wide(x.dtype): the router's choice must not depend on 8 bits."""
+        """x [T, D] -> p [T, E], in wide(x.dtype): in bf16 many p would be equal."""
         precise = wide(x_TD.dtype)
         return F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
 
@@ -170,7 +174,7 @@ class MoE(nn.Module):
     def score(self, p_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """The weights of the chosen experts' outputs, [T, K]."""
         scores_TK = p_TE.gather(1, ids_TK)
-        if self.top_k > 1:  # with K = 1, p / p would be 1, and the router would learn nothing
+        if self.top_k > 1:  # with K = 1, p / p is 1: the loss would teach the router nothing
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         return scores_TK
 
@@ -179,11 +183,14 @@ class MoE(nn.Module):
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
-        place_N = order_N.argsort()  # where each choice is among the sorted ones
-        return out_ND[place_N].unflatten(0, ids_TK.shape)
+        # In the order of choices again: row i of the sorted ones is choice order_N[i]
+        by_choice_ND = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND)
+        return by_choice_ND.unflatten(0, ids_TK.shape)
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows through their experts, which this rank holds. `shard_moe` replaces this method."""
+        """Rows through their experts, if this rank holds all. With --ep, `shard_moe` replaces this
+        method by `run_experts_on_their_ranks`.
+        """
         return self.experts(sorted_ND, counts_E)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -248,9 +255,9 @@ class LossBalancedMoE(MoE):
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.group).wait()
-        n_tokens = total_E.sum() / self.top_k
-        f_E = total_E.to(p_TE.dtype) / total_E.sum()
-        P_E = p_TE.sum(0) / n_tokens
+        n_choices = total_E.sum()  # K for each token
+        f_E = total_E.to(p_TE.dtype) / n_choices
+        P_E = p_TE.sum(0) / (n_choices / self.top_k)
         n_experts = len(f_E)
         return n_experts * (f_E * P_E).sum()
 
@@ -260,8 +267,8 @@ class LossBalancedMoE(MoE):
 
 
 class BiasBalancedMoE(MoE):
-    """--balance bias: no loss. An expert that was too busy in a step is chosen less in the next
-    one.
+    """--balance bias: no loss. An expert that was too busy in a step becomes a little less likely
+    to be chosen in the next one.
 
     A bias for each expert is added to p where experts are chosen, but not in their scores. After
     each step it grows by --bias-rate for experts with less than the mean load, and shrinks for
@@ -275,15 +282,19 @@ class BiasBalancedMoE(MoE):
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
         # This rank's choices in a step
-        self.register_buffer("load_E", torch.zeros(config.experts), persistent=False)
+        load_E = torch.zeros(config.experts, dtype=torch.int64)
+        self.register_buffer("load_E", load_E, persistent=False)
 
     def choose(self, p_TE: Tensor) -> Tensor:
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Count the choices. (A recomputed forward stops once it has all that backward needs,
-        before this line. So no choice counts twice.)
+        """Count the choices.
+
+        (A recomputed forward stops once backward has all that it needs, before this line, so that
+        no choice counts twice. With --compile it goes on; then all loads are doubled, and biases
+        move by the same signs.)
         """
         self.load_E += counts_E
         return out
@@ -291,7 +302,8 @@ class BiasBalancedMoE(MoE):
     def end_step(self):
         """Move each bias by the rate."""
         all_reduce(self.load_E, self.group).wait()
-        self.bias += self.rate * torch.sign(self.load_E.mean() - self.load_E)
+        direction = torch.sign(self.load_E.double().mean() - self.load_E)
+        self.bias += self.rate * direction.to(self.bias.dtype)
         self.load_E.zero_()
 
 
@@ -317,32 +329,32 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(transposed)
 
 
-def send_rows(rows: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+def send_rows(rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """An all-to-all of rows, sorted by the rank to which they go -> the rows received [n, D],
     sorted by the rank from which they come.
     """
-    sent_rows = leaving_Ge.sum(1).tolist()
-    received_rows = arriving_Ge.sum(1).tolist()
+    sent_rows = leaving_GL.sum(1).tolist()
+    received_rows = arriving_GL.sum(1).tolist()
     received = rows.new_empty(sum(received_rows), rows.shape[1])
     all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
     return received
 
 
-def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
     sorted by expert.
     """
-    received_RD = send_rows(sorted_ND, group, leaving_Ge, arriving_Ge)
+    received_RD = send_rows(sorted_ND, group, leaving_GL, arriving_GL)
     # These are sorted by rank, then by expert
-    return transpose_blocks(received_RD, arriving_Ge)
+    return transpose_blocks(received_RD, arriving_GL)
 
 
-def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
+def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
     our rows, [N, D].
     """
-    by_rank_RD = transpose_blocks(out_RD, arriving_Ge.T)
-    return send_rows(by_rank_RD, group, arriving_Ge, leaving_Ge)
+    by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
+    return send_rows(by_rank_RD, group, arriving_GL, leaving_GL)
 
 
 class Dispatch(torch.autograd.Function):
@@ -350,16 +362,17 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor
+        ctx, sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor
     ) -> Tensor:
         """Rows [N, D], sorted by expert -> the rows of this rank's experts, [R, D]."""
-        ctx.arguments = (group, leaving_Ge, arriving_Ge)
-        return dispatch(sorted_ND, *ctx.arguments)
+        ctx.route = (group, leaving_GL, arriving_GL)
+        return dispatch(sorted_ND, group, leaving_GL, arriving_GL)
 
     @staticmethod
     def backward(ctx, grad_RD: Tensor):
         """[R, D] -> [N, D]."""
-        return combine(grad_RD, *ctx.arguments), None, None, None
+        group, leaving_GL, arriving_GL = ctx.route
+        return combine(grad_RD, group, leaving_GL, arriving_GL), None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -367,16 +380,17 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor
+        ctx, out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor
     ) -> Tensor:
         """Outputs of this rank's experts, [R, D] -> the outputs of this rank's rows, [N, D]."""
-        ctx.arguments = (group, leaving_Ge, arriving_Ge)
-        return combine(out_RD, *ctx.arguments)
+        ctx.route = (group, leaving_GL, arriving_GL)
+        return combine(out_RD, group, leaving_GL, arriving_GL)
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
         """[N, D] -> [R, D]."""
-        return dispatch(grad_ND, *ctx.arguments), None, None, None
+        group, leaving_GL, arriving_GL = ctx.route
+        return dispatch(grad_ND, group, leaving_GL, arriving_GL), None, None, None
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,58 +400,28 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
     """
-    leaving_Ge = counts_E.view(group.size, -1)
-    arriving_Ge = torch.empty_like(leaving_Ge)
-    all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    # Split sizes: here the CPU waits for the GPU. (In bf16 nothing else waits: see expert_product.)
-    both = torch.stack((leaving_Ge, arriving_Ge)).cpu()
-    return both[0], both[1], arriving_Ge.sum(0)
+    leaving_GL = counts_E.view(group.size, -1)
+    arriving_GL = torch.empty_like(leaving_GL)
+    all_to_all(arriving_GL, leaving_GL, group).wait()
+    # Split sizes: here the CPU waits for the GPU. (With grouped_mm, in bf16, nothing else waits.)
+    both = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return both[0], both[1], arriving_GL.sum(0)
 
 
-def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-    """`Experts.forward` with experts on several ranks."""
-    leaving_Ge, arriving_Ge, counts_e = exchange_counts(counts_E, group)
-    rows_RD = Dispatch.apply(sorted_ND, group, leaving_Ge, arriving_Ge)
-    out_RD = experts(rows_RD, counts_e)
-    return Combine.apply(out_RD, group, leaving_Ge, arriving_Ge)
+def run_experts_on_their_ranks(
+    experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor
+) -> Tensor:
+    """`MoE.run_experts` with experts on several ranks: rows [N, D], sorted by expert -> their
+    outputs [N, D].
+    """
+    leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, group)
+    rows_RD = Dispatch.apply(sorted_ND, group, leaving_GL, arriving_GL)
+    out_RD = experts(rows_RD, counts_L)
+    return Combine.apply(out_RD, group, leaving_GL, arriving_GL)
 
 
 # A technique can add an entry, such as one that hides messages behind the experts' work
-DISPATCH: dict[str, Callable[..., Tensor]] = {"alltoall": visit_experts}
-
-
-class ScatterTokens(torch.autograd.Function):
-    """Keep this rank's shard of tokens that all ranks of the group have; backward gathers the
-    gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        """[batch, seq, dim] -> [batch, seq/n, dim]."""
-        ctx.group = group
-        return x.chunk(group.size, 1)[group.rank]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """[batch, seq/n, dim] -> [batch, seq, dim]."""
-        return gather_tokens(grad, ctx.group), None
-
-
-class GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all ranks. After it all ranks of tp compute the same, so each has the
-    whole gradient, and backward keeps this rank's shard.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        """[batch, seq/n, dim] -> [batch, seq, dim]."""
-        ctx.group = group
-        return gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """[batch, seq, dim] -> [batch, seq/n, dim]."""
-        return grad.chunk(ctx.group.size, 1)[ctx.group.rank], None
+DISPATCH: dict[str, Callable[..., Tensor]] = {"alltoall": run_experts_on_their_ranks}
 
 
 @dataclass
@@ -465,8 +449,6 @@ class Config(step06.Config):
 def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
     """Raise UserError unless the flags of experts fit one another, the model and the ranks."""
     ranks = mesh.world // config.pp
-    n_tokens = shape.seq_len // mesh["cp"].size
-    tp = mesh["tp"].size
     if config.experts % config.ep or ranks % config.ep:
         raise UserError(
             f"--ep {config.ep} must divide --experts {config.experts}, and dp x cp x tp, {ranks}"
@@ -485,9 +467,9 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
         raise UserError(
             "--micro-batch-size must divide the sequences of a rank: the balance is their mean"
         )
-    if n_tokens % tp:
+    if config.tp > 1 and not config.sp:
         raise UserError(
-            f"--no-sp: --tp {tp} must divide the {n_tokens} tokens of a sequence, to route them"
+            "--no-sp: with experts, ranks of tp must route different tokens: leave it out"
         )
 
 
@@ -507,25 +489,14 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh, config: Config):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # Tp ranks route different tokens, also with --no-sp: see below
+    # Ranks of tp route different tokens, so that each has a term of the router's gradient
     note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        # global_norm sees in `shards` that ep ranks differ
+        # (shard_param has noted that ranks of ep differ: so global_norm adds up their squares)
         note_layout(linear.weight, data_group="expert_data")
     if config.ep > 1:
         moe.run_experts = partial(DISPATCH[config.ep_mode], moe.experts, mesh["ep"])
-    # Tp ranks have the same tokens: each routes a shard of them
-    if mesh["tp"].size > 1 and not config.sp:
-
-        def scatter_before(module: nn.Module, inputs: tuple) -> Tensor:
-            return ScatterTokens.apply(inputs[0], mesh["tp"])
-
-        def gather_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            return GatherTokens.apply(output, mesh["tp"])
-
-        moe.register_forward_pre_hook(scatter_before)
-        moe.register_forward_hook(gather_after)
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
@@ -542,7 +513,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
 
 
 def train(config: Config, run: Run):
-    """The whole run: five kinds of parallelism, applied to the plain model one after another."""
+    """The whole run: all kinds of parallelism, applied to the plain model one after another."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # ep is a part of dp x cp x tp

@@ -1,13 +1,14 @@
 """Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
-Two layouts of one training have the same losses and gradient norms, up to rounding, which grows
-from step to step. So only the first steps are judged (--first 20). In fp32, the default on CPUs, a
-relative difference above 1e-3 there (--bound) is a bug. (tiny on one rank and with --tp 2: the
-norms differ by 1.5e-5 in step 19, by 1.6e-3 in step 29, and by a tenth in step 79, when nothing is
-wrong.) In bf16 rounding alone gives more: compare runs with --dtype fp32.
+The first is the reference. Two layouts of one training have the same losses and gradient norms, up
+to rounding, which grows from step to step. So only the first steps are judged (--first 20). In
+fp32, the default on CPUs, a relative difference above 1e-3 there (--bound) is almost certainly a
+bug. (When nothing is wrong, the norms of tiny with --tp 2 differ by 1.5e-5 in step 19, and by a
+tenth in step 79. In step 7, rounding may also send a token to another expert.) In bf16 rounding
+alone gives more: compare runs with --dtype fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if there is nothing to
-compare.
+compare. Other flags are reported, and do not change the status.
 """
 
 import argparse
@@ -18,18 +19,26 @@ from pathlib import Path
 from common.flags import spelled
 from common.resume import FREE, LAYOUT
 
-# Flags that may differ: they do not change what is computed, and hardly how precisely
+# Flags that may differ: out, resume, device and others that only say where, and the layout. They do
+# not change what is computed, and hardly how precisely.
 MAY_DIFFER = (FREE | LAYOUT) - {"dataset", "dtype"}
 
 
-def other_flags(run: str, reference: str) -> list[str]:
-    """Flags that decide what is computed, and that differ between two runs: "--seed: 0 and 1"."""
-    flags = json.loads((Path(run) / "config.json").read_text())
+def other_flags(reference: str, run: str) -> list[str]:
+    """Flags that decide what is computed, and that differ between two runs: "--seed: 0 and 1".
+
+    None stands for a script that has no such flag.
+    """
     reference_flags = json.loads((Path(reference) / "config.json").read_text())
+    flags = json.loads((Path(run) / "config.json").read_text())
+    may_differ = MAY_DIFFER
+    if "loss" in (flags.get("balance"), reference_flags.get("balance")):
+        may_differ = MAY_DIFFER - {"micro_batch_size"}  # each micro-batch is balanced by itself
     found = []
-    for name in sorted(flags.keys() & reference_flags.keys()):
-        if name not in MAY_DIFFER and flags[name] != reference_flags[name]:
-            found.append(f"{spelled(name)}: {flags[name]} and {reference_flags[name]}")
+    for name in sorted(flags.keys() | reference_flags.keys()):
+        pair = (reference_flags.get(name), flags.get(name))
+        if name not in may_differ and pair[0] != pair[1]:
+            found.append(f"{spelled(name)}: {pair[0]} and {pair[1]}")
     return found
 
 
@@ -40,24 +49,34 @@ def read_metrics(run: str) -> list[dict]:
 
 def relative(value: float, reference: float) -> float:
     """The relative difference of two numbers."""
-    if value == reference:
+    if value == reference == 0:
         return 0.0
     return abs(value - reference) / max(abs(value), abs(reference))
 
 
-def compare(rows: list[dict], reference_rows: list[dict], first: int, bound: float) -> bool:
-    """Print a table of the steps up to `first` that both runs have; return whether they are within
-    `bound`. Raises ValueError if there is none.
-    """
-    by_step = {row["step"]: row for row in reference_rows if row["step"] <= first}
-    pairs = [(row, by_step[row["step"]]) for row in rows if row["step"] in by_step]
+def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
+    """The rows of the steps up to `first` that both runs have. ValueError if there is none."""
+    by_step = {row["step"]: row for row in reference_rows}
+    pairs = []
+    for row in rows:
+        if row["step"] in by_step and row["step"] <= first:
+            pairs.append((by_step[row["step"]], row))
     if not pairs:
         raise ValueError(f"the runs have none of the first {first} steps in common")
+    return pairs
+
+
+def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
+    """Print a table of the steps up to `first`; return whether they are within `bound`.
+
+    Raises ValueError if no step can be compared, TypeError if a number is missing (None).
+    """
+    pairs = pair_up(reference_rows, rows, first)
     every = 1 + len(pairs) // 16  # a table that fits on a screen
     largest = 0.0
     first_beyond = None
-    print("  step        loss   reference  difference  of norms      (relative)")
-    for i, (row, reference) in enumerate(pairs):
+    print("  step   reference        loss  difference  of norms      (relative)")
+    for i, (reference, row) in enumerate(pairs):
         loss = relative(row["loss"], reference["loss"])
         norm = relative(row["grad_norm"], reference["grad_norm"])
         largest = max(largest, loss, norm)
@@ -65,31 +84,34 @@ def compare(rows: list[dict], reference_rows: list[dict], first: int, bound: flo
             first_beyond = row["step"]
         if i % every == 0 or first_beyond == row["step"]:
             print(
-                f"{row['step']:6}{row['loss']:12.6f}{reference['loss']:12.6f}"
+                f"{row['step']:6}{reference['loss']:12.6f}{row['loss']:12.6f}"
                 f"{loss:12.1e}{norm:10.1e}"
             )
-    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; above {bound}: {first_beyond}")
+    beyond = f"none above {bound}"
+    if first_beyond is not None:
+        beyond = f"first above {bound} in step {first_beyond}"
+    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {beyond}")
     return first_beyond is None
 
 
 def main():
     """Compare the runs on the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.compare")
-    parser.add_argument("runs", nargs=2, metavar="RUN", help="a run directory")
+    parser.add_argument("reference", help="a run directory")
+    parser.add_argument("run", help="another one")
     parser.add_argument("--first", type=int, default=20, help="how many steps are judged")
     parser.add_argument("--bound", type=float, default=1e-3, help="largest relative difference")
     given = parser.parse_args()
-    run, reference = given.runs
     try:
-        for difference in other_flags(run, reference):
+        for difference in other_flags(given.reference, given.run):
             print(f"the runs have other flags: {difference}")
-        rows = read_metrics(run)
-        reference_rows = read_metrics(reference)
-        equal = compare(rows, reference_rows, given.first, given.bound)
+        reference_rows = read_metrics(given.reference)
+        rows = read_metrics(given.run)
+        equal = compare(reference_rows, rows, given.first, given.bound)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except (KeyError, TypeError):
-        parser.error("a row of metrics.jsonl has no loss or norm, or one that was not finite")
+        parser.error("a row of metrics.jsonl has no loss or norm, or it was not finite")
     sys.exit(0 if equal else 1)
 
 

@@ -1,7 +1,7 @@
-"""Token batches: for given data, a function of (seed, batch size, step), the same on every rank and
-in every layout.
+"""Token batches: for given data and sequence length, a function of (seed, batch size, step), the
+same on every rank and in every layout.
 
-    documents -> bytes 0-255 of each, then END -> one stream:   d e f ... END i m p o r t ... END
+    documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window w = seq + 1 tokens from w*seq on: the first seq are tokens, the last seq their targets
     with seq 4: window 0 has tokens 0-3 and targets 1-4, window 1 tokens 4-7 and targets 5-8
 
@@ -10,13 +10,13 @@ returns them. The other n windows are for training. A step takes the next B of t
 batch size. Each epoch has all n once, in a random order of its own, drawn from (seed, epoch):
 sample i, counted over all steps, is the window at place i mod n in the order of epoch i // n.
 
-Targets are shifted here, before a sequence is sharded. Attention may look back across END into an
-earlier document. Every rank reads the whole global batch, since token ids are small, and works on
-its share.
+Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
+an earlier document. Every rank reads the whole global batch, since token ids are small, and works
+on its share.
 
 readers.py reads files and data sets. Text becomes bytes even if the model's vocabulary is larger,
-and each rank holds the whole stream, two bytes a token. A .bin file of token ids stays on disk and
-is mapped into memory, so a large corpus should be one.
+and each rank holds the whole stream, two bytes a token. A .bin file of token ids is mapped into
+memory, so a large corpus should be one. (At the start each rank reads it once, for its largest id.)
 """
 
 import hashlib
@@ -32,17 +32,20 @@ from common.model import ModelConfig
 from common.readers import READERS, kind_of
 
 END = 256  # the token that ends a document
-REPLACED = b"\xef\0\xbf\0\xbd\0"  # U+FFFD is EF BF BD in UTF-8; in memory, three uint16
-BLOCK = 2**21  # tokens in each of the 64 blocks of a fingerprint
+BLOCK = 2**21  # tokens in each of the 64 blocks of a fingerprint, at most
 
 
-def to_tokens(texts: Iterable[str]) -> np.ndarray:
-    """Texts -> one stream of token ids, uint16: the bytes of each text, then END."""
+def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
+    """Texts -> one stream of token ids, uint16: the bytes of each text, then END; and the number of
+    U+FFFD, which readers put in the place of bytes that are not UTF-8.
+    """
     streams = []
+    replaced = 0
     for text in texts:
         document = np.frombuffer(text.encode(errors="replace"), np.uint8)
-        streams.append(np.append(document, np.uint16(END)))
-    return np.concatenate(streams)
+        streams += [document.astype(np.uint16), np.array([END], np.uint16)]
+        replaced += text.count("\ufffd")
+    return np.concatenate(streams), replaced
 
 
 @lru_cache(maxsize=2)
@@ -63,12 +66,15 @@ class Data:
         self.shape = shape
         self.batch_size = batch_size
         self.seed = seed
-        description, self.tokens = READERS[kind_of(source)](source)
+        description, contents = READERS[kind_of(source)](source)
         warning = ""
-        if not isinstance(self.tokens, np.ndarray):
-            self.tokens = to_tokens(self.tokens)
-            if replaced := self.tokens.tobytes().count(REPLACED):
-                warning = f" ({replaced:,} U+FFFD: bytes that were not UTF-8, if the text had none)"
+        if isinstance(contents, np.ndarray):
+            self.tokens = contents
+        else:
+            self.tokens, replaced = to_tokens(contents)
+            if replaced:
+                meaning = "bytes that were not UTF-8, if the text itself has no U+FFFD"
+                warning = f" ({replaced:,} U+FFFD: {meaning})"
         self.summary = f"data: {len(self.tokens):,} tokens{warning} of {description}"
         self.n_windows = (len(self.tokens) - 1) // shape.seq_len
         self.n_train = self.n_windows - max(1, self.n_windows // 20)
@@ -84,8 +90,9 @@ class Data:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step: tokens and targets, int64 [batch_size, seq].
 
-        PyTorch's DistributedSampler would give each rank sequences of its own: another batch for
-        another number of ranks. (And its order changes only if `set_epoch` is called.)
+        (PyTorch's DistributedSampler deals a shuffled list out to the ranks. Its order changes only
+        if `set_epoch` is called; and at the end of an epoch it repeats some sequences, so that all
+        ranks have equally many.)
         """
         windows = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size):
@@ -107,8 +114,9 @@ class Data:
     def fingerprint(self) -> str:
         """A short hash of the stream, by which ranks can tell whether they read the same tokens.
 
-        SHA-256 of its length and of the first BLOCK tokens of each of 64 equal parts: all tokens
-        of a stream of up to 256 MiB (uint16), and a sample of a longer one, so it takes a second.
+        SHA-256 of its length and of the first BLOCK tokens of each of 64 nearly equal parts: all
+        tokens of a stream of up to 256 MiB (uint16), and a sample of a longer one, so it takes a
+        second.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):

@@ -6,9 +6,9 @@
 
         sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
 
-makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. A flag that is
-given although it would have no effect is refused: `needs` says which values other flags must have
-(here --zero 0, where there is a --zero).
+makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The class's
+docstring is the title of its flags in --help. `needs` says which values other flags must have for
+this flag to have an effect (here --zero 0, in steps that have a --zero); else it is refused.
 """
 
 import argparse
@@ -34,12 +34,13 @@ def flag(
     """A field of a Config.
 
     text     what --help says of the flag
-    choices  a menu, whose keys are the flag's values. `comma_separated`: or some of them
+    choices  a menu, whose keys are the flag's values; with `comma_separated` one or more: a,b
     least    the smallest value of a number; by default 1 for an int with a default above 0, else 0
-    needs    another flag -> the values that it must have for this flag to have an effect
+    needs    another flag -> the values that it must have for this flag to have an effect:
+             {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     if least is None:
-        least = 1 if type(default) is int and default > 0 else 0
+        least = 1 if type(default) is int and default > 0 else 0  # a bool is another type
     metadata = dict(
         text=text,
         choices=choices,
@@ -69,13 +70,15 @@ def add_flags(parser: Parser, cls: type):
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     kinds = get_type_hints(cls)
-    for base in cls.__mro__:
+    for base in cls.__mro__:  # step 7's Config, step 6's, ..., step 1's
         group = parser.add_argument_group((base.__doc__ or "").partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
             field = remaining.pop(name, None)
-            if field is None:  # a subclass has changed its default
+            if field is None:  # listed already, by a subclass that declares it again
                 continue
+            # argparse formats a help text with %
             help_text = f"{field.metadata['text']} (default: {field.default})".replace("%", "%%")
+            # SUPPRESS: the result has only those flags that were given
             options: dict[str, Any] = dict(help=help_text, default=argparse.SUPPRESS)
             if kinds[name] is bool:
                 options["action"] = argparse.BooleanOptionalAction
@@ -96,8 +99,9 @@ def check_value(name: str, value: Any, metadata: Any):
             if part not in choices:
                 raise UserError(f"{spelled(name)} {value}: choose from {', '.join(choices)}")
         return
-    too_small = type(value) in (int, float) and value < metadata["least"]
-    if too_small or (type(value) is float and not math.isfinite(value)):
+    if type(value) is float and not math.isfinite(value):
+        raise UserError(f"{spelled(name)} is {value}: it must be finite")
+    if type(value) in (int, float) and value < metadata["least"]:
         raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
 
 
@@ -105,7 +109,7 @@ def check_needs(name: str, config: Any, metadata: Any):
     """Raise UserError if the flag has no effect beside the values of the other flags."""
     for other, values in metadata["needs"].items():
         value = getattr(config, other, None)
-        if value is None or value in values:
+        if value is None or value in values:  # None: this step has no such flag
             continue
         if isinstance(value, bool):
             need = spelled(other) if True in values else spelled(f"no_{other}")

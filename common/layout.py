@@ -3,25 +3,30 @@ gradient is summed.
 
 Step 1 needs `draw` and `materialize`, step 2 `data_group` and `layout_of`, step 3 `global_norm`.
 From step 4 on, each dimension of parallelism notes in a parameter's record what it changes. Initial
-weights, gradient sums, shards of optimizer state, checkpoints and the global norm follow the
-record.
+weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
+the record.
 
     parameter (full shape)                shards                      partial_over   data_group
     steps 1 to 3: every parameter         none                        ()             "dp"
-    step 4: q_proj.weight [128, 128]      dim 0 over tp: rows 0-63    ()             "dp"
+    step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63         ()             "dp"
             norm.weight [128]             none                        ("tp",)        "dp"      (SP)
     step 5: the same                      the same                    the same       "data"
-    step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: rows 0-3     ()             "expert_data"
+    step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3          ()             "expert_data"
             router.weight [8, 128]        none                        ("tp",)        "data"
 
-All gradients are summed over `data_group`, a group of ranks. `partial_over` names further groups
-over which this gradient is summed (step 4, `sum_partial_gradients`). Rows are those of the first of
-two ranks. ZeRO's shards are not in the record, because its units (step 3) cut across parameters.
+(0-63, 0-3: what the first of two ranks holds.) All gradients are summed over `data_group`, a group
+of ranks. `partial_over` names further groups over which this gradient is summed (step 4,
+`sum_partial_gradients`), and `stage_copies` says whether two stages sum it (step 6, `sum_tied`).
+Where ZeRO cuts is not in the record, because its units (step 3) cut across parameters.
 """
 
 import hashlib
-from collections.abc import Collection
+import math
+import os
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,35 +36,37 @@ from common.comm import Group, Mesh, all_reduce
 from common.model import Decoder
 
 
-def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
-    """The initial value of a whole parameter, fp32: a function of seed, name, shape and number of
-    layers, whatever the layout.
+def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
+    """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
+    function of seed, name, shape and number of layers, whatever the layout. (On another kind of CPU
+    the last bits can differ. So ranks compare the kinds of their CPUs.)
 
-    Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the
-    residual stream are divided by sqrt(2 n_layers) (Radford et al., GPT-2, section 2.3).
+    Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
+    n_layers) for those two of a layer whose output is added to the residual stream (Radford et al.,
+    GPT-2, section 2.3).
     """
-    if len(shape) == 1:
-        return torch.ones(shape)
+    if value.dim() == 1:  # a norm; there are no biases
+        return value.fill_(1.0)
     std = 0.02
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std = 0.02 / (2 * n_layers) ** 0.5
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    # PyTorch's generator for CPUs uses 32 bits of a seed
+    # PyTorch's generator for CPUs uses only the low 32 bits of a seed
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return value.normal_(0.0, std, generator=generator)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """From step 4 on: this rank holds indices start..stop-1 of dimension `dim`. Indices >= `full`
-    are padding.
+    """From step 4 on: this rank holds indices start..stop-1 of dimension `dim`. Those >= `full` are
+    padding.
     """
 
     dim: int
     over: str  # a group of the mesh
     start: int
     stop: int
-    full: int  # the size of the whole dimension
+    full: int  # the size of the dimension before it was sharded
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,10 @@ class ParamLayout:
     partial_over: tuple[str, ...] = ()
     # The group whose ranks hold the same weights and see different tokens. Step 5: "data", dp x cp
     data_group: str = "dp"
-    # From step 6 on, of a tied matrix: pipeline stages, on different ranks, that hold it; and
-    # backward passes of a micro-batch that add to its gradient (2: on two stages of one rank)
+    # Step 6, a tied matrix: 2 if the first stage and the last, on two ranks, both hold it
     stage_copies: int = 1
+    # Step 6, a tied matrix: 2 if these two stages are on one rank, so that two backward passes of
+    # each micro-batch add to its gradient
     backwards: int = 1
 
 
@@ -88,7 +96,7 @@ def note_layout(param: Tensor, **changes: Any):
 
 
 def shard_of(full: Tensor, shard: Shard) -> Tensor:
-    """This rank's shard of a tensor, zero in the padding."""
+    """This rank's shard of a tensor, zero in the padding. A shard may also be all padding."""
     shape = list(full.shape)
     shape[shard.dim] = shard.stop - shard.start
     local = full.new_zeros(shape)
@@ -101,7 +109,7 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 def full_shape(param: Tensor) -> list[int]:
     """The shape of the whole parameter, of which this rank has a shard."""
     shape = list(param.shape)
-    # If a dimension was sharded twice (over ep, then tp), its first shard has the full size
+    # Backwards: if a dimension was sharded twice, the first record has the whole size
     for shard in reversed(layout_of(param).shards):
         shape[shard.dim] = shard.full
     return shape
@@ -123,59 +131,81 @@ def materialize(
     only: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
+    New parameters take the place of the old ones, whose hooks are lost.
 
-    From step 4 on, a rank draws the whole parameter, and keeps the shard that the record describes.
+    A rank draws each whole parameter, and keeps the shards that the record describes. (In steps 1
+    to 3 there are none.)
     """
-    for name, param in list(model.named_parameters()):
-        if only is not None and name not in only:
-            continue
-        value = draw(name, full_shape(param), model.config.n_layers, seed)
+    chosen = []
+    for name, param in model.named_parameters():
+        if only is None or name in only:
+            chosen.append((name, param))
+    drawn = draw_all(chosen, model.config.n_layers, seed)
+    for (_, param), value in zip(chosen, drawn, strict=True):
         for shard in layout_of(param).shards:
             value = shard_of(value, shard)
         filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
         filled.parallel_layout = layout_of(param)
         replace_param(model, param, filled)
-    for module in model.modules():  # buffers: from step 7 on
+    materialize_buffers(model, device)
+
+
+def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
+    """Draw whole parameters: at a time as many as this rank has CPU cores, each on one core. (It
+    draws about 1e8 numbers a second.)
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(named), threads):
+            some = named[start : start + threads]
+            values = [torch.empty(full_shape(param)) for _, param in some]
+            names = [name for name, _ in some]
+            yield from pool.map(draw, values, names, repeat(n_layers), repeat(seed))
+
+
+def materialize_buffers(model: nn.Module, device: torch.device):
+    """From step 7 on: allocate the buffers of a meta-device model. They begin at zero."""
+    for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 persistent = key in module.state_dict()  # whether checkpoints save it
                 module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)
 
 
-def ranks_that_differ(record: ParamLayout, sharded: bool) -> set[str]:
-    """Groups along which ranks hold different elements of a gradient. `sharded`: the gradients are
-    ZeRO's shards.
+def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
+    """Into how many parts a gradient is cut, which are on different ranks. `sharded`: the gradients
+    are ZeRO's shards, so that the ranks of `data_group` have different parts, too.
     """
-    names = {"pp"}
-    for shard in record.shards:
-        names.add(shard.over)
+    groups = {shard.over for shard in record.shards}
+    if "pp" in mesh.groups:
+        groups.add("pp")  # another stage has other parameters
     if sharded:
-        names.add(record.data_group)
-    return names
+        groups.add(record.data_group)
+    return math.prod(mesh[name].size for name in groups)
 
 
 def global_norm(
     model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False
 ) -> float:
-    """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
+    """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards. Call it after
+    all sums over ranks.
 
-    If c ranks hold an element, each adds 1/c of its square, so each element counts once in total.
-    An example: 8 ranks, tp 2 and dp 4. Without ZeRO a matrix's elements are on 4 ranks, those of a
-    norm's weight on 8; with ZeRO over dp (`sharded`), on 1 and on 2.
+    If c ranks hold an element, each adds 1/c of its square, so each element counts once in total:
 
-    Ranks have different elements along pp, along the groups that shard the parameter, and along
-    data_group if `gradients` are ZeRO's shards. Other ranks hold copies, as do two stages of a tied
-    matrix (`stage_copies`).
+        c = all ranks / parts of the gradient that are on different ranks
+
+    (times 2 for a tied matrix on two stages). An example, 8 ranks, tp 2 and dp 4:
+
+                                 a matrix, sharded over tp    the weight of a norm
+        without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
+        with ZeRO over dp        c = 8 / (2 x 4) = 1          c = 8 / 4 = 2
     """
     params = dict(model.named_parameters())
     by_copies: dict[float, list[Tensor]] = {}
     for name, gradient in gradients.items():
         record = layout_of(params[name])
-        distinct = 1
-        for group in ranks_that_differ(record, sharded):
-            if group in mesh.groups:
-                distinct *= mesh[group].size
-        copies = record.stage_copies * mesh.world / distinct
+        copies = record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded)
         by_copies.setdefault(copies, []).append(gradient)
     square = torch.zeros((), dtype=torch.float64, device=next(iter(params.values())).device)
     for copies, held in by_copies.items():
@@ -186,8 +216,8 @@ def global_norm(
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """Groups along which to sum, one after the other, so that each rank counts once. From step 5
-    on, "data" takes the place of dp and cp.
+    """The groups whose sums, one after another, make a sum over all ranks. From step 5 on, "data"
+    takes the place of dp and cp.
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
@@ -195,10 +225,7 @@ def norm_groups(mesh: Mesh) -> list[str]:
 
 
 def data_group(param: Tensor, mesh: Mesh) -> Group:
-    """The ranks that hold the same shard of a parameter and see different tokens: its gradient is
-    summed over them.
-
-    In steps 2 to 4 these are `mesh["dp"]`. From step 5 on the parameter's record names another
-    group.
+    """The ranks that hold the same shard of a parameter and see different tokens: in steps 2 to 4
+    `mesh["dp"]`.
     """
     return mesh[layout_of(param).data_group]

@@ -1,19 +1,17 @@
 """What a run measures: its FLOPs, how its parameters are sharded, and a profile.
 
-MFU (model FLOPs utilisation) is the part of the GPUs' peak that the model's own FLOPs take. We use
-step 1's law: 6 for each token and matrix weight (of the experts, those that a token visits), and
-7 x seq x dim for each token and layer: causal attention, in which half of all pairs count, and the
-scores once more in backward, as FlashAttention computes them again. --recompute adds nothing to it.
-Other texts count attention differently: 6 x seq x dim if these scores count once; and PaLM
-(Chowdhery et al. 2022) 12 x seq x dim, all pairs. For smollm-1.7b attention is 5.6, 6.4 or 10.5 %
-of the whole, with 6, 7 or 12.
+MFU (model FLOPs utilisation) is the part of the GPUs' peak that the model's own FLOPs take, by step
+1's law: 6 for each token and matrix weight (of the experts, only those that a token visits), and 7
+x seq x dim for each token and layer, for causal attention. A forward that --recompute repeats is
+not counted. Others count attention differently: PaLM (Chowdhery et al. 2022) has 12 x seq x dim,
+all pairs. For smollm-1.7b attention is then 10.5 % of the whole, with 7 it is 6.4 %.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +24,8 @@ from common.comm import Mesh
 from common.layout import data_group, full_shape, layout_of
 from common.model import ModelConfig
 
-# Dense TFLOP/s in bf16, and in fp32 without TF32, from data sheets, by the GPU's exact name. (A MIG
-# slice, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", has another name, and no peak here.)
+# Dense TFLOP/s in bf16 (0: it has none), and in fp32 without TF32, from data sheets, by the GPU's
+# exact name. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", and no peak here.)
 PEAKS = {
     "Tesla T4": (0, 8.1),
     "NVIDIA L4": (121, 30.3),
@@ -51,11 +49,15 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter, and what the first rank that holds it has of it."""
+    """A row of the table: a parameter, and what the first rank that holds it has of it.
+
+    ZeRO's shards cut across parameters, and are not in the table: with --zero 3 a rank keeps fewer
+    bytes between uses.
+    """
 
     whole: tuple[int, ...]  # shape
     shard: tuple[int, ...]  # shape on this rank
-    nbytes: int  # on this rank
+    nbytes: int  # on this rank, while it is whole
     sharded: str  # for example "dim 0 over tp 2"
     summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
 
@@ -88,18 +90,24 @@ def parameter_table(rows: dict[str, Row]) -> str:
     for name, row in rows.items():
         layers[re.sub(r"\.\d+\.", ".*.", name)].append(row)
     lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
-    for name, (row, *others) in layers.items():
+    for name, alike in layers.items():
+        row = alike[0]
         whole = "x".join(str(size) for size in row.whole)
         shard = "x".join(str(size) for size in row.shard)
-        number = f"{1 + len(others)} x"
+        number = f"{len(alike)} x"
         lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    form = "  ".join(f"{{:{width}}}" for width in widths)
-    return "\n".join(form.format(*line).rstrip() for line in lines)
+    text = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
 
 
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
-    """FLOPs of forward and backward. `top_k`: how many experts a token visits."""
+    """FLOPs of forward and backward, if all weights train. `rows`: of all ranks. `top_k`: how many
+    experts a token visits.
+    """
     weights = 0.0
     for name, row in rows.items():
         size = math.prod(row.whole)
@@ -111,17 +119,21 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
 
 
 class Meter:
-    """Compares each step with the GPUs' peak, and reads this GPU's peak memory since the launch."""
+    """Compares each step with the best FLOP/s of the GPUs, and reads how much memory this GPU has
+    used.
+    """
 
     def __init__(self, param: Tensor, flops: float, world: int):
-        """`param`: of the model. `flops`: per token. `world`: the number of ranks."""
+        """`param`: of the model. `flops`: per token. `world`: the number of ranks, all alike."""
         self.is_gpu = param.is_cuda
         self.device = torch.cuda.get_device_name(param.device) if self.is_gpu else "cpu"
         self.peak = world * peak_flops(self.device, param.dtype)
         self.flops = flops
 
     def measure(self, tokens_per_second: float) -> dict[str, float]:
-        """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes so far."""
+        """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes that tensors have
+        taken since the launch. (NCCL's buffers are not in it.)
+        """
         found = {}
         if self.peak:
             found["mfu"] = self.flops * tokens_per_second / self.peak
@@ -131,7 +143,9 @@ class Meter:
 
 
 def check_profile(n: int, steps: int):
-    """Raise UserError if `steps` steps are too few to trace n. (Without any, the run is done.)"""
+    """Raise UserError if `steps` steps are too few to trace n. (None are left if a resumed run is
+    done.)
+    """
     if n and 0 < steps < n + 2:
         raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
 
@@ -142,11 +156,15 @@ def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], 
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators and messages, and
     ranges: `wait tp` (for messages), F0.1 (the forward of micro-batch 0 through stage 1), the
-    optimizer's step. On a GPU, OUT/memory-RANK.pickle has what was allocated where, for
-    https://pytorch.org/memory_viz. A signal may end the trace early.
+    optimizer's step. On a GPU, OUT/memory-RANK.pickle has what was allocated where from the first
+    step on, for https://pytorch.org/memory_viz. A signal may end the trace early.
     """
+
+    def do_nothing():
+        pass
+
     if n == 0:
-        yield nullcontext  # a call that does nothing
+        yield do_nothing
         return
 
     def write(profiler: torch.profiler.profile):
@@ -158,5 +176,6 @@ def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], 
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
     when = schedule(wait=1, warmup=1, active=n, repeat=1)
-    with torch.profiler.profile(activities=activities, schedule=when, on_trace_ready=write) as now:
-        yield now.step
+    options = dict(activities=activities, schedule=when, on_trace_ready=write)
+    with torch.profiler.profile(**options) as profiler:
+        yield profiler.step

@@ -38,7 +38,7 @@ class ModelConfig:
     seq_len: int
     tied: bool = False  # one matrix serves as embedding and as head
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # by how much to stretch RoPE's long wavelengths (Llama 3.1, 3.2)
+    rope_scaling: float = 1.0  # RoPE's long waves become so much longer (Llama 3.1, 3.2); 1: none
     norm_eps: float = 1e-5
 
     @property
@@ -47,6 +47,7 @@ class ModelConfig:
         return self.dim // self.n_heads
 
 
+# SmolLM, not SmolLM2, whose rope_theta is 100000
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
 PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
@@ -94,7 +95,7 @@ def check_shape(shape: ModelConfig, text: str):
     """Raise UserError unless a decoder can have this shape. `text`: the value of --model."""
     for name, value in vars(shape).items():
         if not isinstance(value, bool) and not 0 < value < float("inf"):
-            raise UserError(f"--model {text}: {name} is {value}, and must be above 0")
+            raise UserError(f"--model {text}: {name} is {value}, and must be above 0, and finite")
     if shape.dim % (2 * shape.n_heads):
         raise UserError(
             f"--model {text}: dim {shape.dim} / n_heads {shape.n_heads} must be an even number"
@@ -120,14 +121,16 @@ def rope_tables(
     """
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
-    # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
     if config.rope_scaling != 1.0:
-        turns = 8192 * frequency / (2 * torch.pi)  # within 8192 tokens
-        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1 turn or less: 0; 4 or more: 1
+        # Llama 3 was trained on 8192 tokens, Llama 3.1 on more. A pair of channels that makes at
+        # least 4 turns within 8192 tokens keeps its frequency; one that makes at most 1 turns
+        # `rope_scaling` times as slowly; between these, its frequency is interpolated.
+        turns = 8192 * frequency / (2 * torch.pi)
+        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
     angle = positions[..., None] * frequency
-    angle = torch.cat((angle, angle), dim=-1)  # the same for both halves of the channels,
-    angle = angle.unsqueeze(-2)  # and for all heads
+    angle = torch.cat((angle, angle), dim=-1)  # channels i and i + head_dim/2 have the same angle
+    angle = angle.unsqueeze(-2)  # and so do all heads
     return angle.cos(), angle.sin()
 
 
@@ -137,7 +140,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return torch.addcmul(x * cos, turned, sin).to(x.dtype)  # x cos + turned sin
+    # x cos + turned sin, in one pass over memory fewer
+    return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
 class RoPE(torch.autograd.Function):
@@ -166,12 +170,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     like q.
     """
     # [batch, heads, seq, head_dim]; enable_gqa: query head h uses kv head h // (heads / kv_heads)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2)
 
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """Several linear layers with the same input, which step 4 communicates once for all of them."""
+    """Apply several linear layers to one input. (Step 4 replaces this function: its own gathers the
+    input once for all of them.)
+    """
     return [linear(x) for linear in linears]
 
 
@@ -201,7 +210,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x))."""
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer")."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -236,7 +245,7 @@ class DecoderLayer(nn.Module):
 
 class Trunk(nn.Module):
     """Hugging Face's `model`: the decoder without its head. Keys of `layers` are layer numbers in
-    the whole model.
+    the whole model. (Step 6 deletes those of other ranks; the others keep their names.)
     """
 
     def __init__(self, config: ModelConfig):

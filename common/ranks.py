@@ -3,12 +3,12 @@
 A launcher (torchrun) starts the same script on every rank, perhaps on several machines. If one has
 other flags or another version of the code, messages no longer match: the run hangs, or trains on
 nonsense. So ranks compare how they were started as soon as they can communicate, before they create
-the groups of the mesh. Of this file step 2 calls `compare_launches`; the rest may be skipped on a
-first reading.
+the groups of the mesh. Of this file step 2 calls `compare_launches`, and `store_of_restart`, which
+matters only after a restart; the rest may be skipped on a first reading.
 
 Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
-`Ranks` lets all know, so that all decide alike. Its messages are sent by the CPUs, and are so small
-that `sent` does not count them.
+`Ranks` lets all know, so that all decide alike. Its messages are so small that `sent` does not
+count them.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def check_environment():
-    """Raise UserError if this process may be one of several that would not find one another.
+    """Raise UserError if a launcher other than torchrun seems to have started this process, or if
+    only some of torchrun's variables are set, perhaps left over in a shell.
 
-    Another launcher may have started them; or only some of torchrun's variables are set, perhaps
-    left over in a shell.
+    The processes would not find one another: each would train alone, into the same directory.
     """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     missing = sorted(SET_BY_TORCHRUN - os.environ.keys())
@@ -40,14 +40,16 @@ def check_environment():
         names = " ".join(present)
         advice = f"use torchrun, or first unset {names}"
         raise UserError(f"{names} is set, but not {' '.join(missing)}: {advice}")
+    if present:
+        return
     for name in SET_BY_OTHERS:
-        if not present and os.environ.get(name, "1") != "1":
+        if os.environ.get(name, "1") != "1":
             advice = f"start torchrun, once on each node; or unset {name} to use one device"
             raise UserError(f"{name} is {os.environ[name]}, but RANK is not set: {advice}")
 
 
 class Ranks:
-    """All ranks of a run. Every method is a collective, and so is making a `Ranks`."""
+    """All ranks of a run. Every method is a collective, and with NCCL so is making a `Ranks`."""
 
     def __init__(self):
         """On GPUs, create a gloo group, whose messages the CPUs send: they wait for no kernel."""
@@ -75,46 +77,60 @@ class Ranks:
                 raise UserError(f"{what}: {other} on rank {rank}, but {values[0]} on rank 0")
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
-        """Call `action` on all ranks, or on rank 0. OSError on one: UserError on all."""
+        """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
+        any, raise UserError on all.
+        """
         problem = ""
         try:
             if self.rank == 0 or not first_only:
                 action(*args)
         except OSError as error:
             problem = f"rank {self.rank}: {error.strerror or error}"
-        problems = [problem for problem in self.gather(problem) if problem]
-        if problems:
-            raise UserError(problems[0])
+        for found in self.gather(problem):
+            if found:
+                raise UserError(found)
+
+
+def own_sources() -> list[Path]:
+    """The source files of this project that are loaded, sorted."""
+    root = Path(__file__).resolve().parents[1]
+    found = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is not None and "site-packages" not in file:
+            path = Path(file).resolve()  # the script's own may be a link
+            if path.is_relative_to(root) and path.is_file():
+                found.add(path)
+    return sorted(found)
 
 
 def compare_launches():
-    """Raise UserError on all ranks unless all have the same script, flags, source files and torch.
-
-    The source files are those of this project that are loaded.
+    """Raise UserError on all ranks unless all have the same script, flags (spelled alike), source
+    files and torch, and CPUs that draw the same numbers.
     """
     ranks = Ranks()
-    digest = hashlib.sha256(torch.__version__.encode())
-    root = str(Path(__file__).parents[1])
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    for file in sorted(files):
-        if file.startswith(root) and "site-packages" not in file:
-            digest.update(Path(file).read_bytes())
     script = Path(sys.argv[0]).name  # nodes may have it in different places
     ranks.require_same(" ".join([script, *sys.argv[1:]]), "the flags differ")
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in own_sources():
+        digest.update(path.read_bytes())
     ranks.require_same(digest.hexdigest()[:8], "torch or the source files differ")
+    cpu = torch.backends.cpu.get_cpu_capability()
+    advice = "initial weights would differ: set ATEN_CPU_CAPABILITY=default on all nodes"
+    ranks.require_same(cpu, f"the CPUs' instructions differ, and so {advice}")
 
 
-def store_of_attempt() -> dict[str, Any]:
+def store_of_restart() -> dict[str, Any]:
     """Arguments of init_process_group, if torchrun has started this job again after a failure.
 
-    torchrun keeps one store over all attempts of a job, which still has the addresses of processes
-    that are gone. So each attempt after the first has keys of its own in it.
+    torchrun keeps one store over all starts of a job, which still has the addresses of processes
+    that are gone. So each start after the first has keys of its own in it.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0":
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
         return {}
     address = os.environ["MASTER_ADDR"]
     store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
-    return dict(store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world)
+    return dict(store=dist.PrefixStore(f"restart {restarts}", store), rank=rank, world_size=world)

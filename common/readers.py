@@ -2,18 +2,17 @@
 understood.
 
     --dataset            what is read
-    (nothing)            the source code of Python's standard library (another version of Python has
-                         another text, and other losses)
+    (nothing)            the source code of Python's standard library, without its tests (another
+                         Python, perhaps of the same version, has another text, and other losses)
     a.txt                one document
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
-    a folder             all files in it and its subfolders, all of the same one of these kinds
-                         (hidden files are skipped)
+    a folder             all files in it and its subfolders, all of one of the kinds above (hidden
+                         files are skipped)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
-Beside a.bin, a file a.bin.json may hold {"dtype": "uint32", "tokens": N}; without it, ids are
-uint16.
+Beside a.bin, a file a.bin.json may hold {"dtype": "uint32", "tokens": N}.
 """
 
 import gzip
@@ -98,22 +97,27 @@ def in_random_order(paths: list[Path]) -> list[Path]:
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
 
-def read_library(_source: str) -> Contents:
-    """Read the source code of Python's standard library."""
+def read_library(source: str) -> Contents:
+    """Read the source code of Python's standard library. (`source` is "": it has no name.)"""
     paths = []
     for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
         inside[:] = sorted(set(inside) - SKIPPED)  # os.walk enters only these
         paths += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     texts = (text for path in in_random_order(paths) for text in read_txt(path))
-    return f"{len(paths):,} files of Python's standard library", texts
+    return f"{len(paths):,} files of Python's standard library", strings(texts, source)
 
 
 def visible_files(path: Path) -> list[Path]:
-    """A file itself, or all files in a folder and its subfolders, sorted, except hidden ones."""
+    """A file itself, or all files in a folder and its subfolders, sorted, except hidden ones.
+
+    Raises UserError for a link to a folder around it, which would have no end.
+    """
     if not path.is_dir():
         return [path]
     paths = []
     for entry in sorted(path.iterdir()):
+        if path.resolve().is_relative_to(entry.resolve()):
+            raise UserError(f"--dataset {entry}: it is a link to a folder that it is in: remove it")
         if not entry.name.startswith("."):
             paths += visible_files(entry)
     return paths
@@ -129,12 +133,17 @@ def texts_of(paths: list[Path]) -> Iterator[str]:
 def read_files(source: str) -> Contents:
     """Read a file, or all files of a folder. Raises UserError unless one of FORMATS reads all."""
     paths = visible_files(Path(source))
-    examples = {FORMATS.get(suffix_of(path)): str(path) for path in paths}
+    examples = {}  # a reader -> a file that it reads; None: a file that nothing reads
+    for path in paths:
+        examples[FORMATS.get(suffix_of(path))] = str(path)
     if len(examples) != 1 or None in examples:
         rule = f"the files of a folder must be of one kind ({', '.join(FORMATS)})"
         found = ", ".join(examples.values()) or "no file"
-        raise UserError(f"--dataset {source}: {rule}, and it has {found}: name files of one kind")
-    return ", ".join(map(str, paths)), texts_of(in_random_order(paths))
+        raise UserError(f"--dataset {source}: {rule}, and it has {found}: leave files of one kind")
+    names = ", ".join(map(str, paths[:20]))
+    if len(paths) > 20:
+        names += f" and {len(paths) - 20:,} more"
+    return names, texts_of(in_random_order(paths))
 
 
 def read_hub(source: str) -> Contents:
@@ -170,6 +179,8 @@ def read_bin(source: str) -> Contents:
     try:
         known = json.loads(facts.read_text()) if facts.exists() else {"dtype": "uint16"}
         tokens = np.memmap(source, known["dtype"], "r")
+        if tokens.dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
         if len(tokens) != known.get("tokens", len(tokens)):
             raise ValueError(f"it has {len(tokens)} tokens, and had {known['tokens']}")
     except (ValueError, TypeError, KeyError) as error:
@@ -188,7 +199,7 @@ READERS: dict[str, Callable[[str], Contents]] = {
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix in READERS with which a file's name ends, or "" if it has none of them."""
+    """The key of READERS that is a suffix of a file's name, or "" if there is none."""
     for kind in READERS:
         if kind.startswith(".") and path.name.endswith(kind):
             return kind

@@ -8,43 +8,54 @@ from common.checkpoint import Checkpoint, candidates, find
 from common.flags import spelled
 from common.ranks import Ranks
 
-# A resumed run keeps its flags (also --steps, because the learning rate follows it), but for two
-# sets. The first: where files are, and how precisely and where numbers are computed. (--dataset may
-# be another path; the fingerprint of its tokens must be the same.)
+# A resumed run keeps the flags that both scripts have (also --steps, because the learning rate
+# follows it), but for two sets. The first does not change what is computed, or only by rounding.
+# (--dataset may be another path; the fingerprint of its tokens must be the same.)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# The second: which rank computes what, and in which pieces. (nproc_per_node: the number of all
-# ranks.) These must be kept only if there is state besides parameters, the optimizer's and buffers:
-# then each rank has its own, such as rounding errors that a sync adds to its next sum.
-LAYOUT = {"nproc_per_node", "micro_batch_size", "recompute", "compile", "sync", "bucket_mb"}
-LAYOUT |= {"zero", "keep", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks"}
-LAYOUT |= {"ep", "ep_mode"}
+# The second says how it is computed: on which ranks, in which pieces, with how much memory. (Each
+# of these must be kept, too, if there is state besides parameters, the optimizer's and buffers,
+# because each rank has its own. No step has such state; a sync that compresses gradients has.)
+LAYOUT = {
+    *("ranks", "micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"),
+    *("tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep", "ep_mode"),
+}
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     """The checkpoint that --resume selects, the same on all ranks; None to start anew.
 
-    "auto": the newest sound one in --out, if there is any. Else a run directory, or a checkpoint.
-    Raises UserError if none is there, or if --out has checkpoints that would be mixed with others.
+    `resume`: "" to start anew; "auto" for the newest sound one in --out, if there is any; else a
+    run directory, or a checkpoint. Raises UserError if none is there, or if --out has checkpoints
+    that would be mixed with others. A collective.
     """
-    where = out if resume == "auto" else Path(resume)
-    if resume not in ("", "auto") and not candidates(where):
+    if resume == "auto":
+        return find(out, ranks)
+    # What rank 0 sees decides: on a network's disk, another rank may not see a new folder yet
+    own = ranks.gather(candidates(out))[0]
+    advice = f"set --resume {out} to continue from its newest, or another --out"
+    mixed = f"--out {out} has checkpoints: {advice}"
+    if resume == "":
+        if own:
+            raise UserError(mixed)
+        return None
+    where = Path(resume)
+    if not ranks.gather(candidates(where))[0]:
         raise UserError(f"--resume {resume}: no checkpoint is there")
-    own = candidates(out)
-    if own and resume != "auto":
-        advice = f"set --resume {out} to continue from its newest, or another --out"
-        if not resume or where.resolve() not in (out.resolve(), own[0].resolve()):
-            raise UserError(f"--out {out} has checkpoints: {advice}")
-    return find(where, ranks) if resume else None
+    if own and where.resolve() not in (out.resolve(), own[0].resolve()):
+        raise UserError(mixed)
+    return find(where, ranks)
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
-    """Raise UserError unless a run with these flags and data continues what the saved one did."""
+    """Raise UserError unless flags and data are those of the saved run, but for the sets above."""
     free = FREE if saved.has_state else FREE | LAYOUT
     if flags.get("balance", "none") not in ("none", "bias"):
-        free = free - {"micro_batch_size"}  # experts are balanced within each micro-batch
+        # Step 7: other balances act within each micro-batch, so its size changes what is computed
+        free = free - {"micro_batch_size"}
     for name, value in flags.items():
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
-            raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
+            what = "the number of ranks" if name == "ranks" else spelled(name)
+            raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

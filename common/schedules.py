@@ -129,7 +129,7 @@ def simulate(
     `costs`.
 
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
-    between two ranks (for the planner in extras). Raises ValueError if the lists deadlock.
+    between two ranks (for a planner). Raises ValueError if the lists deadlock.
     """
     consumers = consumers_of(lists, len(ranks))
     need_input = set(consumers.values())
@@ -212,7 +212,7 @@ def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = CO
     length = int(spans[-1][0])
     rows = [["."] * length for _ in lists]
     for end, rank, start, (kind, i, _) in spans:
-        letter = "-"  # a kind that only a schedule of extras has
+        letter = "-"  # a kind that only another schedule has
         if kind == "F":
             letter = str(i % 10)
         elif kind == "B":

@@ -5,8 +5,7 @@
             run.require_finite(step, loss=..., grad_norm=...)   before the update
             run.record(step, tokens, loss=..., ...)             after it
 
-With step 1, read `choose_device`, `Run.steps` and `Run.record`; one rank is then all there is, so
-`ranks.gather` returns a list of one. The rest may be skipped.
+With step 1, read `choose_device`, `Run.steps` and `Run.record`. The rest may be skipped.
 
     OUT/config.json          the flags
         metrics.jsonl        a line for each step
@@ -16,10 +15,11 @@ With step 1, read `choose_device`, `Run.steps` and `Run.record`; one rank is the
 
 A checkpoint has all that a later step depends on: a batch depends on flags that must stay the same,
 on the data, whose fingerprint is saved, and on the step's number. So a resumed run computes what an
-uninterrupted one does. After Ctrl-C, SIGTERM or SIGUSR1, a rank ends its step, saves a checkpoint,
-and exits with status 0. (torchrun gives it 30 seconds for that, or its --shutdown-timeout, and
-passes SIGUSR1 on only if --signals-to-handle names it.) If a step takes longer than --timeout, each
-rank prints where it waits, and the job ends. (The start and saving are not timed.)
+uninterrupted one does, up to rounding. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks
+end the step, save a checkpoint, and exit with status 0. (torchrun gives them 30 seconds for that,
+or its --shutdown-timeout, and passes SIGUSR1 on only if --signals-to-handle names it.) If a step
+takes longer than --timeout, each rank that hangs prints where it waits, and the job ends. (The
+start and saving are not timed, but a compilation in the first step is.)
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     has_bf16 = False
     if kind == "cuda":
         gpus = torch.cuda.device_count()
-        rank = os.environ.get("RANK", "0")  # for a launcher that does not number a node's ranks
+        rank = os.environ.get(
+            "RANK", "0"
+        )  # if a launcher other than torchrun, on one node, sets it
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", rank)))
         if device.index >= gpus:
             advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
@@ -84,20 +86,24 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     return device, DTYPES[config.dtype]
 
 
-class Run(AbstractContextManager):
+class Run:
     """The files and progress bar of a run. Each rank saves its shards; rank 0 writes the rest."""
 
     def __init__(self, config: Any):
         self.config = config
-        script = Path(inspect.getfile(type(config))).stem  # each script defines its own Config
+        # The script's name, also if it was imported: each script defines its own Config
+        script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.flags = dataclasses.asdict(config) | {"nproc_per_node": self.world}
+        self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.history = []  # the rows of metrics.jsonl, a dict for each step
         self.began = 0.0  # when the present step began
         self.watch = HangWatch(config.timeout, self.out)
+
+    def __enter__(self) -> "Run":
+        return self
 
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
@@ -107,36 +113,24 @@ class Run(AbstractContextManager):
                 draw_loss(self.history, self.out / "loss.png")
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Yield the numbers of the steps. `parts`: model and optimizer, and from case to case data,
-        mesh and others, by name. Raises UserError if the run cannot start or be saved.
+        """Yield the numbers of the steps. Before the first, restore a checkpoint (--resume); after
+        some, save one (--save-every); end after a signal. Raises UserError.
 
-        A part with methods `state` and `load_state` has state besides parameters: a dict of
-        tensors, which is saved, and restored in the same layout only.
+        `parts`, by name: model and optimizer, in most scripts also data, sync and mesh. (Other
+        parts may have methods `state` and `load_state`: state besides parameters, a dict of
+        tensors, which is saved, and restored in the same layout only.)
         """
         self.parts = parts
-        self.mesh = parts.get("mesh") or Mesh(dp=1)
-        self.ranks = Ranks()
-        if self.ranks.world < self.world:
-            raise UserError(
-                "--nproc_per_node: this script trains on one device; step 2 is for more"
-            )
-        steps = range(self.restore(), self.config.steps)
-        check_profile(self.config.profile, len(steps))
-        # Only now: a launch that fails above must not touch the files of an earlier run
-        self.begin()
-        rows = self.gather_rows()
-        self.meter = self.make_meter(rows)
-        self.introduce(rows)
-        self.take_sent()  # do not count what was sent before the first step
+        done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
-        self.bar = tqdm(initial=steps.start, total=steps.stop, unit="step", disable=not self.first)
         with self.bar, trace as end_traced_step, Signals() as signals:
-            for step in steps:
+            for step in range(done, self.config.steps):
                 self.watch.start()
                 self.began = time.perf_counter()
-                yield step
+                yield step  # the body of `for step in run.steps(...)` runs here
                 end_traced_step()
-                # If one rank has received a signal, all end after the same step
+                # If one rank has received a signal, all end after the same step. (`gather` returns
+                # the values of all ranks; of a single rank, a list of one.)
                 stopping = any(self.ranks.gather(signals.received > 0))
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
@@ -144,6 +138,29 @@ class Run(AbstractContextManager):
                 if stopping:
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
+
+    def set_up(self) -> int:
+        """Restore a checkpoint, begin the run's files, and print what runs; returns the number of
+        steps done. Raises UserError.
+        """
+        self.mesh = self.parts["mesh"] if "mesh" in self.parts else Mesh(dp=1)
+        self.ranks = Ranks()
+        if self.ranks.world < self.world:
+            raise UserError("--nproc_per_node: this script trains on one device: use step 2")
+        done = self.restore()
+        check_profile(self.config.profile, self.config.steps - done)
+        # Only now: a launch that fails above must not touch the files of an earlier run
+        self.begin()
+        rows = self.gather_rows()
+        top_k = getattr(self.config, "experts_per_token", 1)
+        model = self.parts["model"]
+        flops = flops_per_token(rows, model.config, top_k)
+        self.meter = Meter(next(model.parameters()), flops, self.world)
+        self.introduce(rows)
+        self.take_sent()  # do not count what was sent before the first step
+        options = dict(unit="step", disable=not self.first)
+        self.bar = tqdm(initial=done, total=self.config.steps, **options)
+        return done
 
     def restore(self) -> int:
         """Restore what --resume selects, if anything; returns the number of steps done.
@@ -186,13 +203,6 @@ class Run(AbstractContextManager):
                 rows.setdefault(name, row)
         return rows
 
-    def make_meter(self, rows: dict[str, Row]) -> Meter:
-        """What measures the steps of this run."""
-        model = self.parts["model"]
-        top_k = getattr(self.config, "experts_per_token", 1)
-        flops = flops_per_token(rows, model.config, top_k)
-        return Meter(next(model.parameters()), flops, self.world)
-
     def introduce(self, rows: dict[str, Row]):
         """Print the devices, the mesh, the data, and how each parameter is sharded."""
         model = self.parts["model"]
@@ -217,9 +227,9 @@ class Run(AbstractContextManager):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         state = {}
         for name, part in self.parts.items():
-            content = part.state() if hasattr(part, "load_state") else {}
-            if content:
-                state[name] = content
+            own = part.state() if hasattr(part, "load_state") else {}
+            if own:
+                state[name] = own
         content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
         content["history"] = self.history if self.first else []
         folder = self.out / f"checkpoints/step-{step:08d}"
@@ -237,7 +247,8 @@ class Run(AbstractContextManager):
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        The numbers must be the same on all ranks: then all raise, or none.
+        The numbers must be the same on all ranks: then all raise, or none. (What the error says is
+        found by a collective.)
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -263,7 +274,10 @@ class Run(AbstractContextManager):
         return ", ".join(found[:4]) or "none"
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it."""
+        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
+
+        Its seconds end here: they do not contain saving.
+        """
         seconds = time.perf_counter() - self.began
         rate = tokens / seconds
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
@@ -295,7 +309,7 @@ class Run(AbstractContextManager):
         try:
             yield
         except OSError as error:
-            raise UserError(f"--out {self.out}: cannot write: {error.strerror}") from error
+            raise UserError(f"--out {self.out}: cannot write: {error.strerror or error}") from error
 
 
 def draw_loss(history: list[dict], target: Path):
@@ -337,14 +351,23 @@ def main(train: Callable[[Any, Run], None], cls: type):
 def report(error: Exception, early: bool) -> int:
     """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
 
-    `early`: training has not begun, so files and network are the user's, too.
+    `early`: training has not begun. Then an error of a file or of the network is most likely one
+    that the user can fix, too: a path, an address.
     """
+    fixable = isinstance(error, UserError)
+    text = str(error)
+    if early and isinstance(error, OSError | DistError):
+        fixable = True
     if isinstance(error, torch.OutOfMemoryError):
-        error = UserError(f"--micro-batch-size: lower it, or use --recompute full: {error}")
-    if not isinstance(error, UserError) and not (early and isinstance(error, OSError | DistError)):
+        fixable = True
+        advice = "--micro-batch-size: lower it, or use --recompute full"
+        if early:
+            advice = "--model: it does not fit on this GPU: shard it, for example by --zero 3"
+        text = f"{advice}: {error}"
+    if not fixable:
         traceback.print_exception(error)
         return 1
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # rank 0 most likely reports the same; torchrun then ends this process
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2

@@ -20,7 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 class Signals(AbstractContextManager):
     """In this context a signal does not end the process: it is noted, so that the run can save.
 
-    (torchrun passes signals on to the ranks, and ends them for good after its --shutdown-timeout.)
+    (torchrun passes SIGINT and SIGTERM on to the ranks, SIGUSR1 only if --signals-to-handle names
+    it, and kills them after its --shutdown-timeout, 30 seconds.)
     """
 
     def __init__(self):
@@ -35,14 +36,14 @@ class Signals(AbstractContextManager):
             signal.signal(number, handler)
 
     def note(self, number: int, frame: Any):
-        """Handle a signal. A Ctrl-C more than a second after the first signal ends the process: an
-        earlier one may be the first, repeated by torchrun.
+        """Handle a signal. A second Ctrl-C ends the process, unless it comes within a second of the
+        first signal: then it may be the same one, which torchrun has passed on.
         """
         now = time.monotonic()
-        if number == signal.SIGINT and 0 < self.received < now - 1:
-            os._exit(130)
         if not self.received:
             self.received = now
+        elif number == signal.SIGINT and now > self.received + 1:
+            os._exit(130)
 
 
 class HangWatch:
@@ -50,26 +51,28 @@ class HangWatch:
 
     If one rank waits for ever, the others soon wait for it in a collective. So all ranks print
     their stacks at about the same time, and the rank whose stack differs is usually the one that
-    they wait for. With NCCL, PyTorch's record of the last collectives is written, too, which
-    `torchfrtrace --prefix nccl- OUT` reads. (PyTorch itself ends a collective after 10 minutes with
-    NCCL, and after 30 with gloo.)
+    they wait for. (The first to exit makes torchrun end the others by SIGTERM, which `Signals` only
+    notes.) On a machine with GPUs, PyTorch's record of the last NCCL collectives is written, too,
+    which `torchfrtrace --prefix nccl- OUT` reads. (PyTorch itself ends a collective after 10
+    minutes with NCCL, and after 30 with gloo: a larger --timeout has no effect there.)
     """
 
     def __init__(self, seconds: float, out: Path):
         self.seconds = seconds
         self.out = out
-        self.timer = threading.Timer(seconds, self.explain)
+        self.timer: threading.Timer | None = None
 
     def start(self):
         """Begin a step."""
-        self.timer = threading.Timer(self.seconds, self.explain)
-        self.timer.daemon = True
         if self.seconds:
+            self.timer = threading.Timer(self.seconds, self.explain)
+            self.timer.daemon = True
             self.timer.start()
 
     def stop(self):
         """End the step."""
-        self.timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
 
     def explain(self):
         """Print the stacks of all threads, and end the process. (The timer's thread calls this.)"""
@@ -83,7 +86,7 @@ class HangWatch:
             sys.stderr.write(text)  # at once, so that the ranks' stacks do not mix
             sys.stderr.flush()
             if torch.cuda.is_available():
-                record = torch._C._distributed_c10d._dump_nccl_trace()
+                record = torch._C._distributed_c10d._dump_nccl_trace()  # no public function has it
                 (self.out / f"nccl-{rank}").write_bytes(record)
         except Exception as error:
             traceback.print_exception(error)

@@ -86,7 +86,7 @@ TASKS: dict[int, dict[str, str]] = {
         "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
         "BiasBalancedMoE.end_step",
         "dispatch": "transpose_blocks send_rows dispatch combine Dispatch.forward Dispatch.backward "
-        "Combine.forward Combine.backward exchange_counts visit_experts",
+        "Combine.forward Combine.backward exchange_counts run_experts_on_their_ranks",
         "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },

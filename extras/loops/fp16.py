@@ -100,9 +100,8 @@ def train(config: Config, run: Run):
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
     loss_scale = LossScale(config.loss_scale, config.growth_steps)  # new
 
-    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)
-    parts["loss_scale"] = loss_scale  # new: it has state, which is saved
-    for step in run.steps(**parts):  # new
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)  # new
+    for step in run.steps(**parts, loss_scale=loss_scale):  # new: it has state, which is saved
         tokens, targets = data.batch(step)
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
         own_xs, own_ys = own_tokens(tokens, targets, own, positions)

@@ -84,8 +84,8 @@ def ring(mode: str) -> dict:
     """Make a frame that shows in which hop each pair of query and key is computed under --cp-mode
     `mode`.
     """
-    positions, attention, _ = step05.CONTEXT[mode]
-    visible = attention.keywords["visible"]
+    positions = step05.CONTEXT[mode].positions
+    visible = dict(zigzag=step05.zigzag_visible, ordered=step05.ordered_visible)[mode]
     own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
     boxes, moments, slowest = [], [], 0
     for hop in range(RANKS):

@@ -359,7 +359,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
         """What step 7 puts in the place of `MoE.run_experts`, with a look at the rows."""
         show("sorted", vectors, counts, range(4))
         received = partial(show, "received", experts=own_experts)
-        returned = step07.visit_experts(
+        returned = step07.run_experts_on_their_ranks(
             lambda some, numbers: received(vectors=some, counts=numbers), group, vectors, counts
         )
         return show("returned", returned, counts, range(4))

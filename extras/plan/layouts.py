@@ -150,8 +150,8 @@ def broken_rules(m: Shape, x: Layout) -> Iterator[str]:
         yield f"--tp {x.tp} must divide {m.n_heads} heads, and fit {m.n_kv_heads} key/value heads"
     if x.cp > 1 and m.seq_len % (2 * x.cp):
         yield f"--cp {x.cp}: the sequence length {m.seq_len} must be a multiple of {2 * x.cp}"
-    if (x.sp or m.experts) and tokens % x.tp:  # experts: to route them
-        yield f"--tp {x.tp} must divide a rank's {tokens} tokens; without experts, or use --no-sp"
+    if x.sp and tokens % x.tp:
+        yield f"--tp {x.tp} must divide a rank's {tokens} tokens, or use --no-sp"
     if m.n_layers < x.pp * x.stages:
         yield f"--pp {x.pp}: {m.n_layers} layers for {x.pp * x.stages} stages: lower pp or chunks"
     if x.stages > 1 and x.micro_batches % x.pp:
@@ -171,6 +171,8 @@ def broken_expert_rules(m: Shape, x: Layout) -> Iterator[str]:
         yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
     if m.dense_layers + m.moe_every > m.n_layers:
         yield "no layer has experts: lower --dense-layers or --moe-every"
+    if x.tp > 1 and not x.sp:
+        yield "--no-sp: ranks of tp would all route the same tokens: leave it out"
 
 
 def illegal(m: Shape, x: Layout) -> str:

@@ -87,19 +87,19 @@ class Finish(torch.autograd.Function):
         return grad, None
 
 
-def cut(sizes_Ge: Tensor, n: int) -> Tensor:
+def cut(sizes_GL: Tensor, n: int) -> Tensor:
     """Cut blocks of rows into n almost equal chunks: block sizes int64 [G, e] -> [n, G, e]."""
-    bounds = torch.arange(n + 1)[:, None, None] * sizes_Ge // n
+    bounds = torch.arange(n + 1)[:, None, None] * sizes_GL // n
     return bounds.diff(dim=0)
 
 
 def visit_in_chunks(
     experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor, n: int
 ) -> Tensor:
-    """`visit_experts` of step 7, in n chunks that overlap."""
-    leaving_Ge, arriving_Ge, _ = exchange_counts(counts_E, group)
-    leaving = cut(leaving_Ge, n)
-    arriving = cut(arriving_Ge, n)
+    """`run_experts_on_their_ranks` of step 7, in n chunks that overlap."""
+    leaving_GL, arriving_GL, _ = exchange_counts(counts_E, group)
+    leaving = cut(leaving_GL, n)
+    arriving = cut(arriving_GL, n)
     sizes_nE = leaving.flatten(1)
     rows_by_chunk = transpose_blocks(sorted_ND, sizes_nE.T)  # they were sorted by expert
     chunks = rows_by_chunk.split(sizes_nE.sum(1).tolist())
@@ -111,8 +111,8 @@ def visit_in_chunks(
     combines = []
     for i, (received, exchange) in enumerate(dispatches):
         rows_RD = Finish.apply(received, exchange)  # sorted by rank, then by expert
-        counts_e = arriving[i].sum(0).to(rows_RD.device)
-        out_RD = experts(transpose_blocks(rows_RD, arriving[i]), counts_e)
+        counts_L = arriving[i].sum(0).to(rows_RD.device)
+        out_RD = experts(transpose_blocks(rows_RD, arriving[i]), counts_L)
         reverse = Exchange(group, exchange.received_rows, exchange.sent_rows)
         outgoing = transpose_blocks(out_RD, arriving[i].T)
         combines.append((Start.apply(outgoing, reverse), reverse))

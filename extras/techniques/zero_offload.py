@@ -37,14 +37,22 @@ def to_host(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
+class MasterOnHost(Unit):
+    """A unit whose master is on the host."""
+
+    def __init__(self, named: dict[str, nn.Parameter], group: Group):
+        super().__init__(named, group)
+        self.master = to_host(self.master)
+
+
+class ShardedMasterOnHost(MasterOnHost, ShardedUnit):
+    """As MasterOnHost, for ZeRO 3."""
+
+
 class Zero1Offload(Zero1):
     """ZeRO 1 with masters on the host. So torch.optim creates their moments there, too."""
 
-    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> Unit:
-        """A unit whose master is on the host."""
-        unit = super().make_unit(named, group)
-        unit.master = to_host(unit.master)
-        return unit
+    unit_type = MasterOnHost
 
     def step(self, lr: float):
         """Copy this rank's shards of the gradient to the host, and update there.
@@ -63,9 +71,11 @@ class Zero2Offload(Zero1Offload, Zero2):
 class Zero3Offload(Zero1Offload, Zero3):
     """ZeRO 3 with masters on the host."""
 
+    unit_type = ShardedMasterOnHost
 
-class HostUnit(ShardedUnit):
-    """A unit whose shard of the weights is on the host between uses."""
+
+class AllOnHost(ShardedMasterOnHost):
+    """A unit whose master, and shard of the weights, are on the host between uses."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
@@ -87,11 +97,7 @@ class HostUnit(ShardedUnit):
 class Zero3OffloadAll(Zero3Offload):
     """ZeRO 3 with masters and weights on the host."""
 
-    def make_unit(self, named: dict[str, nn.Parameter], group: Group) -> HostUnit:
-        """A unit whose master and shard are on the host."""
-        unit = HostUnit(named, group)
-        unit.master = to_host(unit.master)
-        return unit
+    unit_type = AllOnHost
 
 
 ZERO["1+offload"] = Zero1Offload

@@ -93,7 +93,7 @@ ROWS = [  # ranks, flags of both runs, the layout
     (4, DEEPSEEK, f"--pp 2 --ep 2 --schedule zb-h1 --ep-mode overlap {FULL}"),
     (4, DEEPSEEK, "--cp 2 --tp 2 --ep 4 --zero 1"),
     (4, CAPACITY, "--cp 2 --tp 2 --ep 2 --zero 2"),
-    (4, SHARED, "--tp 2 --no-sp --ep 2"),
+    (4, SHARED, "--tp 2 --ep 2"),
     (4, GROUPS, "--pp 2 --tp 2 --schedule gpipe"),
 ]
 
@@ -119,7 +119,7 @@ def sweep() -> list[tuple]:
     for schedule, base in product(schedules, (EXPERTS, DEEPSEEK, CAPACITY, SHARED, GROUPS)):
         words = f"--pp 2 --tp 2 --ep 2 --ep-mode overlap --schedule {schedule}"
         rows.append((4, base, f"{words} {FULL}"))
-        rows.append((4, base, f"{words} --no-sp --zero 1"))
+        rows.append((4, base, f"{words} --zero 1"))
     return rows
 
 

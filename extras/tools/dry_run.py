@@ -43,7 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
-from common import UserError
+from common import UserError, layout
 from common.comm import Mesh
 from common.flags import flag, parse
 from common.model import model_shape
@@ -215,6 +215,12 @@ class GpuNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
+def empty(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
+    """As `draw_all` of common/layout.py, but nothing is drawn."""
+    for _, param in named:
+        yield torch.empty(layout.full_shape(param))
+
+
 class CountedRun:
     """The `run` that `train` gets: two steps, of which the second is counted. It writes nothing."""
 
@@ -277,6 +283,8 @@ def as_rank(rank: int, ranks: int, meter: Meter, gpu: bool) -> Iterator[None]:
             stack.callback(dist.destroy_process_group)
         if gpu:
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        # Weights have no data, and the threads that draw would not see the mode below
+        stack.enter_context(mock.patch.object(layout, "draw_all", empty))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
