@@ -7,9 +7,10 @@
 SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number
 of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
-have different numbers of target tokens: of the losses 1 and 3, 3, 3 the mean is 10/4 = 2.5, while
-the mean of the two means 1 and 3 is 2. (The texts that this course trains on make every token a
-target. Data for fine-tuning do not: they mark the tokens of a prompt with IGNORE, as the tests do.)
+have different numbers of target tokens: if one has a token with the loss 1, and another has three
+with 3, 3, 3, the mean of all four is 2.5, while that of the two means 1 and 3 is 2. (The texts that
+this course trains on make every token a target. Data for fine-tuning do not: they mark the tokens
+of a prompt with IGNORE, as the tests do.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 heads, of which keys
 and values have 4 (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
@@ -35,27 +36,30 @@ layer saves, for each token,
                                                                               sum 2,304
     n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
 
-In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. (On a CPU a norm saves, in place of its
-input, two tensors in fp32: 4,648 - 2 x 256 + 2 x 2 x 512 = 6,184. In fp32 on a CPU it saves one
-more: 4 x (2,304 + 10) + 2 x 512 = 10,280.) With recomputation a layer saves only its input, dim
-numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the product with
-down_proj and the sum after it, whose results backward does not need.
+In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. (A CPU has no fused norm. In bf16 each
+norm saves two fp32 tensors in place of its input, 4,648 - 2 x 256 + 2 x 2 x 512 = 6,184; in fp32
+each saves one tensor more, 4 x 2,314 + 2 x 512 = 10,280.) With recomputation a layer saves only its
+input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the product
+with down_proj and the sum after it, whose results backward does not need.
 
 FLOPS OF A TOKEN. Each weight of a matrix, except the embedding's, costs 6: 2 forward, 4 backward.
 In causal attention a token attends to about seq/2 tokens. Its scores with their keys cost 2 x dim x
 seq/2 = seq dim, and so does each other product of attention. Forward has two (scores, output), and
-backward five: the scores once more, as in FlashAttention, and the gradients of the weights, v, q
-and k. Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices without the embedding:
+backward five: the scores once more, as in FlashAttention, and the gradients of the attention
+probabilities, of v, q and k. Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices
+without the embedding:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
-Recomputation adds 1,376,256, a quarter.
+Recomputation repeats 2 of the 6 for a layer's matrices but down_proj, and two products of
+attention: 4 x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256, a quarter more.
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
 
 PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights, which are their
-own masters, and casts each for a forward. torch.utils.checkpoint is used here, too.
+own masters, and casts those of matrix products for a forward. Recomputation here is PyTorch's own:
+torch.utils.checkpoint.
 
 Try this: in `train`, divide by `(y != IGNORE).sum()` of the micro-batch, and by `len(xs)`: the mean
 of means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers
@@ -152,8 +156,9 @@ RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": 
 def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    torch.compile looks at `.grad`, too, and gives up on a bf16 weight whose `.grad` is fp32. (Also
-    a forward that recomputation runs inside backward: it is over before these gradients change.)
+    torch.compile looks at `.grad`, too, and gives up on a bf16 weight whose `.grad` is fp32. (This
+    is safe also when recomputation calls it inside backward: the gradients are back before backward
+    adds to them.)
     """
     params = list(layer.parameters())  # now: later steps replace them after this function was set
     gradients = [param.grad for param in params]
@@ -318,7 +323,7 @@ def train(config: Config, run: Run):
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ..., after it has restored a checkpoint (--resume); saves one after some steps
+    # Yields 0, 1, ...; with --resume it begins where a checkpoint ended; --save-every: it saves
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)

@@ -16,24 +16,23 @@ each rank's loss is the mean over its own tokens, that gives a mean of means, wh
 all ranks have equally many targets.)
 
 THE SAME START. Every rank draws its weights from the same seed and names, so all start equal. They
-stay equal, because an all-reduce gives all ranks the same bits (each sum is computed on one rank,
-and then copied), and so all make the same update. (DistributedDataParallel broadcasts rank 0's
-weights.)
+stay equal, because an all-reduce gives all ranks the same bits (in a ring or a tree each sum is
+computed in one place, and then copied), and so all make the same update. (DistributedDataParallel
+broadcasts rank 0's weights.)
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    gradients are views of flat buffers, *buckets* (--bucket-mb). Each counts the
-                     additions that are still to come: micro-batches x parameters. During the last
-                     backward, a bucket's all-reduce starts when this number is 0 for that bucket
-                     and all before it (Li et al. 2020, "PyTorch Distributed"):
+    --sync bucket    gradients are views of flat buffers, *buckets* (--bucket-mb). Each counts down
+                     the additions that are still to come, at first micro-batches x parameters.
+                     Its all-reduce starts, during the last backward, when its count and those of
+                     all buckets before it are 0 (Li et al. 2020, "PyTorch Distributed"):
 
-        backward      | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
-        of bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3    3 3       |
-        all-reduce                    | bucket 0      | bucket 1     | bucket 2         | bucket 3 |
+        backward of        | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
+        its bucket         | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3    3 3       |
+        all-reduce of                      | bucket 0      | bucket 1     | bucket 2    | bucket 3 |
 
-    (A digit: the bucket of the gradients that are computed then. A bucket of tiny ends inside a
-    layer: bucket 1 also has layer 1's down_proj, bucket 2 also layer 0's down_proj and up_proj.
-    With naive, all messages would follow after the last backward.)
+    (A bucket of tiny ends inside a layer: bucket 1 also has layer 1's down_proj, bucket 2 also
+    layer 0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
 
 THE LAW. In a ring, a rank sends in a training step 2 (n-1)/n times the bytes of all gradients and
 of the loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350
@@ -43,11 +42,12 @@ Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding in the first 20 steps. This compares two runs:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
-rank 0 sends in a training step over each mesh dimension: by this law, because PyTorch does not
-report its messages.
+rank 0 sends in a training step over each mesh dimension. They are computed by this law, because
+PyTorch does not report what it sends; with --sync ring the messages are our own, and are counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
-model.no_sync():` around all micro-batches but the last. Build it by hand once, then use that.
+model.no_sync():` around forward and backward of all micro-batches but the last. Its gradients are
+means over ranks: multiply the loss by their number to get our sums.
 
 Try this: in `BucketSync.begin`, expect one addition fewer, n_micro_batches * backwards - 1. A
 bucket is then sent before its last gradient is there; `mark_ready` says so.
@@ -229,7 +229,7 @@ class BucketSync:
     def begin(self, n_micro_batches: int):
         """Zero the buffers, and make each `.grad` a view of its buffer.
 
-        A micro-batch adds once to each gradient: `backwards` is 1 (but for a case of step 6).
+        A micro-batch adds once to each gradient. (`backwards`: 2 in a case of step 6.)
         """
         self.unsent = list(self.buckets)
         self.pending = []

@@ -37,29 +37,30 @@ its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds whole gradients and a shard of their sums. During a backward, stage 2 also holds the
-whole gradients of two units, stage 3 also their weights (of three, if embedding and head are tied).
-Activations are not in the table: each rank has its own, of its own sequences.
+Stage 1 holds whole gradients and a shard of their sums. During a backward, stages 2 and 3 also hold
+the whole gradients of two units, the present one and the one before, whose sum is in flight; stage
+3 also the whole weights of two, the present one and the next. (If embedding and head are tied,
+three of each.) Activations are not in the table: each rank has its own, of its own sequences.
 
 State is sharded first because it is the largest part and costs no extra bytes: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
-next. Now no rank keeps a whole gradient from one micro-batch to the next, so each micro-batch needs
-a reduce-scatter. Weights are last: they must be gathered for each use.
+next. Now whole gradients do not wait for later micro-batches, so each micro-batch needs a
+reduce-scatter. Weights are last: they must be gathered for each use.
 
-In a training step of m micro-batches, a rank that trains P parameters (counted with the padding of
-units; stage 0 has none) sends (n-1)/n times
+With n ranks, m micro-batches and P parameters (with the padding of units; stage 0 has none), a rank
+sends in a training step (n-1)/n times this many elements:
 
-    stage 0              2 P elements      an all-reduce (step 2)
+    stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
     stage 2              (m+1) P           m reduce-scatters, one all-gather
     stage 3              m (3 P - e)       m times two all-gathers and a reduce-scatter
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
-With --keep, weights stay whole from their first use in a training step to the update. Else a
-micro-batch gathers most weights twice, for forward and for backward, but e of them only once: those
-of E, whose backward needs no weights, and of H, whose backward follows its forward at once. (If
-embedding and head are tied, e is the last norm alone.) For the norm of the gradient, which ranks
-now hold in shards, 8 bytes are all-reduced, and for the loss 4. Stage 3 of tiny on
+e: the elements of E and H, which a micro-batch gathers once, not twice, because E's backward needs
+no weights, and H's backward follows its forward at once. (If embedding and head are tied, e is the
+last norm alone.) With --keep, weights stay whole from their first use in a training step to the
+update. For the norm of the gradient, which ranks now hold in shards, 8 bytes are all-reduced, and
+for the loss 4. Stage 3 of tiny on
 4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e) = 3,520,128 elements. In fp32
 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16,
 gathers have 2 bytes an element.
@@ -74,10 +75,12 @@ gradients. Stage 3 is
     fully_shard(model)                           # what is not in a layer
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-With reshard_after_forward=False, fully_shard keeps weights from forward to backward.
+With reshard_after_forward=False, fully_shard keeps weights from forward to backward; --keep, which
+keeps them to the update, is also set_reshard_after_backward(False) before all micro-batches but the
+last.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
-two lines). Backward then computes with weights that have no memory: PyTorch says so.
+`if`, three lines). Backward then computes with weights that have no memory: PyTorch says so.
 """
 
 import math
@@ -136,9 +139,9 @@ class Unit:
         self.flat = some_param.new_zeros(self.length * group.size)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            # Autograd refuses a saved weight that was changed in place, as a version number tells.
-            # Set by `.data`, a parameter has a version of its own, which a gather into `flat` does
-            # not change (stage 3).
+            # If a weight that was saved for backward is changed in place, autograd raises an error:
+            # it compares version numbers. A view shares the version of `flat`, which each gather
+            # raises (stage 3). A parameter that is set by `.data` keeps a version of its own.
             param.data = self.view(self.flat, name)
         self.shard = self.flat[self.first : self.first + self.length]
         # In fp32 or fp64 this is the shard itself
@@ -199,7 +202,6 @@ class Zero1:
 
     `mark_ready` starts the reduce-scatter of a unit's gradients when that unit and all before it
     are complete, as step 2 sends buckets. `step` updates our shards. `publish` gathers weights.
-    (All ranks start the sums in the same order, because they run backward through the same graph.)
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
@@ -330,12 +332,12 @@ class Zero2(Zero1):
 
         backward          | H | layer 1 | layer 0 | E |
         reduce-scatter        | H       | layer 1 | layer 0 | E |
-        freed after                     | H       | layer 1 | layer 0 | E
 
-    So whole gradients of two units exist at a time. (If the head is tied, there is a third:
-    autograd keeps the head's part of the tied gradient, and adds the embedding's to it in the
-    weight's dtype.) The last sum, here the embedding's, is awaited in the next micro-batch's
-    backward, or in `finish`.
+    H's is freed when the backward of layer 0 begins, layer 1's when that of E begins, and so on. So
+    whole gradients of two units exist at a time. (If the head is tied, there is a third: autograd
+    keeps the head's part of the tied gradient, and adds the embedding's to it in the weight's
+    dtype.) The last sum, here E's, is awaited in the next micro-batch's backward, or in `finish`.
+    All ranks start the sums in the same order, because they run backward through the same graph.
 
     A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
     Micro-batches and ranks are added up in fp32: `mark_ready` copies it into an fp32 buffer.
@@ -454,8 +456,9 @@ class Zero3(Zero2):
     freed after the backward of E. In a pipeline the last unit of a rank's stage also stays.) With
     --keep, a unit is freed only at the update.
 
-    A unit is freed when its last gradient has arrived, the one of a layer's first norm. What may be
-    left of the layer's backward, the rest of this norm's dx, needs no weights. (A unit with frozen
+    A unit is freed when its last gradient has arrived; in a layer that is the one of
+    input_layernorm.weight. At most a part of that norm's dx is still to be computed then, and it
+    reads no weights. (A unit with frozen
     weights stays whole until the next forward has used it, or until the update.)
     """
 

@@ -1,10 +1,11 @@
 """Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
 
-A *block*, attention or the MLP, computes h(x A) B. In attention, A is q_proj, k_proj and v_proj
-side by side, h works on each key/value head and its query heads alone, and B is o_proj. In the
-MLP, A is gate_proj and up_proj, h = silu(gate) up works on each channel alone, and B is down_proj.
-In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), B by rows (inputs). So rank
-i can compute its term h(x A_i) B_i without the others, and the block's output is the sum of these
+A *block*, attention or the MLP, is two matrix products with something between: h(x A) B. In the
+MLP, A is gate_proj and up_proj side by side, B is down_proj, and h = silu(gate) up works on each
+channel alone. In attention, A is q_proj, k_proj and v_proj, B is o_proj, and h, attention itself,
+works on each key/value head with its query heads alone. In Megatron-LM (Shoeybi et al. 2019) A is
+sharded by columns (outputs), between channels or heads, and B by the same rows (inputs). So rank i
+can compute its term h(x A_i) B_i without the others, and the block's output is the sum of these
 terms. (nn.Linear has weights [out, in]: columns of A are rows of its weight.)
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
@@ -17,8 +18,7 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
 of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
-its own term of dx. Shoeybi et al. call the operators that do this f and g. (With sequence
-parallelism, below, Korthikanti et al. call our f "g", and our g "g-bar".) In attention, for tiny's
+its own term of dx. Shoeybi et al. call the operators that do this f and g. In attention, for tiny's
 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
@@ -28,6 +28,9 @@ parallelism, below, Korthikanti et al. call our f "g", and our g "g-bar".) In at
                       forward                             backward
     f   enter_block   identity: all ranks have x          all-reduce: each rank has a term of dx
     g   leave_block   all-reduce: each rank has a term    identity: dL/d(term) = dL/d(sum)
+
+All ranks compute the same loss, and each calls backward, but nothing counts n times: after g all
+have the same dy, each takes it through its own term alone, and f adds these n different terms.
 
 embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code,
 g is a hook after a block's forward. f is in the block's `project`, together with the first
@@ -41,6 +44,8 @@ block's first matrices, except with --tp-overlap.)
 
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
+
+(Korthikanti et al. call the first of these g, and the second g-bar.)
 
 WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
 Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
@@ -58,22 +63,22 @@ Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partia
 
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of x sends 2 (n-1)/n S, an all-gather or a
 reduce-scatter (n-1)/n S. So an f, or a g, costs 2 (n-1)/n S in forward and backward together. A
-layer has two of each, embedding and head have one of each. A rank sends over tp, in a micro-batch,
-(n-1)/n times
+layer has two f and two g, 4 x 2 S; the embedding has one g, the head one f, 2 x 2 S. A rank sends
+over tp, in a micro-batch, (n-1)/n times
 
                                     a layer   embedding and head
     with SP or without              8 S       4 S
     SP and --tp-overlap             10 S      4 S       backward gathers x of both blocks once more
     SP and --recompute full         11 S      4 S       forward again, except its last g
     --no-sp and --recompute full    10 S      4 S       forward again, except its last all-reduce
-    SP with both                    13 S      4 S
+    SP with both of these           13 S      4 S
 
 and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2:
 
     S               4 x 256 x 128 x 4 bytes = 524,288 bytes
     a micro-batch   (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
-    a step          4 micro-batches, and once all-reduces of the gradients of 9 norms (SP alone)
-                    and of the squared norm, 9 x 128 x 4 + 8: in all 37,786,120 bytes
+    a step          4 micro-batches; once, with SP, an all-reduce of the gradients of 9 norms; and
+                    once of the squared norm: 9 x 128 x 4 + 8. In all 37,786,120 bytes
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
@@ -350,7 +355,8 @@ def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
 
     Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
     RowParallelLinear one whose weight has fewer columns (inputs). A bias in o_proj or down_proj
-    would have to be added after g, once. q_proj needs no rule: n_kv_heads divides n_heads.
+    would have to be added after g, once. q_proj needs no rule: tp divides n_kv_heads, which divides
+    n_heads.
     """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
@@ -425,9 +431,9 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one
     all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, a gradient is this rank's part of it. All ranks of tp
-    have units of the same lengths and cut them at the same places, so they have the same elements
-    of a norm's gradient.
+    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. That
+    works: ranks of tp that are summed here are at the same place in dp, and their units have the
+    same lengths, so they have the same part of a norm.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():

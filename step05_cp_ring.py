@@ -23,25 +23,26 @@ before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
-              its chunk 7     # # # # # # # +      16 units on each rank. (A block has here half
-    rank 1    its chunk 1     # + . . . . . .      the height and width of those above: 16 of
-              its chunk 6     # # # # # # + .      these units are 4 of those.)
+              its chunk 7     # # # # # # # +
+    rank 1    its chunk 1     # + . . . . . .
+              its chunk 6     # # # # # # + .
     rank 2    its chunk 2     # # + . . . . .
               its chunk 5     # # # # # + . .
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-Not only in all, but in each hop all ranks have the same work. Rank 1, for example, has chunks 1 and
-6, and works on these pairs (chunk of queries, chunk of keys):
+16 units on each rank. (A block has here half the height and half the width of one above, so 16 of
+these units are 4 of those.) Not only in all, but in each hop all ranks have the same work. Rank 1,
+for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
 
-Units count the pairs that are needed. In hop 0 our formula computes all four blocks of the two
-chunks, and masks about half of the numbers. So hop 0 takes twice the FLOPs of a later hop. (A fused
-kernel skips most of that half.)
+Units count the pairs that are needed. Our formula cannot skip: in hop 0 it computes all four blocks
+of the two chunks, and masks about half of their numbers; in a later hop it computes two blocks. So
+hop 0 takes twice the FLOPs of a later one. (A fused kernel skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An online softmax
 (Milakov and Gimelshein 2018; of outputs: Rabe and Staats 2021) merges the results of several parts,
@@ -49,8 +50,9 @@ without approximation: see `merge`, whose docstring has an example.
 
 BACKWARD. k and v travel again, followed by dkv, the sum so far of their gradients. A rank sends k
 and v on before it computes (n-1 messages), and dkv after it has added its own term (n messages: the
-last returns dkv to its owner, and no computation hides it). With 3 ranks (kv2: k and v of rank 2;
-dkv2 {2 0}: ranks 2 and 0 have added their terms):
+last returns dkv to its owner, and no computation hides it). What each of 3 ranks has at the end of
+a hop, when it has added its term (kv2: k and v of rank 2; dkv2 {2 0}: with the terms of ranks 2 and
+0); then both move one rank to the right:
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -61,8 +63,9 @@ TARGETS are shifted before the sequence is sharded (common/data.py). Suppose tha
 their own tokens, with 16 tokens and 2 ranks. Rank 0 has tokens 0 to 3 and 12 to 15. So token 3
 would get token 12 as its target instead of token 4, in silence, and token 15 would have none.
 
-THE LAW. B: the bytes of one layer's k and v, of a rank's tokens of a micro-batch. G: the bytes of
-their gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank sends
+THE LAW. B: the bytes of k and v in one layer, for the tokens that one rank has of a micro-batch. G:
+the bytes of their gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank
+sends
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
@@ -127,11 +130,12 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
         yield (r - hop) % n, kv  # the caller computes; we go on when it asks for the next pair
         passing.wait()
         kv = next_kv
-    yield right, kv  # these have come all the way round
+    yield right, kv  # these have come from our right neighbour, by n-1 messages
 
 
-# Some of our queries attend to some of the source's keys, to all of them or causally.
-# (slice(4, 8), slice(0, 8), False): our tokens 4 to 7 attend to all of the source's tokens 0 to 7.
+# (queries, keys, causal): these of our queries attend to these of the source's keys: to all of them
+# or, if causal, query i only to keys 0 to i. (slice(4, 8), slice(0, 8), False): our tokens 4 to 7
+# attend to all of the source's tokens 0 to 7.
 Part = tuple[slice, slice, bool]
 
 
@@ -390,9 +394,10 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     tokens, int64 [s/n], on the CPU.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
-    before k travels. Like the ranks of dp, those of cp hold the same weights and see different
-    tokens. So gradients are summed, and ZeRO shards, over dp x cp: `mesh["data"]`. Raises
-    UserError.
+    before k travels. Raises UserError.
+
+    Ranks of cp, like those of dp, hold the same weights and see different tokens. So gradients are
+    summed, and ZeRO shards, over dp x cp: `mesh["data"]`.
     """
     group = mesh["cp"]
     tp = mesh["tp"].size

@@ -3,10 +3,10 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
-Micro-batches pass through the stages. Neighbours exchange only x and its gradient dx, [batch, seq,
-dim] each: of this rank's tokens, so with cp of 1/cp of the sequence, and with sequence parallelism
-of 1/tp of that. The price is idle time: at the start later ranks wait for the first x, and at the
-end earlier ranks wait for the last dx.
+Micro-batches pass through the stages. Neighbours exchange only x and its gradient dx, both [batch,
+seq, dim]. (With cp, seq is 1/cp of the sequence; with sequence parallelism, 1/tp of that.) The
+price is idle time: at the start later ranks wait for the first x, and at the end earlier ranks wait
+for the last dx.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
@@ -41,10 +41,11 @@ time:
 
 THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for p-1
 forwards and backwards. Here that is 9 units beside 18 of work: (p-1)/m of the working time, and
-(p-1)/(m+p-1) of the whole. 1F1B saves memory: rank r holds activations of at most p - r
-micro-batches, in AFAB those of all m. (Stages are never quite equal: the first has the embedding,
-the last the head and the loss. And messages take no time in these pictures. In the two loops below
-a rank waits for each message; `ListPipeline` hides messages behind work.)
+(p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory: at any time rank r holds
+activations of at most p - r micro-batches, in AFAB of all m. (Stages are never quite equal: the
+first has the embedding, the last the head and the loss. And messages take no time in these
+pictures. In the two loops below a rank waits for each message; `ListPipeline` hides messages behind
+work.)
 
 AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send. The
 simple way keeps x and y from the forward to the backward:
@@ -53,7 +54,8 @@ simple way keeps x and y from the forward to the backward:
     y = run(x)                           forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-But of y, backward needs only the graph that hangs on it, not its numbers. `Stage` keeps just the
+But of y, backward needs only the graph that hangs on it, not its numbers: the last operation of a
+layer is a sum, whose backward does not read its result. `Stage` keeps just the
 graph's last node (`get_gradient_edge(y)`), where backward can start. So a rank holds the y that it
 computes and at most the one before, not one for each micro-batch. (Megatron-LM's
 deallocate_pipeline_outputs has the same aim.)
@@ -185,8 +187,8 @@ def keep_stages(model: Decoder, stages: list[range]):
 
     The stage with layer 0 also has the embedding; the one with the last layer has norm and head. If
     these two stages are on two ranks, both ranks keep a tied embedding, and its record says
-    stage_copies=2. If they are two stages of one rank (in another schedule), two
-    backward passes add to its gradient: backwards=2.
+    stage_copies=2. If they are two stages of one rank (not in our three schedules), two backward
+    passes add to its gradient: backwards=2.
     """
     trunk = model.model
     n_layers = model.config.n_layers
@@ -316,11 +318,11 @@ class Pipeline:
     def send_receive(
         self, peer: int, send: Tensor | None = None, receive_of: int | None = None
     ) -> Tensor | None:
-        """Send a tensor to `peer` and receive that of micro-batch `receive_of` from it, together.
+        """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
+        nothing, and return None.
 
-        If there is no such rank, do nothing, and return None. Messages carry no number: the k-th
-        receive gets the k-th send of this peer. The micro-batch only tells the shape, because the
-        last one may have fewer sequences.
+        `receive_of`: a micro-batch, whose number of sequences is that of the tensor to receive. (It
+        selects no message: the k-th receive gets the k-th send of this peer.)
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
@@ -464,8 +466,8 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # An action -> the tensor that it will use, and the message that brings it (none if it is
-        # here). A tensor waits here for an action of this rank, or until it is sent to another's.
+        # Action -> (its input, the message that fills it; an empty one if this rank computed it).
+        # An entry leaves when the action runs here, or when its input is sent to the action's rank.
         waiting: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

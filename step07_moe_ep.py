@@ -26,7 +26,9 @@ many rows a rank gets depends on the tokens; so numbers of rows travel before th
 WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
 weights. In the launch below a rank routes 256 tokens of a micro-batch, so 512 rows of 128 numbers,
 65,536, of which with ep 2 about half leave the rank. They travel four times, to the experts and
-back, in forward and in backward: 131,072 numbers in all.
+back, in forward and in backward: 131,072 numbers in all. If weights travelled instead, a rank would
+get the half that it lacks, 540,672 numbers, in forward alone. (With many tokens on a rank, or small
+experts, this can turn round.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
@@ -47,11 +49,13 @@ can be spread over all of them ("MoE parallel folding", Liu et al. 2025). On 16 
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
     dp           0 4 8 12                            different sequences            shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights, not experts  sum gradients
+    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights (no experts)  sum gradients
     sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
     ep           0 1 2 3 4 5 6 7     (neighbours)    together all experts           exchange rows
     expert_data  0 8                                 the same experts               sum gradients
     stage        0 1 2 ... 15        (dp x cp x tp)  the same layers                sum counts: bias
+
+(Gradients of norms and routers are also summed over tp, as in step 4.)
 
 THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy,
 it sends over ep, in each layer and for each micro-batch, (ep-1)/ep times
@@ -69,8 +73,9 @@ PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in 
 itself has the pieces: F.grouped_mm, and all_to_all_single_autograd in
 torch.distributed._functional_collectives.
 
-Try this: in `combine`, send `out_RD` as it is, without `transpose_blocks`: the right rows go to the
-wrong tokens. tests/test_step07.py::test_dispatch_and_combine fails.
+Try this: in `combine`, send `out_RD` as it is, without `transpose_blocks`. Rank 1 of the figure
+then returns e2(t1) e2(t2) to rank 0, which expects e2(t1) e3(t0).
+tests/test_step07.py::test_dispatch_and_combine fails.
 """
 
 from collections.abc import Callable
@@ -112,8 +117,8 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
     1, else R.
     """
-    # One kernel for all experts. It needs rows whose bytes are a multiple of 16, and in backward a
-    # gradient with memory of its own, unlike that of `.sum()`.
+    # One kernel for all experts. It needs rows whose bytes are a multiple of 16. (And its backward
+    # needs a gradient with memory of its own: the one that `y.sum()` gives, in a test, has none.)
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.mT, offs=ends)
@@ -250,8 +255,8 @@ class LossBalancedMoE(MoE):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e (see the top of this file): P_e has only the terms of
-        our tokens.
+        """This rank's term of E sum_e f_e P_e (see the top of this file). f_e is that of the whole
+        micro-batch, by an all-reduce of counts; P_e is a mean over tokens, of which we have ours.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.group).wait()
@@ -292,9 +297,9 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (A recomputed forward stops once backward has all that it needs, before this line, so that
-        no choice counts twice. With --compile it goes on; then all loads are doubled, and biases
-        move by the same signs.)
+        (With --recompute full, forward runs twice. The second run stops once backward has all that
+        it needs, before this line, so that no choice counts twice. With --compile as well it does
+        not stop: then every load is doubled, and the signs, which alone move biases, are the same.)
         """
         self.load_E += counts_E
         return out
@@ -395,7 +400,7 @@ class Combine(torch.autograd.Function):
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """How many rows leave for each expert of each rank, and how many arrive from each rank for each
-    of our experts: int64 [G, e], on the CPU; and the rows of each of our experts, int64 [e].
+    of our experts: int64 [G, L], on the CPU; and the rows of each of our experts, int64 [L].
 
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.

@@ -24,18 +24,19 @@ Each returns a `Pending` at once, and the work goes on:
     ...                                            computation that overlaps the message
     pending.wait()                                 now `gradient` may be used
 
-Always call `wait`. Before it, do not change a tensor that is sent, or use one that is filled; all
-must be contiguous. All ranks of a group must start their collectives in the same order.
+Always call `wait`. Before it, do not change what is sent, and do not use what is filled. All
+tensors must be contiguous. All ranks of a group must start their collectives in the same order.
 
-A group has a *handle*, a queue of operations: with NCCL a communicator, whose messages are kernels
-on a stream of their own. A message begins when the kernels that were launched before the call, and
-the earlier messages of its handle, have ended. Groups of the same ranks share a handle, but
-gradients and activations have one each: activations are needed at once, and must not queue behind
-gradients, which have time until the update.
+A group has a *handle*, a queue of operations. With NCCL it is a communicator, whose messages are
+kernels on a stream of their own: a message begins when the kernels that were launched before the
+call, and the earlier messages of its handle, have ended. Two groups of the same ranks share a
+handle if both carry gradients, or both activations. A group of each kind never do: activations are
+needed at once, and must not queue behind gradients, which have time until the update. (ZeRO's
+weights use the gradients' handle.)
 
 We count what each of n ranks sends if the group is a ring. (NCCL may choose a tree, in which some
 ranks send more and others less, or let a switch add, which sends less.) A group of one sends
-nothing. In a larger one, where S is the bytes of the input or the output, whichever is larger:
+nothing. A larger one sends, with S the bytes of the input or the output, whichever is larger:
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
@@ -112,7 +113,7 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue)
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # Over dp travel gradients (and in ZeRO 3 weights), over the others mostly activations
+            # Over dp travel gradients (and ZeRO's weights), over the others mostly activations
             self.join(name, name, queue="gradients" if name == "dp" else "activations")
 
     def __getitem__(self, name: str) -> Group:
@@ -136,7 +137,7 @@ class Mesh:
         return rows
 
     def add_groups(self, name: str, rows: np.ndarray, queue: str):
-        """Create a group for each row of ranks [groups, size], in ascending order; keep ours."""
+        """Create a group for each row of ranks [groups, size], which must ascend; keep ours."""
         for members in rows.tolist():
             row = tuple(members)
             if members != sorted(members):
@@ -162,7 +163,7 @@ class Pending:
         then: Callable | None = None,
     ):
         """`tensors`: kept until `wait`. (A collective's work itself keeps its tensors; that of a
-        send does not, although it reads their memory.)
+        send need not, although it reads their memory.)
         """
         self.group = group
         self.works = works
@@ -259,8 +260,8 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives come first: gloo tells a peer that we are ready to receive only after the sends that
-    # were posted before, so two ranks would send to each other in turn, not at once
+    # Receives come first. If sends did, gloo would announce our receive only after our send is
+    # done: two ranks that send to each other would take turns
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

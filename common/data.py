@@ -2,13 +2,14 @@
 same on every rank and in every layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
-    window w = seq + 1 tokens from w*seq on: the first seq are tokens, the last seq their targets
+    window number w: the seq + 1 tokens from w*seq on; the first seq are inputs, the last targets
     with seq 4: window 0 has tokens 0-3 and targets 1-4, window 1 tokens 4-7 and targets 5-8
 
 The last twentieth of the windows (at least one) is held out: no batch has them, and `Data.held_out`
 returns them. The other n windows are for training. A step takes the next B of them, B the global
 batch size. Each epoch has all n once, in a random order of its own, drawn from (seed, epoch):
-sample i, counted over all steps, is the window at place i mod n in the order of epoch i // n.
+sample i, counted over all steps, is the window at place i mod n in the order of epoch i // n. With
+n = 10 and B = 4, step 2 has samples 8 to 11: places 8, 9 of epoch 0, then 0, 1 of epoch 1.
 
 Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
@@ -32,12 +33,12 @@ from common.model import ModelConfig
 from common.readers import READERS, kind_of
 
 END = 256  # the token that ends a document
-BLOCK = 2**21  # tokens in each of the 64 blocks of a fingerprint, at most
+BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
 
 
 def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> one stream of token ids, uint16: the bytes of each text, then END; and the number of
-    U+FFFD, which readers put in the place of bytes that are not UTF-8.
+    U+FFFD, which `read_txt` puts in the place of bytes that are not UTF-8.
     """
     streams = []
     replaced = 0

@@ -15,9 +15,10 @@ the record.
             router.weight [8, 128]        none                        ("tp",)        "data"
 
 (0-63, 0-3: what the first of two ranks holds.) All gradients are summed over `data_group`, a group
-of ranks. `partial_over` names further groups over which this gradient is summed (step 4,
-`sum_partial_gradients`), and `stage_copies` says whether two stages sum it (step 6, `sum_tied`).
-Where ZeRO cuts is not in the record, because its units (step 3) cut across parameters.
+of ranks. `partial_over` names further groups over which this gradient is summed, because each of
+their ranks saw only some of the tokens (step 4, `sum_partial_gradients`), and `stage_copies` says
+whether two stages sum it (step 6, `sum_tied`). Where ZeRO cuts is not in the record, because the
+shards of its units (step 3) cut across parameters.
 """
 
 import hashlib
@@ -42,8 +43,8 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     the last bits can differ. So ranks compare the kinds of their CPUs.)
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
-    n_layers) for those two of a layer whose output is added to the residual stream (Radford et al.,
-    GPT-2, section 2.3).
+    n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
+    al., GPT-2, section 2.3).
     """
     if value.dim() == 1:  # a norm; there are no biases
         return value.fill_(1.0)
@@ -58,8 +59,8 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """From step 4 on: this rank holds indices start..stop-1 of dimension `dim`. Those >= `full` are
-    padding.
+    """From step 4 on: this rank holds indices start..stop-1 of dimension `dim`, as it was before
+    this sharding. Those >= `full` are padding.
     """
 
     dim: int
@@ -131,7 +132,7 @@ def materialize(
     only: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
-    New parameters take the place of the old ones, whose hooks are lost.
+    New parameters take the place of the old ones: add hooks after this call.
 
     A rank draws each whole parameter, and keeps the shards that the record describes. (In steps 1
     to 3 there are none.)
@@ -151,8 +152,8 @@ def materialize(
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Draw whole parameters: at a time as many as this rank has CPU cores, each on one core. (It
-    draws about 1e8 numbers a second.)
+    """Draw whole parameters: at a time as many as this rank has CPU cores, each on one core. (A
+    core draws about 1e8 numbers a second.)
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -174,8 +175,8 @@ def materialize_buffers(model: nn.Module, device: torch.device):
 
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """Into how many parts a gradient is cut, which are on different ranks. `sharded`: the gradients
-    are ZeRO's shards, so that the ranks of `data_group` have different parts, too.
+    """How many ranks hold different things: parts of this gradient, or (along pp) other gradients.
+    `sharded`: gradients are ZeRO's shards, so that the ranks of `data_group` hold different parts.
     """
     groups = {shard.over for shard in record.shards}
     if "pp" in mesh.groups:
@@ -193,7 +194,7 @@ def global_norm(
 
     If c ranks hold an element, each adds 1/c of its square, so each element counts once in total:
 
-        c = all ranks / parts of the gradient that are on different ranks
+        c = all ranks / ranks that hold different things
 
     (times 2 for a tied matrix on two stages). An example, 8 ranks, tp 2 and dp 4:
 
@@ -216,8 +217,8 @@ def global_norm(
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups whose sums, one after another, make a sum over all ranks. From step 5 on, "data"
-    takes the place of dp and cp.
+    """All-reduces over these groups, one after another, are one over all ranks. From step 5 on,
+    "data" takes the place of dp and cp.
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)

@@ -38,7 +38,7 @@ class ModelConfig:
     seq_len: int
     tied: bool = False  # one matrix serves as embedding and as head
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # RoPE's long waves become so much longer (Llama 3.1, 3.2); 1: none
+    rope_scaling: float = 1.0  # RoPE's long waves become this many times as long; 1: unchanged
     norm_eps: float = 1e-5
 
     @property
@@ -47,7 +47,7 @@ class ModelConfig:
         return self.dim // self.n_heads
 
 
-# SmolLM, not SmolLM2, whose rope_theta is 100000
+# SmolLM, not SmolLM2, whose rope_theta is larger
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
 PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
@@ -107,8 +107,8 @@ def check_shape(shape: ModelConfig, text: str):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for values that need more than 16 bits (sums, masters, angles): fp32, or fp64 if
-    `dtype` is fp64.
+    """The dtype for values that need more than 16 bits (sums, masters, angles): of bf16 and fp32 it
+    is fp32, of fp64 fp64.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -140,7 +140,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    # x cos + turned sin, in one pass over memory fewer
+    # x * cos + turned * sin; addcmul saves one pass over memory
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 

@@ -7,7 +7,9 @@ micro-batches, v stages on each rank, and the rank. (All have these four paramet
 do not need them all.) All three are `one_f_one_b_order`, and differ in `warm_up`, the number of
 forwards before forwards and backwards alternate.
 
-    python -m common.schedules 4 8 2      draws them for 4 ranks, 8 micro-batches, 2 stages a rank
+    python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
+                                          then interleaved with 2 stages a rank (which are half as
+                                          long, and so are its units of time)
 """
 
 import argparse
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 from common import UserError
 
-COSTS = {"F": 1, "B": 2}  # units of time
+COSTS = {"F": 1, "B": 2}  # in units of time: a forward of one micro-batch through one stage
 
 
 class Action(NamedTuple):
@@ -129,7 +131,7 @@ def simulate(
     `costs`.
 
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
-    between two ranks (for a planner). Raises ValueError if the lists deadlock.
+    between two ranks. Raises ValueError if the lists deadlock.
     """
     consumers = consumers_of(lists, len(ranks))
     need_input = set(consumers.values())
@@ -140,7 +142,7 @@ def simulate(
     while any(queues):
         n_before = len(spans)
         for rank, queue in enumerate(queues):
-            # The next action is timed if it needs no input, or what makes its input has been timed
+            # The next action can be timed if it needs no input, or if this input's time is known
             while queue and (queue[0] in arrival or queue[0] not in need_input):
                 action = queue.popleft()
                 start = max(idle_from[rank], arrival.get(action, 0))
@@ -157,11 +159,11 @@ def simulate(
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: compute `action`; or receive its input from `peer`; or send its
-    input to `peer`.
+    """One line of a rank's program: compute `action`; or receive, from `peer`, what `action` will
+    use on this rank; or send, to `peer`, what `action` will use there.
 
-    `action` always names what will use the message. "send F0.2" and "receive F0.2" are the two ends
-    of one message, the output of F0.1, from the rank of stage 1 to that of stage 2.
+    "send F0.2" and "receive F0.2" are the two ends of one message, the output of F0.1, from the
+    rank of stage 1 to that of stage 2.
     """
 
     verb: str  # "compute", "send" or "receive"

@@ -5,7 +5,8 @@
             run.require_finite(step, loss=..., grad_norm=...)   before the update
             run.record(step, tokens, loss=..., ...)             after it
 
-With step 1, read `choose_device`, `Run.steps` and `Run.record`. The rest may be skipped.
+With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`. The rest may
+be skipped.
 
     OUT/config.json          the flags
         metrics.jsonl        a line for each step
@@ -13,13 +14,14 @@ With step 1, read `choose_device`, `Run.steps` and `Run.record`. The rest may be
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
         trace-0.json.gz      with --profile, from each rank (meter.py)
 
-A checkpoint has all that a later step depends on: a batch depends on flags that must stay the same,
-on the data, whose fingerprint is saved, and on the step's number. So a resumed run computes what an
-uninterrupted one does, up to rounding. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks
-end the step, save a checkpoint, and exit with status 0. (torchrun gives them 30 seconds for that,
-or its --shutdown-timeout, and passes SIGUSR1 on only if --signals-to-handle names it.) If a step
-takes longer than --timeout, each rank that hangs prints where it waits, and the job ends. (The
-start and saving are not timed, but a compilation in the first step is.)
+A checkpoint has masters, the optimizer's state, and the number of steps done. A batch is a function
+of this number, of the data, whose fingerprint is saved, and of flags that must stay the same. So a
+resumed run computes what an uninterrupted one does, up to rounding. After Ctrl-C, SIGTERM or
+SIGUSR1 during training, all ranks end the step, save a checkpoint, and exit with status 0.
+(torchrun gives them 30 seconds for that, or its --shutdown-timeout, and passes SIGUSR1 on only if
+--signals-to-handle names it.) If a step takes longer than --timeout, each rank that hangs prints
+where it waits, and the job ends. (The start and saving are not timed, but a compilation in the
+first step is.)
 """
 
 import dataclasses
@@ -72,10 +74,9 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     has_bf16 = False
     if kind == "cuda":
         gpus = torch.cuda.device_count()
-        rank = os.environ.get(
-            "RANK", "0"
-        )  # if a launcher other than torchrun, on one node, sets it
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", rank)))
+        # LOCAL_RANK is torchrun's; a launcher on one node may set RANK alone
+        local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+        device = torch.device(kind, int(local_rank))
         if device.index >= gpus:
             advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
             raise UserError(f"each rank needs a GPU of its own, and a node has {gpus}: {advice}")
@@ -87,7 +88,9 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
 
 
 class Run:
-    """The files and progress bar of a run. Each rank saves its shards; rank 0 writes the rest."""
+    """The files and progress bar of a run. Each rank saves its shards and traces; rank 0 writes the
+    rest.
+    """
 
     def __init__(self, config: Any):
         self.config = config
@@ -113,12 +116,13 @@ class Run:
                 draw_loss(self.history, self.out / "loss.png")
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Yield the numbers of the steps. Before the first, restore a checkpoint (--resume); after
-        some, save one (--save-every); end after a signal. Raises UserError.
+        """Yield the numbers of the steps, 0, 1, ... Raises UserError.
 
-        `parts`, by name: model and optimizer, in most scripts also data, sync and mesh. (Other
-        parts may have methods `state` and `load_state`: state besides parameters, a dict of
-        tensors, which is saved, and restored in the same layout only.)
+            before the first    restore a checkpoint (--resume): then its number of steps is first
+            after some          save a checkpoint (--save-every)
+            after a signal      save one, and end
+
+        `parts`, by name: model and optimizer, in most scripts also data, sync and mesh.
         """
         self.parts = parts
         done = self.set_up()
@@ -129,8 +133,7 @@ class Run:
                 self.began = time.perf_counter()
                 yield step  # the body of `for step in run.steps(...)` runs here
                 end_traced_step()
-                # If one rank has received a signal, all end after the same step. (`gather` returns
-                # the values of all ranks; of a single rank, a list of one.)
+                # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.received > 0))
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
@@ -216,7 +219,8 @@ class Run:
             self.say(self.parts["data"].summary)
         if self.world > 1:
             self.say(parameter_table(rows))
-        self.say(f"parameters: {total:,}; rank 0 holds {own:,}, and updates {updated:,} of them")
+        own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
+        self.say(f"parameters: {total:,}; {own_part}")
 
     def save_is_due(self, step: int) -> bool:
         """Whether --save-every asks for a checkpoint after `step` steps."""
@@ -224,7 +228,11 @@ class Run:
         return every > 0 and (step % every == 0 or step == self.config.steps)
 
     def save(self, step: int):
-        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
+        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
+
+        (A part may have methods `state` and `load_state`, for state besides parameters: a dict of
+        tensors, which is restored in the same layout only. No step has one.)
+        """
         state = {}
         for name, part in self.parts.items():
             own = part.state() if hasattr(part, "load_state") else {}
@@ -247,8 +255,8 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        The numbers must be the same on all ranks: then all raise, or none. (What the error says is
-        found by a collective.)
+        The numbers must be the same on all ranks: then all raise, or none. (The message needs a
+        collective.)
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
