@@ -60,10 +60,9 @@ e: the elements of E and H, which a micro-batch gathers once, not twice, because
 no weights, and H's backward follows its forward at once. (If embedding and head are tied, e is the
 last norm alone.) With --keep, weights stay whole from their first use in a training step to the
 update. For the norm of the gradient, which ranks now hold in shards, 8 bytes are all-reduced, and
-for the loss 4. Stage 3 of tiny on
-4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e) = 3,520,128 elements. In fp32
-`sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16,
-gathers have 2 bytes an element.
+for the loss 4. Stage 3 of tiny on 4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e)
+= 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two
+all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
@@ -458,8 +457,8 @@ class Zero3(Zero2):
 
     A unit is freed when its last gradient has arrived; in a layer that is the one of
     input_layernorm.weight. At most a part of that norm's dx is still to be computed then, and it
-    reads no weights. (A unit with frozen
-    weights stays whole until the next forward has used it, or until the update.)
+    reads no weights. (A unit with frozen weights stays whole until the next forward has used it, or
+    until the update.)
     """
 
     unit_type = ShardedUnit

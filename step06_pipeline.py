@@ -55,10 +55,10 @@ simple way keeps x and y from the forward to the backward:
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
 But of y, backward needs only the graph that hangs on it, not its numbers: the last operation of a
-layer is a sum, whose backward does not read its result. `Stage` keeps just the
-graph's last node (`get_gradient_edge(y)`), where backward can start. So a rank holds the y that it
-computes and at most the one before, not one for each micro-batch. (Megatron-LM's
-deallocate_pipeline_outputs has the same aim.)
+layer is a sum, whose backward does not read its result. `Stage` keeps just the graph's last
+node (`get_gradient_edge(y)`), where backward can start. So a rank holds the y that it computes and
+at most the one before, not one for each micro-batch. (Megatron-LM's deallocate_pipeline_outputs has
+the same aim.)
 
 THE LAW. For each micro-batch the first rank sends a y over pp, the last a dx, and the others both.
 Every rank also takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). If

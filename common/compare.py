@@ -50,7 +50,10 @@ def relative(value: float, reference: float) -> float:
 
 
 def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
-    """The rows of the steps up to `first` that both runs have. ValueError if there is none."""
+    """The rows of the steps up to `first` that both runs have.
+
+    Raises ValueError if there is none, or if the second run ended before the first one.
+    """
     by_step = {row["step"]: row for row in reference_rows}
     pairs = []
     for row in rows:
@@ -67,7 +70,7 @@ def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tu
 def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
     """Print a table of the steps up to `first`; return whether they are within `bound`.
 
-    Raises ValueError if no step can be compared, TypeError if a number is missing (None).
+    Raises ValueError as `pair_up`, TypeError if a number is missing (None).
     """
     pairs = pair_up(reference_rows, rows, first)
     every = 1 + len(pairs) // 16  # a table that fits on a screen

@@ -41,7 +41,7 @@ def spans_of(name: str, p: int, m: int) -> list[tuple]:
     An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
     Raises UserError.
     """
-    schedule = LOOPS.get(name) or SCHEDULES[name]
+    schedule = (SCHEDULES | LOOPS)[name]
     lists = [schedule.actions(p, m, schedule.v, rank) for rank in range(p)]
     costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
     return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)

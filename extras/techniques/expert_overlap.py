@@ -88,7 +88,7 @@ class Finish(torch.autograd.Function):
 
 
 def cut(sizes_GL: Tensor, n: int) -> Tensor:
-    """Cut blocks of rows into n almost equal chunks: block sizes int64 [G, e] -> [n, G, e]."""
+    """Cut blocks of rows into n almost equal chunks: block sizes int64 [G, L] -> [n, G, L]."""
     bounds = torch.arange(n + 1)[:, None, None] * sizes_GL // n
     return bounds.diff(dim=0)
 
