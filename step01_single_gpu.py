@@ -12,12 +12,13 @@ with 3, 3, 3, the mean of all four is 2.5, while that of the two means 1 and 3 i
 this course trains on make every token a target. Data for fine-tuning do not: they mark the tokens
 of a prompt with IGNORE, as the tests do.)
 
-TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 heads, of which keys
-and values have 4 (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
+TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
+heads of keys and values (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
 
 PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
-1e-5 is lost. So for bf16 weights, gradients add up in fp32, and AdamW updates *masters*, the
-weights' fp32 copies (as Micikevicius et al. 2017 did for fp16). Bytes for each parameter:
+1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
+gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies (as Micikevicius et
+al. 2017 did for fp16). Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -36,62 +37,58 @@ layer saves, for each token,
                                                                               sum 2,304
     n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
 
-In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. (A CPU has no fused norm. In bf16 each
-norm saves two fp32 tensors in place of its input, 4,648 - 2 x 256 + 2 x 2 x 512 = 6,184; in fp32
-each saves one tensor more, 4 x 2,314 + 2 x 512 = 10,280.) With recomputation a layer saves only its
-input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the product
-with down_proj and the sum after it, whose results backward does not need.
+In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a layer saves only
+its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the
+product with down_proj and the sum after it, whose results backward does not need. (RoPE's tables,
+which all layers share, are not counted. A CPU has no fused norm: each norm saves its normalised
+input, too, in fp32, 512 bytes, and in bf16 its input in fp32 instead of bf16, 256 more. So without
+recomputation a layer of tiny saves 4,648 + 2 x 768 = 6,184 bytes in bf16, and 4 x 2,304 + 40 + 2 x
+512 = 10,280 in fp32.)
 
-FLOPS OF A TOKEN. Each weight of a matrix, except the embedding's, costs 6: 2 forward, 4 backward.
-In causal attention a token attends to about seq/2 tokens. Its scores with their keys cost 2 x dim x
-seq/2 = seq dim, and so does each other product of attention. Forward has two (scores, output), and
+FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
+(The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
+average (nearly). Its scores with the keys of these tokens cost 2 x dim x seq/2 = seq x dim, and
+each other product of attention costs as much. Forward has two products (scores, output), and
 backward five: the scores once more, as in FlashAttention, and the gradients of the attention
 probabilities, of v, q and k. Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices
 without the embedding:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
-Recomputation repeats 2 of the 6 for a layer's matrices but down_proj, and two products of
-attention: 4 x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256, a quarter more.
+A layer of tiny has 184,320 weights in matrices, of which down_proj has 352 x 128 = 45,056.
+Recomputation repeats the 2 forward FLOPs of all weights but down_proj's, and the two products of
+attention:
+
+    4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
 
-PyTorch's own way: torch.autocast(device_type, torch.bfloat16) keeps fp32 weights, which are their
-own masters, and casts those of matrix products for a forward. Recomputation here is PyTorch's own:
-torch.utils.checkpoint.
+PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights stay fp32, so that no
+masters are needed, and each forward casts the weights of matrix products to bf16. Recomputation
+here is PyTorch's own: torch.utils.checkpoint.
 
-Try this: in `train`, divide by `(y != IGNORE).sum()` of the micro-batch, and by `len(xs)`: the mean
-of means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers
-of targets.
+Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum() * len(xs)`: the mean of
+means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers of
+targets.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from common.compiling import compile_model
 from common.data import Data
 from common.flags import flag
 from common.layout import materialize
-from common.model import (
-    IGNORE,
-    PRESETS,
-    Decoder,
-    DecoderLayer,
-    model_shape,
-    summed_cross_entropy,
-    wide,
-)
+from common.model import IGNORE, PRESETS, Decoder, wide
+from common.shapes import model_shape
 from common.trainer import DTYPES, Run, choose_device, main
 
 
@@ -110,91 +107,61 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     ]
 
 
-def adamw(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
-    """AdamW on the masters, given by name, with Llama's betas, 0.9 and 0.95, not PyTorch's
-    defaults.
-
-    `parts`: the run's model, optimizer and mesh, which other optimizers may need.
-    """
-    return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
+ADAMW = dict(betas=(0.9, 0.95), fused=True)  # Llama's betas, not PyTorch's defaults
 
 
-def sgd(masters: dict[str, Tensor], config: "Config", **parts: Any) -> torch.optim.Optimizer:
+def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
+    """AdamW on the masters."""
+    return torch.optim.AdamW(decay_groups(optimizer.masters, optimizer.config), **ADAMW)
+
+
+def sgd(optimizer: "Optimizer") -> torch.optim.Optimizer:
     """Gradient descent with weight decay, without state. A gradient of the wrong scale shows here
     (with --grad-clip 0), while Adam divides by that scale, which hides it.
     """
-    return torch.optim.SGD(decay_groups(masters, config), fused=True)
+    return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
 
 
-def recompute_nothing(model: Decoder, keep: Sequence[Callable] = ()):
-    """Leave the model as it is: autograd saves all that backward needs."""
+def recompute_nothing(model: Decoder, context_fn: Callable = noop_context_fn):
+    """Leave the model as it is: autograd saves all that backward needs. (`context_fn` has no
+    effect.)
+    """
 
 
-def recompute_layers(model: Decoder, keep: Sequence[Callable] = ()):
+def recompute_layers(model: Decoder, context_fn: Callable = noop_context_fn):
     """A layer saves only its input, and its forward runs again in backward. Gradients stay the
     same.
 
-    `keep`: operators whose results are saved all the same (step 7's router has one).
+    `context_fn`: an argument of `checkpoint`. By default nothing is saved but the input; step 7
+    gives one with which the choice of experts is saved, too.
     """
-    context = noop_context_fn
-    if keep:
-        context = partial(create_selective_checkpoint_contexts, list(keep))
     for layer in model.model.layers.values():
-        # `layer(x)` calls this attribute of the object, and no longer the method of its class
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context)
+        # An attribute of this object: from now on `layer(x)` calls it, not the method of its class
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn
+        )
 
 
 RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
 
 
-# --- For speed (--compile): the next two functions may be skipped at first.
-
-
-def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
-    """Run a layer's compiled forward while its parameters have no `.grad`.
-
-    torch.compile looks at `.grad`, too, and gives up on a bf16 weight whose `.grad` is fp32. (This
-    is safe also when recomputation calls it inside backward: the gradients are back before backward
-    adds to them.)
-    """
-    params = list(layer.parameters())  # now: later steps replace them after this function was set
-    gradients = [param.grad for param in params]
-    for param in params:
-        param.grad = None
-    try:
-        return forward(*inputs)
-    finally:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-
-
-def compile_layer(layer: DecoderLayer):
-    """torch.compile fuses norms, RoPE, SiLU and additions into a few kernels, which all layers
-    share.
-    """
-    layer.forward = partial(without_gradients, layer, torch.compile(layer.forward))
-
-
-def set_up_layers(model: Decoder, config: "Config", keep: Sequence[Callable] = ()):
-    """Compile layers and loss (--compile), then choose what backward computes again (--recompute).
-
-    --recompute may name several entries of RECOMPUTE: a,b.
-    """
+def set_up_layers(model: Decoder, config: "Config", context_fn: Callable = noop_context_fn):
+    """Compile layers and loss if --compile says so; then do what --recompute says."""
     if config.compile:
-        for layer in model.model.layers.values():
-            compile_layer(layer)
-        if model.loss is summed_cross_entropy:  # step 4's loss of several ranks is not compiled
-            model.loss = torch.compile(model.loss)
-    for name in config.recompute.split(","):
-        RECOMPUTE[name](model, keep)
+        compile_model(model)
+    RECOMPUTE[config.recompute](model, context_fn)
 
 
 @dataclass
 class Config:
-    """Flags of the trainer, as `flag(default, help, allowed values or a table of them)`."""
+    """Flags of the trainer.
+
+    Each is a `flag(default, help, allowed values or a menu of them)`. `least`: the smallest allowed
+    number; by default 1 for an int whose default is above 0, else 0.
+    """
 
     model: str = flag(
         "tiny",
@@ -216,7 +183,7 @@ class Config:
     dtype: str = flag(
         "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
     )
-    recompute: str = flag("none", "what backward computes again", RECOMPUTE, comma_separated=True)
+    recompute: str = flag("none", "what backward computes again", RECOMPUTE)
     compile: bool = flag(False, "torch.compile each layer, and the loss")
     out: str = flag("", "run directory; default: runs/ and the name of the script")
     save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
@@ -226,9 +193,8 @@ class Config:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine, which would reach a tenth of the peak one step after the last.
-
-    Steps are counted from 0.
+    """Linear warm-up, then a cosine from the peak towards a tenth of it. (It would get there at
+    step --steps; the last step is number --steps - 1.)
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -254,7 +220,14 @@ class Optimizer:
     sharded = False  # whether data-parallel ranks update different elements (from step 3 on)
 
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
-        """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`."""
+        """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`.
+
+        `mesh`: from step 2 on, the ranks. (AdamW and SGD update each number by itself, and do not
+        look at it; an added optimizer that needs whole matrices would.)
+        """
+        self.model = model
+        self.config = config
+        self.mesh = mesh
         self.params: dict[str, nn.Parameter] = {}
         for name, param in model.named_parameters():
             if param.requires_grad:
@@ -265,8 +238,7 @@ class Optimizer:
             # A copy only if the dtype changes: an fp32 weight is its own master. (`detach` makes
             # another tensor of the same memory, with a `.grad` of its own.)
             self.masters[name] = param.detach().to(wide(param.dtype))
-        make = OPTIMIZERS[config.optimizer]
-        self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name, not copied: clipping scales them in place."""
@@ -286,15 +258,15 @@ class Optimizer:
         for name, param in self.params.items():
             param.detach().copy_(self.masters[name])  # in fp32 it is a copy to itself
 
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """Which elements of each flattened parameter this rank updates, for checkpoints: all."""
-        return {name: (0, param.numel()) for name, param in self.params.items()}
-
     def zero_grad(self):
         """Drop the gradients, so that the next backward starts anew."""
         for name, param in self.params.items():
             param.grad = None
             self.masters[name].grad = None
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """For checkpoints: which elements of each flat parameter this rank updates, here all."""
+        return {name: (0, param.numel()) for name, param in self.params.items()}
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
@@ -323,7 +295,7 @@ def train(config: Config, run: Run):
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ...; with --resume it begins where a checkpoint ended; --save-every: it saves
+    # Yields 0, 1, ...; with --resume, the steps that a checkpoint has not yet done
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)

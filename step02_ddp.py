@@ -22,35 +22,39 @@ broadcasts rank 0's weights.)
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    gradients are views of flat buffers, *buckets* (--bucket-mb). Each counts down
-                     the additions that are still to come, at first micro-batches x parameters.
-                     Its all-reduce starts, during the last backward, when its count and those of
-                     all buckets before it are 0 (Li et al. 2020, "PyTorch Distributed"):
+    --sync bucket    the default: gradients are views of flat buffers, *buckets*, of at most
+                     --bucket-mb 1 MiB. A bucket counts the additions to its gradients that are
+                     still to come, at first micro-batches x parameters. Its all-reduce starts,
+                     during the last backward, when its count and those of all buckets before it
+                     are 0 (Li et al. 2020, "PyTorch Distributed"):
 
-        backward of        | head, layer 3 | layer 2    | layer 1    | layer 0    embedding |
-        its bucket         | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3    3 3       |
-        all-reduce of                      | bucket 0      | bucket 1     | bucket 2    | bucket 3 |
+        backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
+        its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
+        all-reduce                     | bucket 0      | bucket 1     | bucket 2      | bucket 3 |
 
-    (A bucket of tiny ends inside a layer: bucket 1 also has layer 1's down_proj, bucket 2 also
-    layer 0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
+    (Time runs to the right; digits show where one bucket ends and the next begins. Buckets may end
+    inside a layer: tiny's bucket 1 also has layer 1's down_proj, and bucket 2 layer 0's down_proj
+    and up_proj. With naive, all messages would follow after the last backward.)
 
 THE LAW. In a ring, a rank sends in a training step 2 (n-1)/n times the bytes of all gradients and
 of the loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350
 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, equal up to rounding in the first 20 steps. This compares two runs:
+You should see step 1's losses. Rounding differs, and its effects grow from step to step; so this
+judges the first 20 steps:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
-rank 0 sends in a training step over each mesh dimension. They are computed by this law, because
-PyTorch does not report what it sends; with --sync ring the messages are our own, and are counted.
+rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends, so
+common/comm.py adds up this law. With --sync ring the messages of gradients are our own, and are
+counted one by one.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
-model.no_sync():` around forward and backward of all micro-batches but the last. Its gradients are
-means over ranks: multiply the loss by their number to get our sums.
+model.no_sync():` around forward and backward of all micro-batches but the last. It averages
+gradients over ranks: multiply the loss by the number of ranks to get our sums.
 
-Try this: in `BucketSync.begin`, expect one addition fewer, n_micro_batches * backwards - 1. A
-bucket is then sent before its last gradient is there; `mark_ready` says so.
+Try this: in `BucketSync.begin`, set `bucket.missing` one lower. A bucket is then sent before its
+last gradient is there, and `mark_ready` raises RuntimeError.
 """
 
 import os
@@ -63,13 +67,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import step01_single_gpu as step01
-from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import flag
-from common.layout import data_group, layout_of, materialize
-from common.model import IGNORE, Decoder, model_shape
-from common.ranks import compare_launches, store_of_restart
+from common.layout import data_group_of, materialize
+from common.model import IGNORE, Decoder
+from common.ranks import compare_launches, initialise
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     Optimizer,
@@ -81,21 +85,19 @@ from step01_single_gpu import (
 
 
 def join_ranks(device: torch.device) -> int:
-    """Initialise the process group, if a launcher has set RANK. Returns the number of ranks.
+    """Initialise the process group, if torchrun has started this script. Returns the number of
+    ranks.
 
-    Raises UserError if the ranks do not find one another.
+    (`initialise` is dist.init_process_group, with a UserError if the ranks do not find one
+    another.)
     """
     if "RANK" in os.environ and not dist.is_initialized():
-        try:
-            options = store_of_restart()  # {}, unless torchrun has restarted the job
-            if device.type == "cuda":
-                # With device_id, NCCL connects the ranks now: what is wrong with them shows here
-                dist.init_process_group("nccl", device_id=device, **options)
-            else:
-                dist.init_process_group("gloo", **options)
-        except (RuntimeError, ValueError) as error:
-            advice = "the ranks cannot meet: see MASTER_ADDR, *_SOCKET_IFNAME"
-            raise UserError(f"{advice} ({error})") from error
+        if device.type == "cuda":
+            # With device_id, NCCL connects the ranks at once: a bad network shows here, and not in
+            # the first all-reduce
+            initialise("nccl", device_id=device)
+        else:
+            initialise("gloo")
         compare_launches()  # ranks with other flags would create other groups, and hang
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -106,8 +108,8 @@ def trained_params(model: Decoder) -> list[nn.Parameter]:
 
 
 class NaiveSync:
-    """Sum the gradients one by one when backward is done. Every sync class has `begin` and
-    `finish`.
+    """Sum the gradients one by one when backward is done. All sync classes are made from the same
+    arguments, and have `begin` and `finish`.
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
@@ -118,10 +120,9 @@ class NaiveSync:
         """Called before the first micro-batch. Each backward will add to the gradients."""
 
     def finish(self):
-        """Called after the last micro-batch: sum each `.grad` over its group, here all ranks."""
+        """Called after the last micro-batch: sum each `.grad` over the ranks."""
         for param in self.params:
-            # data_group: the ranks with the same weights and other tokens, in this step mesh["dp"]
-            self.sum_up(param.grad, data_group(param, self.mesh))
+            self.sum_up(param.grad, data_group_of(param, self.mesh))  # in this step mesh["dp"]
 
     def sum_up(self, gradient: Tensor, group: Group):
         """All-reduce a gradient in place."""
@@ -132,7 +133,7 @@ class RingSync(NaiveSync):
     """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right.
 
     (Patarasuk and Yuan 2009.) n = 4: each gradient has shards a b c d. A row shows the shards that
-    changed; a01 is the sum of a over ranks 0 and 1:
+    have changed; a01 is the sum of a over ranks 0 and 1:
 
                          rank 0         rank 1         rank 2         rank 3
         at first         a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
@@ -184,22 +185,24 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    A bucket has one group; in this step always dp, of all ranks.
+    All gradients of a bucket are summed over the same group: in this step the only one, dp.
     """
     buckets = []
     members: list[nn.Parameter] = []  # of the next bucket
     size = 0  # bytes of its gradients
+    group = None  # over which they are summed
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
-        group = data_group(param, mesh)
-        if members and (size + nbytes > limit or data_group(members[0], mesh) is not group):
-            buckets.append(Bucket(members, data_group(members[0], mesh)))
+        own_group = data_group_of(param, mesh)
+        if members and (size + nbytes > limit or own_group is not group):
+            buckets.append(Bucket(members, group))
             members = []
             size = 0
         members.append(param)
         size += nbytes
+        group = own_group
     if members:
-        buckets.append(Bucket(members, data_group(members[0], mesh)))
+        buckets.append(Bucket(members, group))
     return buckets
 
 
@@ -227,16 +230,14 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers, and make each `.grad` a view of its buffer.
-
-        A micro-batch adds once to each gradient. (`backwards`: 2 in a case of step 6.)
+        """Zero the buffers, and make each `.grad` a view of its buffer. Each micro-batch will add
+        once to each gradient.
         """
         self.unsent = list(self.buckets)
         self.pending = []
         for bucket in self.buckets:
             bucket.flat.zero_()
-            backwards = sum(layout_of(param).backwards for param in bucket.params)
-            bucket.missing = n_micro_batches * backwards
+            bucket.missing = n_micro_batches * len(bucket.params)
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
@@ -261,27 +262,23 @@ class BucketSync:
         """Wait for every sum. (The embedding's gradient comes last: nothing is left to hide its
         sum.)
         """
-        # If a parameter had no gradient in some micro-batch, its bucket and all later ones are
-        # left: their sums are right, but nothing hides them
+        # A parameter that had no gradient in some micro-batch holds back its bucket and all later
+        # ones. They are sent here: late, but with the right sums
         while self.unsent:
             self.send(self.unsent.pop(0))
         for pending in self.pending:
             pending.wait()
 
 
-SYNCS: dict[str, Callable[..., NaiveSync | BucketSync]] = {
-    "bucket": BucketSync,
-    "naive": NaiveSync,
-    "ring": RingSync,
-}
+SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": RingSync}
 
 
 @dataclass
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: where these flags would have no effect they are refused. (--zero is step 3's: its
-    # stages 1 to 3 do the sums themselves.)
+    # `needs`: from step 3 on there is a --zero, whose stages 1 to 3 sum the gradients themselves.
+    # If one of these two flags is given beside them, it is refused. (Here there is no --zero.)
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,

@@ -17,16 +17,16 @@ Plain gradient descent with rate 0.1:
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
-               gradient    25 25 25 25              25 25 25 25        (the sum, by all-reduce)
+               gradient    sum 25 25 25 25          sum 25 25 25 25
     stage 1    weights     1 2 3 4                  1 2 3 4
-               gradient    5 5 5 5,   sum 25 25     20 20 20 20, sum 25 25
+               gradient    own 5 5 5 5, sum 25 25   own 20 20 20 20, sum 25 25
     stage 2    weights     1 2 3 4                  1 2 3 4
-               gradient               sum 25 25                  sum 25 25
+               gradient    sum 25 25                sum 25 25
     stage 3    weights     1 2                      3 4
-               gradient               sum 25 25                  sum 25 25
+               gradient    sum 25 25                sum 25 25
 
-With stages 1 to 3, rank 0 then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1
-and 2 an all-gather gives all four to both.
+(own: of this rank's sequences. sum: over both ranks.) With stages 1 to 3, rank 0 then has the new
+weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
@@ -37,15 +37,17 @@ its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds whole gradients and a shard of their sums. During a backward, stages 2 and 3 also hold
-the whole gradients of two units, the present one and the one before, whose sum is in flight; stage
-3 also the whole weights of two, the present one and the next. (If embedding and head are tied,
-three of each.) Activations are not in the table: each rank has its own, of its own sequences.
+(Stage 1: 2 + 4 whole, and of a shard 4 for the sum, in a buffer of its own, 4 and 8.) During a
+backward, stages 2 and 3 also hold the whole gradients of two units: the present one, and the one
+before, whose sum is in flight. Stage 3 also holds, in forward and in backward, the whole weights of
+two units: the present one and the next. Activations are not in the table: each rank has its own, of
+its own sequences.
 
-State is sharded first because it is the largest part and costs no extra bytes: an all-reduce is a
+State is sharded first because it is the largest part and no more is sent: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
-next. Now whole gradients do not wait for later micro-batches, so each micro-batch needs a
-reduce-scatter. Weights are last: they must be gathered for each use.
+next. A rank can then no longer add up the whole gradients of several micro-batches, because it
+would have to keep them; so those of each micro-batch are summed over ranks at once, by a
+reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
 With n ranks, m micro-batches and P parameters (with the padding of units; stage 0 has none), a rank
 sends in a training step (n-1)/n times this many elements:
@@ -53,33 +55,40 @@ sends in a training step (n-1)/n times this many elements:
     stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
     stage 2              (m+1) P           m reduce-scatters, one all-gather
-    stage 3              m (3 P - e)       m times two all-gathers and a reduce-scatter
+    stage 3              m (3 P - e)       m times: two all-gathers (E, H: one), a reduce-scatter
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
-e: the elements of E and H, which a micro-batch gathers once, not twice, because E's backward needs
-no weights, and H's backward follows its forward at once. (If embedding and head are tied, e is the
-last norm alone.) With --keep, weights stay whole from their first use in a training step to the
-update. For the norm of the gradient, which ranks now hold in shards, 8 bytes are all-reduced, and
-for the loss 4. Stage 3 of tiny on 4 ranks with m = 2 (P = 804,224, e = 65,920): 3/4 x 2 x (3 P - e)
-= 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two
+e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
+twice: E's backward needs no weights, and H's follows its forward at once, so H stays. With --keep,
+weights stay whole from their first use in a training step to the update. For the norm of the
+gradient, which ranks now hold in shards, 8 bytes are all-reduced, and for the loss 4. Stage 3 of
+tiny on 4 ranks with m = 2 (32 sequences, 4 ranks, micro-batches of 4): 3/4 x 2 x (3 P - e) =
+3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two
 all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
+
+OTHER MODELS. If embedding and head are tied, the matrix is in E, and H is the last norm alone. E is
+gathered at its forward, and again with H, and stays until its own backward at the end: so besides
+the present unit and the next, E is whole, and e counts only the norm. (Autograd hands over a tied
+gradient once, when the head's part and the embedding's are added.) A unit with frozen weights
+(requires_grad=False) stays whole in stage 3 until the next forward has used it, or until the
+update: frozen weights have no hook that says that their backward is over.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
 
-PyTorch's own way: ZeroRedundancyOptimizer shards state, as stage 1 does, beside an all-reduce of
-gradients. Stage 3 is
+PyTorch's own way: ZeroRedundancyOptimizer shards state, but is used with DistributedDataParallel,
+which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
 
     for layer in layers: fully_shard(layer)      # parameters become DTensors, Shard(0)
     fully_shard(model)                           # what is not in a layer
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-With reshard_after_forward=False, fully_shard keeps weights from forward to backward; --keep, which
-keeps them to the update, is also set_reshard_after_backward(False) before all micro-batches but the
-last.
+With reshard_after_forward=False, fully_shard keeps weights from forward to backward, and with
+set_reshard_after_backward(False) until later micro-batches, as --keep does.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
-`if`, three lines). Backward then computes with weights that have no memory: PyTorch says so.
+`if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
+bounds for storage of size 0".
 """
 
 import math
@@ -95,8 +104,9 @@ import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import flag
-from common.layout import data_group, global_norm, layout_of, materialize
-from common.model import IGNORE, Decoder, model_shape, wide
+from common.layout import data_group_of, global_norm, layout_of, materialize
+from common.model import IGNORE, Decoder, wide
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     OPTIMIZERS,
@@ -138,10 +148,7 @@ class Unit:
         self.flat = some_param.new_zeros(self.length * group.size)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            # If a weight that was saved for backward is changed in place, autograd raises an error:
-            # it compares version numbers. A view shares the version of `flat`, which each gather
-            # raises (stage 3). A parameter that is set by `.data` keeps a version of its own.
-            param.data = self.view(self.flat, name)
+            param.data = self.view(self.flat, name)  # it stays the same nn.Parameter
         self.shard = self.flat[self.first : self.first + self.length]
         # In fp32 or fp64 this is the shard itself
         self.master = self.shard.to(wide(some_param.dtype))
@@ -172,7 +179,9 @@ class Unit:
         return shard[low - self.first : high - self.first]
 
     def allocate_grad(self):
-        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised."""
+        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised. (In
+        stages 2 and 3 what is not a trained gradient is summed, too, and never read.)
+        """
         self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
 
     def reduce(self) -> Pending:
@@ -213,12 +222,15 @@ class Zero1:
     def __init__(
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
+        self.model = model
         self.config = config
+        self.mesh = mesh
         self.units: list[Unit] = []
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            self.units.append(self.unit_type(named, data_group(named[names[0]], mesh)))
+            group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
+            self.units.append(self.unit_type(named, group))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
             for name, param in unit.trained.items():
@@ -228,8 +240,7 @@ class Zero1:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
         self.unsent: list[Unit] = []  # whose sums have not started, in the order of backward
         self.pending: list[tuple[Unit, Pending]] = []  # reduce-scatters in flight
-        make = OPTIMIZERS[config.optimizer]
-        self.torch_optimizer = make(self.masters, config, optimizer=self, model=model, mesh=mesh)
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
     def begin(self, n_micro_batches: int):
         """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which
@@ -240,8 +251,9 @@ class Zero1:
         for unit in self.units:
             unit.allocate_grad()
             unit.local_grad.zero_()
-            unit.missing = n_micro_batches * backwards_of(unit)
-            accumulate_wide(unit.trained.values())  # (Stages 2 and 3 do not: see `Zero2`)
+            unit.missing = n_micro_batches * len(unit.trained)
+            # `.grad` in fp32. (Not in `__init__`: in stages 2 and 3 it has the weight's dtype)
+            accumulate_wide(unit.trained.values())
             for name, param in unit.trained.items():
                 param.grad = unit.view(unit.local_grad, name)
 
@@ -294,7 +306,7 @@ class Zero1:
             pending.wait()
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Which elements of each flattened parameter this rank updates, for checkpoints."""
+        """For checkpoints: which elements of each flattened parameter this rank updates."""
         spans = {}
         for unit in self.units:
             for name in unit.trained:
@@ -314,14 +326,6 @@ class Zero1:
                 param.grad = None
 
 
-def backwards_of(unit: Unit) -> int:
-    """How many additions to a unit's gradients a micro-batch makes: one for each trained parameter.
-
-    (Two, if two pipeline stages of this rank have the parameter: its record says `backwards` 2.)
-    """
-    return sum(layout_of(param).backwards for param in unit.trained.values())
-
-
 class Zero2(Zero1):
     """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every
     micro-batch; if one does not, the next micro-batch or `finish` raises an error.
@@ -333,30 +337,29 @@ class Zero2(Zero1):
         reduce-scatter        | H       | layer 1 | layer 0 | E |
 
     H's is freed when the backward of layer 0 begins, layer 1's when that of E begins, and so on. So
-    whole gradients of two units exist at a time. (If the head is tied, there is a third: autograd
-    keeps the head's part of the tied gradient, and adds the embedding's to it in the weight's
-    dtype.) The last sum, here E's, is awaited in the next micro-batch's backward, or in `finish`.
-    All ranks start the sums in the same order, because they run backward through the same graph.
+    whole gradients of two units exist at a time. The last sum, here E's, is awaited in the next
+    micro-batch's backward, or in `finish`. All ranks start the sums in the same order, because they
+    run backward through the same graph.
 
     A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
     Micro-batches and ranks are added up in fp32: `mark_ready` copies it into an fp32 buffer.
     """
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: zero each `summed_grad`."""
+        """Before the first micro-batch: a new `summed_grad` of zeros for each unit."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.arrived.clear()
-            unit.missing = n_micro_batches * backwards_of(unit)
-            # `device`: a technique may keep masters on the CPU
-            unit.summed_grad = torch.zeros_like(unit.master, device=unit.flat.device)
+            unit.missing = n_micro_batches * len(unit.trained)
+            unit.summed_grad = unit.flat.new_zeros(unit.length, dtype=unit.master.dtype)
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        # If this rank has one unit alone (step 6), its last sum may still read the buffer that we
-        # are about to fill
+        # The unit's own sum of the last micro-batch may be in flight, and read the buffer that we
+        # are about to fill. (Only in step 6, if a rank has one unit alone: else another unit's
+        # `start_sum` has completed it long before)
         if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
@@ -410,6 +413,11 @@ class ShardedUnit(Unit):
     all views of it keep their shapes. After `resize_(nbytes)` and an all-gather into it, they are
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
+
+    (Backward refuses a saved tensor that was changed in place since: autograd counts changes in a
+    version number, which a tensor shares with its views. A gather raises that of `flat`. But
+    `param.data = view`, in `Unit`, gave the parameters the memory alone: their version does not
+    rise, and backward accepts them.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -441,24 +449,21 @@ class Zero3(Zero2):
     next one meanwhile.
 
     A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
-    Messages overlap the computation in the same column (two in one column follow one another, first
-    the reduce-scatter; the first gather overlaps nothing):
+    Messages overlap the computation in the same column; two in one column follow one another, from
+    top to bottom. (The first gather overlaps nothing.)
 
                        forward             backward
+        reduce-scatter                         H   1   0   E
         all-gather     E   0   1   H       1   0
         compute            E   0   1   H   H   1   0   E
         freed after        E   0   1       H   1   0
-        reduce-scatter                         H   1   0   E
 
     H stays whole from its forward to its backward. The backward of E needs no weights. So two units
-    are whole at a time. (If the head is tied, there is a third: E is gathered again with H, and
-    freed after the backward of E. In a pipeline the last unit of a rank's stage also stays.) With
-    --keep, a unit is freed only at the update.
+    are whole at a time. With --keep, a unit is freed only at the update.
 
     A unit is freed when its last gradient has arrived; in a layer that is the one of
     input_layernorm.weight. At most a part of that norm's dx is still to be computed then, and it
-    reads no weights. (A unit with frozen weights stays whole until the next forward has used it, or
-    until the update.)
+    reads no weights.
     """
 
     unit_type = ShardedUnit
@@ -468,9 +473,9 @@ class Zero3(Zero2):
     ):
         super().__init__(model, config, mesh, device, dtype)
         trunk = model.model
-        # The model in the order of forward: the embedding; each layer; norm with head. A segment
-        # has one unit, which is gathered before its use. (With a tied head the last segment has two
-        # units, E and H, and from step 7 on a layer with experts, too.)
+        # The model in the order of forward: the embedding; each layer; norm with head. The unit of
+        # a segment is gathered before its use. (With a tied head the last segment has two units, E
+        # and H, and from step 7 on a layer with experts has two.)
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(trunk.embed_tokens)
         # The first segment whose backward needs weights: the embedding's does not
@@ -493,8 +498,8 @@ class Zero3(Zero2):
         modules[-1].register_forward_hook(partial(self.after_forward, number))
 
     def fetch(self, number: int, ahead: int):
-        """Gather the units of a segment and wait for them; prefetch those of segment `ahead`, which
-        are needed next.
+        """Gather the units of a segment and wait for them; prefetch those of the segment that is
+        needed next, number `ahead`.
         """
         for unit in self.segments[number]:
             unit.gather()
@@ -502,6 +507,7 @@ class Zero3(Zero2):
         if self.first_with_weights <= ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()
+        # The wait comes last, so that the prefetch is under way before the computation begins
         for unit in self.segments[number]:
             unit.gathering.wait()
 
@@ -510,12 +516,13 @@ class Zero3(Zero2):
         self.fetch(number, ahead=number + 1)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
-        """Hook: free this segment's units; gather them again before its backward."""
+        """Hook: free this segment's units, unless it is the last, and see to it that they are
+        gathered again before its backward.
+        """
         is_last = number + 1 == len(self.segments)
         if not is_last:  # the last segment's own backward follows at once
             for unit in self.segments[number]:
-                if unit not in self.segments[number + 1]:  # E is, if the head is tied
-                    self.free(unit)
+                self.free_after_use(unit)
         if output.requires_grad and number >= self.first_with_weights:
             # Called when the gradient of this output is there: the segment's backward comes next
             output.register_hook(partial(self.before_backward, number))
@@ -525,15 +532,14 @@ class Zero3(Zero2):
         self.fetch(number, ahead=number - 1)
 
     def start_sum(self, unit: Unit):
-        """Start the sum as `Zero2` does. The unit's backward is done, so free its weights, unless
-        some are frozen.
+        """All gradients of the unit are there, so its backward is over: start the sum as `Zero2`
+        does, and free the weights.
         """
         super().start_sum(unit)
-        # Frozen weights have no hook: backward may still need them
-        if len(unit.trained) == len(unit.named):
-            self.free(unit)
+        if len(unit.trained) == len(unit.named):  # else backward may still need the frozen weights
+            self.free_after_use(unit)
 
-    def free(self, unit: ShardedUnit):
+    def free_after_use(self, unit: ShardedUnit):
         """Free a unit's weights, unless --keep says that they stay until the update."""
         if not self.config.keep:
             unit.free()
@@ -582,7 +588,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     set_up_layers(model, config)
-    # new: draw the weights, unit by unit, and keep what the stage of ZeRO says
+    # new: it draws the weights, too, unit by unit, and keeps what the stage of ZeRO says
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -18,8 +18,9 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
 of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
-its own term of dx. Shoeybi et al. call the operators that do this f and g. In attention, for tiny's
-8 query heads and 4 key/value heads:
+its own term of dx. (With dy = [1 1], rank 0's term is A_0 (B_0 dy) = [1 2] * 1, rank 1's A_1 (B_1
+dy) = [3 4] * 4, and their sum [13 18].) Shoeybi et al. call the operators that do this f and g. In
+attention, for tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
@@ -29,29 +30,31 @@ its own term of dx. Shoeybi et al. call the operators that do this f and g. In a
     f   enter_block   identity: all ranks have x          all-reduce: each rank has a term of dx
     g   leave_block   all-reduce: each rank has a term    identity: dL/d(term) = dL/d(sum)
 
-All ranks compute the same loss, and each calls backward, but nothing counts n times: after g all
-have the same dy, each takes it through its own term alone, and f adds these n different terms.
+Each of the n ranks calls backward on the same loss. Still gradients are not n times too large:
+after g all ranks have the same dy, each takes it through its own term alone, and f adds these n
+different terms.
 
-embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code,
-g is a hook after a block's forward. f is in the block's `project`, together with the first
-matrices, because --tp-overlap needs the two together. RoPE comes after f: it sees all positions.
+embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code, g
+is a forward hook of the block. f is in `column_parallel`, which takes the place of the block's
+`project` (common/model.py): one f serves q, k and v. RoPE comes after f: it sees all positions.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory; a micro-batch
-sends the same bytes. An all-reduce is a reduce-scatter, then an all-gather. g does the first half,
-and the f of the next block the second. In between, norms and residual sums see s/n of the s tokens,
-so the inputs that norms save for backward are 1/n, too. (What f gathers is saved whole by the
-block's first matrices, except with --tp-overlap.)
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, and a
+micro-batch sends the same bytes (without recomputation). An all-reduce is a reduce-scatter, then an
+all-gather. g does the first half, and the f of the next block the second. In between, norms and
+residual sums see s/n of the s tokens, so the inputs that norms save for backward are 1/n, too.
+(What f gathers is saved whole by the block's first matrices.) A norm's weight is whole on all
+ranks, but a rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds
+these terms up over tp, once in a training step.
 
+                      forward                             backward
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
-
-(Korthikanti et al. call the first of these g, and the second g-bar.)
 
 WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
 Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
 
                                            shape            value    gradient
-    embed_tokens, lm_head                  [vocab/n, dim]   shard    shard     (padded)
+    embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
     x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
     weights of the norms                   [dim]            whole    partial   --no-sp: whole
     f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
@@ -61,31 +64,37 @@ Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partia
     their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
     logits                                 [b, s, vocab/n]  shard    shard
 
+(If n does not divide vocab or ffn_dim, the last shards end in zeros, which stay zeros, because
+their gradient is zero.)
+
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of x sends 2 (n-1)/n S, an all-gather or a
-reduce-scatter (n-1)/n S. So an f, or a g, costs 2 (n-1)/n S in forward and backward together. A
-layer has two f and two g, 4 x 2 S; the embedding has one g, the head one f, 2 x 2 S. A rank sends
-over tp, in a micro-batch, (n-1)/n times
+reduce-scatter (n-1)/n S. So an f, or a g, costs (n-1)/n x 2 S in forward and backward together. A
+layer has two f and two g, the embedding one g, the head one f. In a micro-batch a rank sends over
+tp (n-1)/n times
 
-                                    a layer   embedding and head
-    with SP or without              8 S       4 S
-    SP and --tp-overlap             10 S      4 S       backward gathers x of both blocks once more
-    SP and --recompute full         11 S      4 S       forward again, except its last g
-    --no-sp and --recompute full    10 S      4 S       forward again, except its last all-reduce
-    SP with both of these           13 S      4 S
+                                        a layer   embedding and head
+    with SP or without                  8 S       4 S
+    SP, --tp-overlap                    10 S      4 S     backward gathers x of both blocks again
+    SP, --recompute full                11 S      4 S     forward again, except its last g
+    SP, --recompute full --tp-overlap   13 S      4 S
+    --no-sp --recompute full            10 S      4 S     forward again, except its last all-reduce
 
-and, for the loss, 2 numbers a token to each other rank. For tiny (4 layers) with tp 2, dp 2:
+and, for the loss, 2 numbers a token to each other rank. In a training step it also takes part in
+all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms' weights. For
+tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
-    S               4 x 256 x 128 x 4 bytes = 524,288 bytes
-    a micro-batch   (1/2) x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
-    a step          4 micro-batches; once, with SP, an all-reduce of the gradients of 9 norms; and
-                    once of the squared norm: 9 x 128 x 4 + 8. In all 37,786,120 bytes
+    S               4 x 256 x 128 x 4 bytes = 524,288
+    a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
+    all-reduces     2 x 1/2 x (9 x 128 x 4 + 8) = 4,616
+    a step          4 micro-batches and the all-reduces: 37,786,120 bytes
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
 PyTorch's own way: parallelize_module(block, device_mesh["tp"], {"q_proj": ColwiseParallel(),
 "o_proj": RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with
-loss_parallel():`. With SP, PrepareModuleInput and output_layouts say where tokens are gathered.
+loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, and
+output_layouts=Shard(1) where terms are reduce-scattered.
 Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for a norm.
 
 Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
@@ -94,8 +103,9 @@ tests/test_step04.py::test_f fails, and in torchrun --nproc_per_node=4 step04_tp
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +117,8 @@ from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.layout import Shard, global_norm, layout_of, note_layout
-from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
+from common.model import IGNORE, Decoder, ModelConfig, wide
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
@@ -290,10 +301,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = received[:, 0].logsumexp(0)
         target_logit = received[:, 1].sum(0)
 
-        gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
+        softmax = (logits - log_sum[..., None]).exp_()  # our shard of it
+        gradient = softmax  # in place, because logits are large: softmax - one-hot
         gradient[..., len(ids) :] = 0.0
-        one_hot = held[..., None].type_as(gradient)  # 1 at the target's column, if it is ours
-        gradient.scatter_add_(-1, column, -one_hot)
+        ours = held[..., None].type_as(gradient)  # 1 if the target's column is ours, else 0
+        gradient.scatter_add_(-1, column, -ours)
         gradient.mul_(counted[..., None])
         ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
@@ -306,8 +318,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the
-    parameter itself.
+    """Return this rank's shard of a meta-device parameter along `dim`; in a group of one (step 7
+    with --ep 1), the parameter itself.
 
     Shards are equally long, so the last ones may be padded, or all padding. The record
     (common/layout.py) notes the shard's place.
@@ -320,8 +332,8 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     shape[dim] = length
     local = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
     shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
-    record = layout_of(weight)
-    local.parallel_layout = replace(record, shards=(*record.shards, shard))
+    local.parallel_layout = layout_of(weight)
+    note_layout(local, shards=(*layout_of(weight).shards, shard))
     return local
 
 
@@ -354,9 +366,8 @@ def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
     0 has the columns of A.
 
     Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
-    RowParallelLinear one whose weight has fewer columns (inputs). A bias in o_proj or down_proj
-    would have to be added after g, once. q_proj needs no rule: tp divides n_kv_heads, which divides
-    n_heads.
+    RowParallelLinear one whose weight has fewer columns (inputs). q_proj needs no rule: tp divides
+    n_kv_heads, which divides n_heads.
     """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
@@ -399,7 +410,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
         return
     if sp and config.seq_len % group.size:
         raise UserError(
-            f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence: or --no-sp"
+            f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or --no-sp"
         )
 
     def f_before(module: nn.Module, inputs: tuple) -> Tensor:
@@ -408,10 +419,10 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_block(output, group, sp)
 
-    def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
-        first_matrices = column_parallel_overlap if overlap else column_parallel
-        return first_matrices(x, *linears, group=group, sp=sp)
-
+    if overlap:
+        project = partial(column_parallel_overlap, group=group)
+    else:
+        project = partial(column_parallel, group=group, sp=sp)
     shard_vocabulary(model, group)
     model.model.embed_tokens.register_forward_hook(g_after)
     model.lm_head.register_forward_pre_hook(f_before)
@@ -431,9 +442,9 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one
     all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. That
-    works: ranks of tp that are summed here are at the same place in dp, and their units have the
-    same lengths, so they have the same part of a norm.
+    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. Ranks of
+    a tp group have units of equal lengths, and the same place in dp. So their ZeRO shards contain
+    the same part of each norm, and the parts can be added.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -452,14 +463,16 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
             gradient.copy_(total.view_as(gradient))
 
 
-# --- For speed on GPUs, until `Config`: --tp-overlap hides two messages behind matrix products.
+# --- For speed on GPUs, until `Config`: in each block's backward, --tp-overlap hides the
+# reduce-scatter of dx behind a matrix product. It saves memory, too, for one more all-gather, which
+# is hidden as well.
 
 
 class ColumnParallelOverlap(torch.autograd.Function):
     """f with SP, and the matrices after it. In backward, messages and matrix products overlap:
 
-        all-gather x     ----.     reduce-scatter dx ---.
-        dx = dy W            '->   dW = dy^T x          '-> the previous block's backward
+        messages    | all-gather x | reduce-scatter dx |
+        products    | dx = dy W    | dW = dy^T x       |   then the previous block's backward
 
     dW needs all tokens of x, and dx does not. So forward saves only this rank's s/n tokens of x,
     and backward gathers x once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less.
@@ -493,10 +506,8 @@ class ColumnParallelOverlap(torch.autograd.Function):
         return own_dx, None, *dweights
 
 
-def column_parallel_overlap(
-    x: Tensor, *linears: nn.Linear, group: Group, sp: bool
-) -> tuple[Tensor, ...]:
-    """`column_parallel` by `ColumnParallelOverlap`. `sp` is always true: --tp-overlap needs it."""
+def column_parallel_overlap(x: Tensor, *linears: nn.Linear, group: Group) -> tuple[Tensor, ...]:
+    """`column_parallel`, with SP, by `ColumnParallelOverlap`."""
     return ColumnParallelOverlap.apply(x, group, *(linear.weight for linear in linears))
 
 
@@ -508,7 +519,7 @@ class Config(step03.Config):
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     tp_overlap: bool = flag(
         False,
-        "hide two messages of each block's backward behind matrix products",
+        "in each block's backward, hide the reduce-scatter; gather x once more, hidden, too",
         needs={"tp": AT_LEAST_2, "sp": [True]},
     )
     zero: str = flag(

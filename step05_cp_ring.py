@@ -2,10 +2,10 @@
 ranks.
 
 Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token
-alone. In attention, a query attends to its own key and all earlier ones. So queries stay on their
-rank, and keys and values travel round a ring (Liu et al. 2023, "Ring Attention"): in each of n
-*hops*, a rank computes with the k and v that it holds, while (except in the last hop) it receives
-the next.
+alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
+have. Queries stay on their rank, and keys and values travel round a ring (Liu et al. 2023, "Ring
+Attention"): in each of n *hops*, a rank computes with the k and v that it holds, while (except in
+the last hop) it receives the next.
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
 `#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
@@ -17,9 +17,9 @@ because these keys come later.
     queries of rank 2     # # + .     5
     queries of rank 3     # # # +     7: all ranks wait for this one
 
-ZIGZAG (--cp-mode zigzag, the default). To balance the work, rank r has chunks r and 2n-1-r of 2n,
-an early one and a late one. (Llama 3 shards so, too, but gathers the k and v of a whole sequence
-before a layer's attention; Dubey et al. 2024, 3.3.2.)
+ZIGZAG (--cp-mode zigzag, the default). To balance the work, the sequence is cut into 2n chunks, and
+rank r has chunks r and 2n-1-r as its shard, an early one and a late one. (Llama 3 shards so, too,
+but gathers the k and v of a whole sequence before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
@@ -31,28 +31,31 @@ before a layer's attention; Dubey et al. 2024, 3.3.2.)
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-16 units on each rank. (A block has here half the height and half the width of one above, so 16 of
-these units are 4 of those.) Not only in all, but in each hop all ranks have the same work. Rank 1,
-for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+16 units on each rank. (A block is here a quarter as large: 16 of these units are 4 of those above,
+the average of 1, 3, 5 and 7.) Not only in all, but in each hop all ranks have the same work. Rank
+1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
 
-Units count the pairs that are needed. Our formula cannot skip: in hop 0 it computes all four blocks
-of the two chunks, and masks about half of their numbers; in a later hop it computes two blocks. So
-hop 0 takes twice the FLOPs of a later one. (A fused kernel skips most of that half.)
+(All ranks still work equally long, but our code takes twice as long in hop 0 as in a later one: it
+computes all four blocks of the two chunks, and then masks about half of them. A fused kernel skips
+most of that half.)
 
-THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. An online softmax
-(Milakov and Gimelshein 2018; of outputs: Rabe and Staats 2021) merges the results of several parts,
-without approximation: see `merge`, whose docstring has an example.
+THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. For each part it
+computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two parts
+are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
+Gimelshein 2018; `merge` has an example):
 
-BACKWARD. k and v travel again, followed by dkv, the sum so far of their gradients. A rank sends k
-and v on before it computes (n-1 messages), and dkv after it has added its own term (n messages: the
-last returns dkv to its owner, and no computation hides it). What each of 3 ranks has at the end of
-a hop, when it has added its term (kv2: k and v of rank 2; dkv2 {2 0}: with the terms of ranks 2 and
-0); then both move one rank to the right:
+    o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
+
+BACKWARD. k and v travel a second time. Behind those of each rank travels dkv, the sum so far of
+their gradients: each rank that they visit adds the term of its queries, and sends dkv on. So dkv
+makes n steps, one more than k and v; the last returns it to its owner, and no computation hides
+that one. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2 {2 0} has the terms of
+rank 2, then rank 0:
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -63,22 +66,23 @@ TARGETS are shifted before the sequence is sharded (common/data.py). Suppose tha
 their own tokens, with 16 tokens and 2 ranks. Rank 0 has tokens 0 to 3 and 12 to 15. So token 3
 would get token 12 as its target instead of token 4, in silence, and token 15 would have none.
 
-THE LAW. B: the bytes of k and v in one layer, for the tokens that one rank has of a micro-batch. G:
-the bytes of their gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank
-sends
+THE LAW. B: the bytes of k and v of one layer, of a micro-batch, on one rank. G: the bytes of their
+gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank sends
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
-    tiny, 4 ranks: k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes:
-    B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes
 
-The bytes grow like s, attention's FLOPs like s^2/n: for long sequences messages hide behind
-computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU, README's
-launch line has a fused kernel instead.)
+For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes) B = G =
+2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
+
+A rank's bytes grow like s, its FLOPs of attention like s^2/n: for long sequences messages hide
+behind computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU use
+--cp-mode flash, the same ring with a fused kernel: README, "Launch each step".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
-In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches, 41,943,040.
+In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches: in fp32
+41,943,040.
 
 PyTorch's own way: context_parallel of torch.distributed.tensor.experimental. Around forward and
 backward, `with context_parallel(mesh["cp"], buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0,
@@ -105,12 +109,18 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
+from common.model import IGNORE, Decoder, ModelConfig, wide
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
+
+
+def neighbours(group: Group) -> tuple[int, int]:
+    """The ranks on the left and on the right of this one, in a ring."""
+    return (group.rank - 1) % group.size, (group.rank + 1) % group.size
 
 
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
@@ -120,27 +130,30 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     While the caller computes with one k and v, they are sent to the right, and the next ones are
     received from the left. The last ones are not sent.
     """
-    n = group.size
-    r = group.rank
-    right = (r + 1) % n
-    left = (r - 1) % n
-    for hop in range(n - 1):
+    left, right = neighbours(group)
+    source = group.rank
+    for _ in range(group.size - 1):
         next_kv = torch.empty_like(kv)
         passing = exchange([(kv, right)], [(next_kv, left)], group)
-        yield (r - hop) % n, kv  # the caller computes; we go on when it asks for the next pair
+        yield source, kv  # the caller computes; we go on when it asks for the next pair
         passing.wait()
         kv = next_kv
-    yield right, kv  # these have come from our right neighbour, by n-1 messages
+        source = (source - 1) % group.size
+    yield source, kv  # the last ones, which are not sent on
 
 
-# (queries, keys, causal): these of our queries attend to these of the source's keys: to all of them
-# or, if causal, query i only to keys 0 to i. (slice(4, 8), slice(0, 8), False): our tokens 4 to 7
-# attend to all of the source's tokens 0 to 7.
-Part = tuple[slice, slice, bool]
+class Part(NamedTuple):
+    """Which of our queries attend to which of the source's keys. Part(slice(4, 8), slice(0, 8),
+    False): our tokens 4 to 7 attend to all of the source's tokens 0 to 7.
+    """
+
+    queries: slice  # of our tokens
+    keys: slice  # of the source's tokens
+    causal: bool  # whether query i attends to keys 0 to i alone, and not to all
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """The plain ring: rank r has shard r of n. Positions, int64 [s/n]. Raises UserError unless n
+    """In order: rank r has shard r of n. Positions, int64 [s/n]. Raises UserError unless n
     divides s.
     """
     if seq_len % n:
@@ -158,7 +171,7 @@ def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
     whole = slice(0, length)
     if source > rank:
         return []
-    return [(whole, whole, source == rank)]
+    return [Part(whole, whole, causal=source == rank)]
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
@@ -178,11 +191,11 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[Part]:
     second = slice(length // 2, length)
     # The diagonal: tokens are in order of position, so causal is right for both chunks together
     if source == rank:
-        return [(whole, whole, True)]
+        return [Part(whole, whole, causal=True)]
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both
-        return [(whole, first, False)]
+        return [Part(whole, first, causal=False)]
     # Both of source's chunks follow our first one, and precede our second one
-    return [(second, whole, False)]
+    return [Part(second, whole, causal=False)]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -217,8 +230,10 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads,
-    queries], in place. Each query must have seen a key in one of the two. (Here our own keys come
-    first.)
+    queries], in place.
+
+    (A query that has seen a key in neither would give -inf - -inf = nan. That cannot happen: our
+    own keys come first, and each query sees its own.)
 
     The weight of a key is exp(score), that of a part is the sum of its keys' weights, exp(lse). The
     o of a part is the average of its values, each with its key's weight. Let two keys weigh 3 and
@@ -257,7 +272,7 @@ def part_gradients(
     repeated_v = repeat_heads(v, heads)
     p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()
     d_p = do @ repeated_v.mT
-    big_d = (do * o).sum(-1, keepdim=True)
+    big_d = (do * o).sum(-1, keepdim=True)  # D above
     ds = p * (d_p - big_d)
     dq = (ds @ repeated_k) / root
     dk = (ds.mT @ q) / root
@@ -307,19 +322,18 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward; dkv, in wide(q.dtype), one hop behind them."""
+        """k and v travel as in forward. dkv, in wide(q.dtype), follows: it leaves a rank when that
+        has added its term, and arrives while the next one computes its own.
+        """
         q, own_kv, o, lse = ctx.saved_tensors
-        n = ctx.group.size
-        r = ctx.group.rank
+        left, right = neighbours(ctx.group)
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))
-        passing = Pending()  # the exchange of dkv after each hop: none before the first
-        # In each hop: compute our term of the source's dkv, while that is still arriving; wait for
-        # it, add the term, and send it on
+        arriving = Pending()  # the message that brings `received`: none in hop 0
+        received = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # the source's dkv, as sent to us
         for source, (source_k, source_v) in travel(own_kv, ctx.group):
-            own_term = torch.zeros_like(dkv)
+            own_term = torch.zeros_like(received)
             own_dk, own_dv = own_term  # views
-            for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
+            for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
                 part_dq, part_dk, part_dv = ctx.gradients(
                     do[:, :, queries],
                     q[:, :, queries],
@@ -332,13 +346,12 @@ class RingAttention(torch.autograd.Function):
                 dq[:, :, queries] += part_dq
                 own_dk[:, :, keys] += part_dk
                 own_dv[:, :, keys] += part_dv
-            passing.wait()  # now dkv is the source's: it has the terms of earlier ranks
-            dkv += own_term
-            next_dkv = torch.empty_like(dkv)
-            passing = exchange([(dkv, (r + 1) % n)], [(next_dkv, (r - 1) % n)], ctx.group)
-            dkv = next_dkv
-        passing.wait()  # the gradient of our own k and v is back, complete
-        dk, dv = dkv.to(q.dtype)
+            arriving.wait()
+            dkv = own_term.add_(received)  # with the terms of earlier ranks
+            received = torch.empty_like(dkv)
+            arriving = exchange([(dkv, right)], [(received, left)], ctx.group)
+        arriving.wait()  # the gradient of our own k and v is back, complete
+        dk, dv = received.to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
 
@@ -394,7 +407,7 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     tokens, int64 [s/n], on the CPU.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
-    before k travels. Raises UserError.
+    before k travels. Raises UserError if n does not fit the sequences.
 
     Ranks of cp, like those of dp, hold the same weights and see different tokens. So gradients are
     summed, and ZeRO shards, over dp x cp: `mesh["data"]`.

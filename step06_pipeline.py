@@ -3,10 +3,10 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
-Micro-batches pass through the stages. Neighbours exchange only x and its gradient dx, both [batch,
-seq, dim]. (With cp, seq is 1/cp of the sequence; with sequence parallelism, 1/tp of that.) The
-price is idle time: at the start later ranks wait for the first x, and at the end earlier ranks wait
-for the last dx.
+(Here a model of 6 layers.) Micro-batches pass through the stages. Neighbours exchange only x and
+its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the sequence; with sequence
+parallelism, 1/tp of that.) The price is idle time: at the start later ranks wait for the first x,
+and at the end earlier ranks wait for the last dx.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
@@ -42,10 +42,12 @@ time:
 THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for p-1
 forwards and backwards. Here that is 9 units beside 18 of work: (p-1)/m of the working time, and
 (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory: at any time rank r holds
-activations of at most p - r micro-batches, in AFAB of all m. (Stages are never quite equal: the
-first has the embedding, the last the head and the loss. And messages take no time in these
-pictures. In the two loops below a rank waits for each message; `ListPipeline` hides messages behind
-work.)
+activations of at most p - r micro-batches (these are *in flight*: their forward is done, their
+backward is not), in AFAB of all m.
+
+The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
+and the loss. And messages take no time here, while the loops below wait for each. (The interleaved
+schedule, at the end of this file, hides them behind work.)
 
 AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send. The
 simple way keeps x and y from the forward to the backward:
@@ -54,16 +56,17 @@ simple way keeps x and y from the forward to the backward:
     y = run(x)                           forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-But of y, backward needs only the graph that hangs on it, not its numbers: the last operation of a
-layer is a sum, whose backward does not read its result. `Stage` keeps just the graph's last
-node (`get_gradient_edge(y)`), where backward can start. So a rank holds the y that it computes and
-at most the one before, not one for each micro-batch. (Megatron-LM's deallocate_pipeline_outputs has
-the same aim.)
+But backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
+use its result. It needs only the graph that computed y. So `Stage` keeps the last node of that
+graph (`get_gradient_edge(y)`), where backward can start, and not y, which is freed when the next y
+has been computed: a rank holds at most two, not one for each micro-batch. (Megatron-LM's
+deallocate_pipeline_outputs has the same aim.)
 
-THE LAW. For each micro-batch the first rank sends a y over pp, the last a dx, and the others both.
-Every rank also takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). If
-embedding and head are tied, the first rank and the last also send each other their gradient of that
-matrix, once a step. For tiny in fp32, pp 4 and 8 micro-batches:
+THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
+last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4
+bytes) and of the squared norm (8). If embedding and head are tied, the first rank and the last also
+send each other their gradient of that matrix, once a step. For tiny in fp32, pp 4 and 8
+micro-batches:
 
     a y or dx            4 x 256 x 128 x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
@@ -71,8 +74,8 @@ matrix, once a step. For tiny in fp32, pp 4 and 8 micro-batches:
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step06_pipeline
-`python -m common.schedules 4 6 1` draws the two schedules above. `... 4 8 2` draws them for 8
-micro-batches, and a third one with 2 stages on each rank, which is explained below.
+`python -m common.schedules 4 6 1` draws the two schedules above. `python -m common.schedules 4 8 2`
+draws them for 8 micro-batches, and a third one with 2 stages on each rank, explained below.
 
 PyTorch's own way, in torch.distributed.pipelining: stage = PipelineStage(module, rank, p, device),
 then schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False), because
@@ -97,10 +100,11 @@ import step05_cp_ring as step05
 from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
-from common.flags import flag
+from common.flags import AT_LEAST_2, flag
 from common.layout import global_norm, layout_of, note_layout
-from common.model import IGNORE, Decoder, model_shape, rope_tables, wide
+from common.model import IGNORE, Decoder, rope_tables, wide
 from common.schedules import COSTS, Action, add_messages, consumer, interleaved, round_robin
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
@@ -131,11 +135,11 @@ class Stage:
         self.n_targets = n_targets
         self.loss = torch.zeros((), dtype=wide(dtype_of(self.model)), device=self.positions.device)
 
-    def run(self, x: Tensor, targets: Tensor) -> Tensor:
+    def compute_output(self, x: Tensor, targets: Tensor) -> Tensor:
         """This stage's part of `Decoder.forward`; on the last stage it ends with the summed loss.
 
-        x: tokens int64 [batch, seq], or the previous stage's output [batch, seq (/tp with SP), dim]
-        -> output, or loss.
+        x: tokens int64 [batch, seq], or the previous stage's output [batch, seq, dim] (with SP
+        [batch, seq/tp, dim]) -> output, or loss.
         """
         trunk = self.model.model
         if self.is_first:
@@ -148,10 +152,15 @@ class Stage:
         return x
 
     def forward(self, i: int, x: Tensor | None) -> Tensor:
-        """Run the x of micro-batch i (on the first stage None: its tokens) -> output, detached."""
-        x = self.xs[i] if self.is_first else x.requires_grad_()
-        with record_function(f"F{i}.{self.number}"):
-            y = self.run(x, self.ys[i])
+        """Forward of micro-batch i. `x` is the previous stage's output, or None on the first stage,
+        which reads its tokens. Returns the output, detached: its graph stays in `graphs`.
+        """
+        if self.is_first:
+            x = self.xs[i]
+        else:
+            x.requires_grad_()  # a leaf: backward leaves dx in x.grad
+        with record_function(f"F{i}.{self.number}"):  # this range's name in a profile (--profile)
+            y = self.compute_output(x, self.ys[i])
         if self.is_last:
             y = y / self.n_targets  # scale once ...
             self.loss += y.detach()
@@ -165,10 +174,11 @@ class Stage:
         """
         x, edge = self.graphs.pop(i)
         with record_function(f"B{i}.{self.number}"):
+            # ... then only sum: this adds to the gradients. `edge` stands for y
             if self.is_last:
-                torch.autograd.backward((edge,))  # `edge` stands for y
+                torch.autograd.backward((edge,))
             else:
-                torch.autograd.backward((edge,), (dy,))  # ... then only sum
+                torch.autograd.backward((edge,), (dy,))
         return x.grad
 
 
@@ -187,24 +197,20 @@ def keep_stages(model: Decoder, stages: list[range]):
 
     The stage with layer 0 also has the embedding; the one with the last layer has norm and head. If
     these two stages are on two ranks, both ranks keep a tied embedding, and its record says
-    stage_copies=2. If they are two stages of one rank (not in our three schedules), two backward
-    passes add to its gradient: backwards=2.
+    stage_copies=2.
     """
     trunk = model.model
     n_layers = model.config.n_layers
     tied = model.config.tied
-    kept = set().union(*stages)
+    kept = {number for layers in stages for number in layers}
     has_first = 0 in kept
     has_last = n_layers - 1 in kept
     for number in range(n_layers):
         if number not in kept:
             del trunk.layers[str(number)]
-    if tied and has_first != has_last:
-        # On this rank and on another: global_norm counts the two as one
+    on_two_ranks = tied and has_first != has_last  # this rank has one of the two
+    if on_two_ranks:  # global_norm counts the two as one
         note_layout(trunk.embed_tokens.weight, stage_copies=2)
-    if tied and has_first and has_last and len(stages) > 1:
-        # Twice on this rank: step 2's sync waits for two additions to the gradient
-        note_layout(trunk.embed_tokens.weight, backwards=2)
     if not has_first and not (tied and has_last):
         trunk.embed_tokens = None
     if not has_last:
@@ -292,19 +298,19 @@ class Pipeline:
             self.send_backward(dx)
 
     def recv_forward(self, i: int) -> Tensor | None:
-        """Receive the x of micro-batch i. (The first rank has its tokens.)"""
+        """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
         return self.send_receive(self.group.rank - 1, receive_of=i)
 
     def send_forward(self, y: Tensor):
-        """Send y to the next rank. (On the last rank y is the loss.)"""
+        """Send y to the next rank. (The last rank sends nothing.)"""
         self.send_receive(self.group.rank + 1, send=y)
 
     def recv_backward(self, i: int) -> Tensor | None:
-        """Receive the dy of micro-batch i. (The last rank has the loss.)"""
+        """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
         return self.send_receive(self.group.rank + 1, receive_of=i)
 
     def send_backward(self, dx: Tensor | None):
-        """Send dx to the previous rank. (On the first rank dx is None.)"""
+        """Send dx to the previous rank. (The first rank sends nothing.)"""
         self.send_receive(self.group.rank - 1, send=dx)
 
     def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
@@ -321,8 +327,9 @@ class Pipeline:
         """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
         nothing, and return None.
 
-        `receive_of`: a micro-batch, whose number of sequences is that of the tensor to receive. (It
-        selects no message: the k-th receive gets the k-th send of this peer.)
+        `receive_of`: receive the x or dy of this micro-batch. (Messages carry no number: the k-th
+        receive gets this peer's k-th send. The number only tells how large the tensor is, because
+        the last micro-batch may have fewer sequences.)
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
@@ -338,7 +345,7 @@ class Pipeline:
         return received
 
     def buffer(self, i: int) -> Tensor:
-        """An empty tensor to receive the x or dy of micro-batch i."""
+        """Memory to receive the x or dy of micro-batch i."""
         return empty_x(self.xs[i], self.model, self.sp_ranks)
 
 
@@ -378,11 +385,12 @@ class OneForwardOneBackward(Pipeline):
 
 
 # --- For a second evening, until `Config`: a schedule is a list of actions for each rank, and one
-# class runs any lists.
+# class runs any lists of forwards and backwards.
 #
-# INTERLEAVED (--pp 2 --schedule interleaved). With v shorter stages on each rank (r, r+p, ... on
-# rank r), the bubble is (p-1)/(v m) of the working time. The price is more messages and memory. For
-# 2 ranks, 4 micro-batches and 2 stages a rank, `python -m common.schedules 2 4 2` draws this:
+# INTERLEAVED (--pp 2 --schedule interleaved). Cut the model into v p shorter stages, and give rank
+# r the v stages r, r + p, r + 2p, ... The pipeline still fills and drains over p-1 stages, but each
+# is 1/v as long: the bubble is (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2
+# stages a rank, the last picture that `python -m common.schedules 2 4 2` draws is
 #
 #     rank 0    01012.aa3bb2aa3bb.cc.ddccdd
 #     rank 1    .010aa1bb2aa3bb2cc3ddccdd..
@@ -392,29 +400,39 @@ class OneForwardOneBackward(Pipeline):
 #
 #     F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 #
-# Each rank is idle for 3 units beside 24 of work: (p-1)/(v m) = 1/8.
+# A character is now half as long, because the stages are. Each rank is idle for 3 units beside 24
+# of work, (p-1)/(v m) = 1/8; with 1F1B it would be 6 of these units, 1/4. The price: of each
+# micro-batch the first rank sends v y and v-1 dx, the last v-1 y and v dx, the others v of each.
+# And on rank r up to (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's
+# layers: on rank 0 above 5 halves of a micro-batch, with 1F1B 2 whole ones.
 #
-# LISTS CAN DEADLOCK. Here rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs
-# rank 0's F1, which comes after B0. `simulate` raises ValueError:
+# LISTS CAN DEADLOCK. An example:
 #
 #     rank 0    F0 B0 F1 B1
 #     rank 1    F1 B1 F0 B0
 #
-# MESSAGES CAN DEADLOCK, too. These lists are good, but at `send!` rank 0 sends F1's output while
-# rank 1 sends B0's. If a send blocks until it is received, both wait for ever:
+# Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which comes
+# after B0. `simulate` (common/schedules.py) notices that no rank can go on, and raises ValueError.
+#
+# MESSAGES CAN DEADLOCK, too. Below, both ranks do their work in the order of 1F1B. But at `send!`
+# rank 0 sends F1's output while rank 1 sends B0's. (`exchange` returns at once. But with NCCL the
+# messages of a group are one queue: behind a send that waits for its receive, no receive begins. So
+# count with sends that block until they are received.) Both then wait for ever:
 #
 #     rank 0    F0, send, F1, send!, receive, B0, ...
 #     rank 1    receive, F0, B0, send!, receive, F1, ...
 #
-# `add_messages` finds an order in which that cannot happen. Here rank 1 receives F1's input before
-# it computes F0, so that rank 0's second send finds its receive:
+# `add_messages` (common/schedules.py) finds an order in which that cannot happen. Here rank 1
+# receives F1's input before it computes F0, so that rank 0's second send finds its receive:
 #
 #     rank 0    F0, send, F1, send, receive, B0, ...
 #     rank 1    receive, receive, F0, B0, send, F1, ...
 
 
 class ListPipeline:
-    """Runs lists of actions, with any number of stages on a rank. A subclass says which lists."""
+    """Runs lists of actions, with any number of stages on a rank. A subclass says which lists, and
+    may replace what follows.
+    """
 
     v = 1  # stages on each rank
     costs = COSTS  # units of time that each kind of action takes
@@ -466,26 +484,28 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # Action -> (its input, the message that fills it; an empty one if this rank computed it).
-        # An entry leaves when the action runs here, or when its input is sent to the action's rank.
-        waiting: dict[Action, tuple[Tensor, Pending]] = {}
+        # The action that will use a tensor, on this rank or on another -> (the tensor, the message
+        # that brings it). "compute" takes out what it uses, "send" what an action of the peer uses.
+        # What this rank has computed needs no message: `Pending()`, nothing to wait for.
+        inputs: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "compute":
-                received, pending = waiting.pop(action, (None, Pending()))
+                # No entry: the first stage's forward has tokens, the last one's backward the loss
+                received, pending = inputs.pop(action, (None, Pending()))
                 pending.wait()
                 output = self.compute(action, received)
                 next_action = consumer(action, self.n_stages)
                 if next_action is not None:
-                    waiting[next_action] = output, Pending()
+                    inputs[next_action] = output, Pending()
             elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:
                     sending[peer].wait()
-                tensor, _ = waiting.pop(action)
+                tensor, _ = inputs.pop(action)
                 sending[peer] = exchange([(tensor, peer)], [], self.group)
-            else:
+            else:  # receive
                 buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
-                waiting[action] = buffer, exchange([], [(buffer, peer)], self.group)
+                inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
         for pending in sending.values():
             pending.wait()
 
@@ -506,7 +526,7 @@ class Interleaved(ListPipeline):
 
     @staticmethod
     def actions(p: int, m: int, v: int, rank: int) -> list[Action]:
-        """The list of a rank. Raises UserError unless m is a multiple of p."""
+        """The list of a rank. Raises UserError if v > 1 and m is no multiple of p."""
         return interleaved(p, m, v, rank)
 
 
@@ -524,7 +544,9 @@ class Config(step05.Config):
 
     pp: int = flag(1, "ranks that share the layers")
     schedule: str = flag("1f1b", "order of the work", SCHEDULES)
-    chunks: int = flag(2, "stages on each rank", needs={"schedule": ["interleaved"]})
+    chunks: int = flag(
+        2, "stages on each rank", needs={"schedule": ["interleaved"], "pp": AT_LEAST_2}
+    )
 
 
 def train(config: Config, run: Run):

@@ -2,7 +2,7 @@
 
 THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
 each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
-Transformer"). E, K and other sizes are capital letters.
+Transformer").
 
     p = softmax(W x)    chosen: the K largest p
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
@@ -24,11 +24,11 @@ all-to-all, in which every rank sends rows to every other, and each is the other
 many rows a rank gets depends on the tokens; so numbers of rows travel before the rows.
 
 WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
-weights. In the launch below a rank routes 256 tokens of a micro-batch, so 512 rows of 128 numbers,
-65,536, of which with ep 2 about half leave the rank. They travel four times, to the experts and
-back, in forward and in backward: 131,072 numbers in all. If weights travelled instead, a rank would
-get the half that it lacks, 540,672 numbers, in forward alone. (With many tokens on a rank, or small
-experts, this can turn round.)
+weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
+512 rows of 128 numbers, 65,536, of which with ep 2 about half leave the rank. They travel four
+times, to the experts and back, in forward and in backward: 131,072 numbers in all. If weights
+travelled instead, a rank would get the half that it lacks, 540,672 numbers, in forward alone. (With
+many tokens on a rank, or small experts, it can be the other way round.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
@@ -39,13 +39,14 @@ Transformer's, for K choices of a token),
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
 0.0625) = 1.15; if all f and all P are 1/E, it is 1. Where f is high, P is pushed down. (The loss
-that you see excludes this one.) All layouts with the same --micro-batch-size train alike, unless
-rounding decides between two almost equal p. --balance bias uses no loss: see `BiasBalancedMoE`.
+that you see excludes this one.) With it, layouts train alike if their --micro-batch-size is the
+same, unless rounding decides between two almost equal p. --balance bias uses no loss: see
+`BiasBalancedMoE`.
 
-GROUPS. tp shards no expert. With sequence parallelism a rank routes the tokens that it has between
-blocks, so a layer of experts needs no f and g of step 4. (Without it, all ranks of tp would route
-the same tokens: --no-sp is refused.) So dp x cp x tp ranks route different tokens, and the experts
-can be spread over all of them ("MoE parallel folding", Liu et al. 2025). On 16 ranks:
+GROUPS. All dp x cp x tp ranks route different tokens, those of tp because of sequence parallelism.
+(Without it they would route the same ones: --no-sp is refused.) So the experts can be spread over
+all of them ("MoE parallel folding", Liu et al. 2025), tp shards no expert, and experts need no f
+and g of step 4. On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
     dp           0 4 8 12                            different sequences            shard the batch
@@ -55,15 +56,23 @@ can be spread over all of them ("MoE parallel folding", Liu et al. 2025). On 16 
     expert_data  0 8                                 the same experts               sum gradients
     stage        0 1 2 ... 15        (dp x cp x tp)  the same layers                sum counts: bias
 
-(Gradients of norms and routers are also summed over tp, as in step 4.)
+WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
+because their rows came to it. Only the tokens of other ep groups are missing: the sum over
+expert_data adds them. (Gradients of norms and routers are also summed over tp, as in step 4.)
 
 THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy,
 it sends over ep, in each layer and for each micro-batch, (ep-1)/ep times
 
     forward     2 T K dim elements, and counts, 8 E bytes      (twice with --recompute full)
     backward    2 T K dim elements
-    tiny as launched below: T = 256, so forward sends 2 x 1/2 x 256 x 2 x 128 x 4 bytes = 262,144
-    in a layer, and 32 of counts; backward sends 262,144
+
+and with --balance loss, for each forward, an all-reduce of 8 E bytes of counts over `sequence`
+(with --balance bias over `stage`, once in a training step). For tiny as launched below, in fp32, in
+each layer and for each micro-batch:
+
+    ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
+    ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
+    sequence        2 x 3/4 x 8 x 8                       = 96
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py --out runs/one, then
@@ -80,19 +89,20 @@ tests/test_step07.py::test_dispatch_and_combine fails.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import step06_pipeline as step06
 from common import UserError
 from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
-from common.flags import AT_LEAST_2, flag
+from common.flags import flag
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, Decoder, ModelConfig, model_shape, wide
+from common.model import IGNORE, Decoder, ModelConfig, wide
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
@@ -104,7 +114,7 @@ from step06_pipeline import SCHEDULES, sum_tied
 # Shapes in names: x_TD is [T, D].
 #     T   tokens of this rank                    E   experts
 #     K   experts of a token (top_k)             G   ranks of the group ep
-#     N   T K choices, a row for each            L   E / G, the experts that a rank holds
+#     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
 # leaving_GL[r, i]: how many of our rows go to rank r's i-th expert.
 # arriving_GL[r, i]: how many rows come from rank r for our i-th expert.
@@ -117,8 +127,7 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
     1, else R.
     """
-    # One kernel for all experts. It needs rows whose bytes are a multiple of 16. (And its backward
-    # needs a gradient with memory of its own: the one that `y.sum()` gives, in a test, has none.)
+    # One kernel for all experts. It needs rows whose bytes are a multiple of 16.
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.mT, offs=ends)
@@ -164,8 +173,9 @@ class MoE(nn.Module):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__()
         self.router = nn.Linear(dim, config.experts, bias=False)
-        self.experts = Experts(config.experts, dim, ffn_dim)
+        self.experts = Experts(config.experts, dim, ffn_dim)  # `shard_moe` keeps this rank's
         self.top_k = config.experts_per_token
+        self.ep = mesh["ep"]
 
     def probabilities(self, x_TD: Tensor) -> Tensor:
         """x [T, D] -> p [T, E], in wide(x.dtype): in bf16 many p would be equal."""
@@ -193,10 +203,10 @@ class MoE(nn.Module):
         return by_choice_ND.unflatten(0, ids_TK.shape)
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows through their experts, if this rank holds all. With --ep, `shard_moe` replaces this
-        method by `run_experts_on_their_ranks`.
-        """
-        return self.experts(sorted_ND, counts_E)
+        """Rows [N, D], sorted by expert, through their experts, wherever these are -> [N, D]."""
+        if self.ep.size == 1:  # this rank holds all
+            return self.experts(sorted_ND, counts_E)
+        return run_experts_on_their_ranks(self.experts, self.ep, sorted_ND, counts_E)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
@@ -206,22 +216,30 @@ class MoE(nn.Module):
         p_TE = self.probabilities(x_TD)
         ids_TK = self.choose(p_TE.detach())
         scores_TK = self.score(p_TE, ids_TK)
-        # Not bincount: it reads the largest id to size its result, so the CPU would wait for the
-        # GPU one more time.
+        # How many choices each expert got. (Not by bincount, for which the CPU would wait for the
+        # GPU: it reads the largest id to size its result.)
         ids_N = ids_TK.flatten()
-        counts_E = ids_N.new_zeros(p_TE.shape[-1]).scatter_add_(0, ids_N, torch.ones_like(ids_N))
+        counts_E = ids_N.new_zeros(p_TE.shape[-1])
+        counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
         out_TKD = self.visit(x_TD, ids_TK, counts_E)
         out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
         return self.balance(out_TD.view_as(x), p_TE, counts_E)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Called with the layer's output [batch, seq, dim] and how many of this rank's choices each
-        expert got.
+        """For subclasses: called at the end of forward with the layer's output [batch, seq, dim],
+        which it returns, all probabilities, and how many of this rank's choices each expert got.
         """
         return out
 
     def end_step(self):
         """Called after each update of the weights."""
+
+
+def keep_choices() -> tuple:
+    """A `context_fn` for torch.utils.checkpoint: the result of `topk` is saved, and not computed
+    again.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
 
 class AddLoss(torch.autograd.Function):
@@ -236,7 +254,7 @@ class AddLoss(torch.autograd.Function):
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
         """Return x."""
         ctx.coeff = coeff
-        return x.view_as(x)
+        return x
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -250,21 +268,26 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
-        # Gradients of micro-batches are summed. Divide by their number on all ranks of dp together,
-        # global / micro, so that a step has the mean of their losses.
+        # Gradients of micro-batches are summed. On all ranks of dp together there are
+        # global_batch_size / micro_batch_size of them: divided by it, a step has the mean of their
+        # losses
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e (see the top of this file). f_e is that of the whole
-        micro-batch, by an all-reduce of counts; P_e is a mean over tokens, of which we have ours.
+        """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
+        that share the micro-batch add up to it.
+
+        f_e is that of the whole micro-batch, by an all-reduce of counts. Of the mean P_e this rank
+        has its share: the sum over its own tokens, divided by the number of all.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.group).wait()
         n_choices = total_E.sum()  # K for each token
         f_E = total_E.to(p_TE.dtype) / n_choices
-        P_E = p_TE.sum(0) / (n_choices / self.top_k)
+        n_tokens = n_choices / self.top_k
+        own_P_E = p_TE.sum(0) / n_tokens
         n_experts = len(f_E)
-        return n_experts * (f_E * P_E).sum()
+        return n_experts * (f_E * own_P_E).sum()
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
@@ -297,9 +320,8 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (With --recompute full, forward runs twice. The second run stops once backward has all that
-        it needs, before this line, so that no choice counts twice. With --compile as well it does
-        not stop: then every load is doubled, and the signs, which alone move biases, are the same.)
+        (With --recompute full the second forward stops before this line. With --compile, too, it
+        does not: then all loads double, which changes no sign of load - mean.)
         """
         self.load_E += counts_E
         return out
@@ -307,7 +329,8 @@ class BiasBalancedMoE(MoE):
     def end_step(self):
         """Move each bias by the rate."""
         all_reduce(self.load_E, self.group).wait()
-        direction = torch.sign(self.load_E.double().mean() - self.load_E)
+        mean_load = self.load_E.double().mean()
+        direction = torch.sign(mean_load - self.load_E)
         self.bias += self.rate * direction.to(self.bias.dtype)
         self.load_E.zero_()
 
@@ -400,7 +423,8 @@ class Combine(torch.autograd.Function):
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """How many rows leave for each expert of each rank, and how many arrive from each rank for each
-    of our experts: int64 [G, L], on the CPU; and the rows of each of our experts, int64 [L].
+    of our experts: int64 [G, L], on the CPU; and the rows of each of our experts, int64 [L], on the
+    GPU, if there is one.
 
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
@@ -408,25 +432,20 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     leaving_GL = counts_E.view(group.size, -1)
     arriving_GL = torch.empty_like(leaving_GL)
     all_to_all(arriving_GL, leaving_GL, group).wait()
-    # Split sizes: here the CPU waits for the GPU. (With grouped_mm, in bf16, nothing else waits.)
-    both = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return both[0], both[1], arriving_GL.sum(0)
+    # Split sizes: the CPU waits for the GPU here, once for both. (With grouped_mm, in bf16, nothing
+    # else waits.)
+    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return leaving_on_cpu, arriving_on_cpu, arriving_GL.sum(0)
 
 
 def run_experts_on_their_ranks(
     experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor
 ) -> Tensor:
-    """`MoE.run_experts` with experts on several ranks: rows [N, D], sorted by expert -> their
-    outputs [N, D].
-    """
+    """Experts on several ranks: rows [N, D], sorted by expert -> their outputs [N, D]."""
     leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, group)
     rows_RD = Dispatch.apply(sorted_ND, group, leaving_GL, arriving_GL)
     out_RD = experts(rows_RD, counts_L)
     return Combine.apply(out_RD, group, leaving_GL, arriving_GL)
-
-
-# A technique can add an entry, such as one that hides messages behind the experts' work
-DISPATCH: dict[str, Callable[..., Tensor]] = {"alltoall": run_experts_on_their_ranks}
 
 
 @dataclass
@@ -446,9 +465,6 @@ class Config(step06.Config):
     )
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
     ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
-    ep_mode: str = flag(
-        "alltoall", "how rows reach their experts", DISPATCH, needs={"ep": AT_LEAST_2}
-    )
 
 
 def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
@@ -468,9 +484,11 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
             f"layer with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
         )
     sequences = config.global_batch_size // mesh["dp"].size  # of this rank
-    if sequences % config.micro_batch_size:
+    averaged = issubclass(BALANCE[config.balance], LossBalancedMoE)
+    if averaged and sequences % config.micro_batch_size:
         raise UserError(
-            "--micro-batch-size must divide the sequences of a rank: the balance is their mean"
+            f"--micro-batch-size must divide the {sequences} sequences of a rank: the auxiliary "
+            "loss is a mean over equal micro-batches"
         )
     if config.tp > 1 and not config.sp:
         raise UserError(
@@ -492,16 +510,15 @@ def make_groups(mesh: Mesh, config: Config):
     mesh.join("stage", "dp", "cp", "tp", queue="gradients")
 
 
-def shard_moe(moe: MoE, mesh: Mesh, config: Config):
+def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
     # Ranks of tp route different tokens, so that each has a term of the router's gradient
     note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        # (shard_param has noted that ranks of ep differ: so global_norm adds up their squares)
+        # shard_param has noted a shard over ep, by which global_norm knows that ranks of ep hold
+        # different experts. This notes over which ranks the gradient is summed
         note_layout(linear.weight, data_group="expert_data")
-    if config.ep > 1:
-        moe.run_experts = partial(DISPATCH[config.ep_mode], moe.experts, mesh["ep"])
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
@@ -513,7 +530,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     for number in range(first, model.config.n_layers, config.moe_every):
         with torch.device("meta"):
             moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
-        shard_moe(moe, mesh, config)
+        shard_moe(moe, mesh)
         model.model.layers[str(number)].mlp = moe
 
 
@@ -521,7 +538,8 @@ def train(config: Config, run: Run):
     """The whole run: all kinds of parallelism, applied to the plain model one after another."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # ep is a part of dp x cp x tp
+    # No ep: shard_experts cuts its groups from dp x cp x tp
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     # step 2: these sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
@@ -535,7 +553,7 @@ def train(config: Config, run: Run):
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
     # new: recomputation keeps the chosen experts. (A recomputed p may round to another value and
     # choose others: then numbers of rows, and experts that get gradients, would differ.)
-    set_up_layers(model, config, keep=[torch.ops.aten.topk.default])
+    set_up_layers(model, config, context_fn=keep_choices)
     # step 3: this shard of the update
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 

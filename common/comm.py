@@ -6,11 +6,11 @@ memory (a GPU, if there are any) and runs the same script. Ranks communicate by 
 that all ranks of a group make, and by messages between two ranks (`exchange`).
 
               tp ->
-        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On
-         |  [4  5  6  7]      rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which it is number 1,
-                              and mesh["dp"] is the group {1, 5}.
+        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4)
+         |  [4  5  6  7]
 
-What each does, on two ranks:
+On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and mesh["dp"] the group
+{1, 5}. What four collectives do, on two ranks:
 
                       rank 0 has     rank 1 has          then rank 0 has     and rank 1
     all_reduce        1 2            10 20               11 22               11 22
@@ -18,7 +18,7 @@ What each does, on two ranks:
     all_gather        1              2                   1 2                 1 2
     all_to_all        1 2            10 20               1 10                2 20
 
-Each returns a `Pending` at once, and the work goes on:
+Each function below that communicates returns a `Pending` at once, and the work goes on:
 
     pending = all_reduce(gradient, mesh["dp"])
     ...                                            computation that overlaps the message
@@ -27,20 +27,15 @@ Each returns a `Pending` at once, and the work goes on:
 Always call `wait`. Before it, do not change what is sent, and do not use what is filled. All
 tensors must be contiguous. All ranks of a group must start their collectives in the same order.
 
-A group has a *handle*, a queue of operations. With NCCL it is a communicator, whose messages are
-kernels on a stream of their own: a message begins when the kernels that were launched before the
-call, and the earlier messages of its handle, have ended. Two groups of the same ranks share a
-handle if both carry gradients, or both activations. A group of each kind never do: activations are
-needed at once, and must not queue behind gradients, which have time until the update. (ZeRO's
-weights use the gradients' handle.)
-
-We count what each of n ranks sends if the group is a ring. (NCCL may choose a tree, in which some
-ranks send more and others less, or let a switch add, which sends less.) A group of one sends
-nothing. A larger one sends, with S the bytes of the input or the output, whichever is larger:
+S: the bytes of the whole tensor (an all_gather's output, a reduce_scatter's input). In a ring of n
+ranks, a rank sends
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
     exchange, all_to_all          what is for other ranks
+
+(NCCL may choose a tree, in which some ranks send more and others less, or let a switch add, which
+sends less.)
 """
 
 import math
@@ -56,7 +51,9 @@ from torch.profiler import record_function
 
 from common import UserError
 
-# torch 2.13 renamed two collectives, and warns of the old names. Older versions work, too.
+# torch 2.13 renamed two collectives, and warns of the old names. With these lines older versions,
+# which some clusters have, work as well. (requirements.txt has the version that the tests ran
+# with.)
 if hasattr(dist, "all_gather_single"):
     _all_gather = dist.all_gather_single
     _reduce_scatter = dist.reduce_scatter_single
@@ -75,7 +72,7 @@ class Group:
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None
-    # (group's name, operation) -> bytes that this rank has sent; of all groups of a mesh
+    # Bytes that this rank has sent, by (group's name, operation): one for all groups of a mesh
     sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, what: str) -> slice:
@@ -94,8 +91,8 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """`sizes`: ranks along each dimension; the last varies fastest. UserError unless their
-        product is `world`.
+        """`sizes`: ranks along each dimension; the last varies fastest. Raises UserError unless
+        their product is the number of ranks.
         """
         self.sizes = sizes
         self.world = 1
@@ -122,22 +119,31 @@ class Mesh:
 
     def join(self, name: str, *dims: str, queue: str) -> np.ndarray:
         """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a
-        row for each group.
+        row for each group. `queue`: "gradients" or "activations".
 
-        In the figure above, the groups along dp are [0 4] [1 5] [2 6] [3 7]. From step 5 on a group
-        can span several dimensions: with Mesh(dp=2, cp=2, tp=2), join("data", "dp", "cp") creates
-        [0 2 4 6] [1 3 5 7]. `queue`: "gradients" or "activations".
+        In the figure above, the groups along dp are [0 4] [1 5] [2 6] [3 7]. (From step 5 on a
+        group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), join("data", "dp", "cp")
+        creates [0 2 4 6] [1 3 5 7].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
-        # `axes` become the last ones, so the ranks of a group become neighbours: a row
+        # `axes` become the last ones, so that the ranks of a group become neighbours, a row
         rows = self.ranks.transpose(others + axes).reshape(-1, size)
         self.add_groups(name, rows, queue)
         return rows
 
     def add_groups(self, name: str, rows: np.ndarray, queue: str):
-        """Create a group for each row of ranks [groups, size], which must ascend; keep ours."""
+        """Create a group for each row of ranks [groups, size], which must ascend; keep ours. A
+        group's handle is PyTorch's ProcessGroup.
+
+        Why there are two queues, from step 4 on: with NCCL the messages of a handle are kernels in
+        one queue. A message begins when, on every rank of the group, the computation that was
+        launched before it and the earlier messages of its handle have ended; it does not wait for
+        messages of other handles. So groups for gradients and groups for activations never share a
+        handle, also if their ranks are the same: activations, which are needed at once, would wait
+        for gradients.
+        """
         for members in rows.tolist():
             row = tuple(members)
             if members != sorted(members):
@@ -162,8 +168,8 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: kept until `wait`. (A collective's work itself keeps its tensors; that of a
-        send need not, although it reads their memory.)
+        """`tensors`: those that are being sent, kept alive here, because the work of a send does
+        not keep them. `then`: called after the wait, if there are works.
         """
         self.group = group
         self.works = works
@@ -242,7 +248,8 @@ def all_to_all(
         return Pending()
     stays = tensor.nbytes / group.size
     if sent_rows is not None:
-        stays = sent_rows[group.rank] * tensor[:1].nbytes
+        bytes_of_a_row = tensor[:1].nbytes  # 0 if there are none
+        stays = sent_rows[group.rank] * bytes_of_a_row
     note("all_to_all", group, tensor.nbytes - stays)
     work = dist.all_to_all_single(
         output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
@@ -260,8 +267,8 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives come first. If sends did, gloo would announce our receive only after our send is
-    # done: two ranks that send to each other would take turns
+    # Receives come first. Inside `isend`, gloo writes a message for which the peer already waits; a
+    # receive listed behind it would be posted only then, so that the peer's own message would wait
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
@@ -279,6 +286,6 @@ def note(operation: str, group: Group, nbytes: float):
     group.sent[group.name, operation] += round(nbytes)
 
 
-# --compile must not trace the counter. (torch.compiler.disable would do the same, but it imports
-# the compiler, which takes two seconds in each process.)
+# --compile must not trace `note`. (torch.compiler.disable would do the same, but it imports the
+# compiler, which takes two seconds in each process.)
 note._torchdynamo_disable = True

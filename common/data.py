@@ -2,14 +2,16 @@
 same on every rank and in every layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
-    window number w: the seq + 1 tokens from w*seq on; the first seq are inputs, the last targets
-    with seq 4: window 0 has tokens 0-3 and targets 1-4, window 1 tokens 4-7 and targets 5-8
+    window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
+    the targets. With seq 4: window 0 has tokens 0-3 and targets 1-4, window 1 tokens 4-7 and
+    targets 5-8
 
 The last twentieth of the windows (at least one) is held out: no batch has them, and `Data.held_out`
-returns them. The other n windows are for training. A step takes the next B of them, B the global
-batch size. Each epoch has all n once, in a random order of its own, drawn from (seed, epoch):
-sample i, counted over all steps, is the window at place i mod n in the order of epoch i // n. With
-n = 10 and B = 4, step 2 has samples 8 to 11: places 8, 9 of epoch 0, then 0, 1 of epoch 1.
+returns them. (No script of the course evaluates them; they are for tools.) The other n windows are
+for training. A step takes the next B samples, B the global batch size. Each epoch has all n windows
+once, in a random order of its own, drawn from (seed, epoch): sample i, counted over all steps, is
+the window at place i mod n in the order of epoch i // n. With n = 10 and B = 4, the third step has
+samples 8 to 11 (both count from 0): places 8, 9 of epoch 0, then 0, 1 of epoch 1.
 
 Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
@@ -21,7 +23,7 @@ memory, so a large corpus should be one. (At the start each rank reads it once, 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -37,19 +39,20 @@ BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
 
 
 def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
-    """Texts -> one stream of token ids, uint16: the bytes of each text, then END; and the number of
-    U+FFFD, which `read_txt` puts in the place of bytes that are not UTF-8.
+    """Texts -> (tokens, replaced). tokens: one stream of ids, uint16: the bytes of each text, then
+    END. replaced: the number of U+FFFD in them, which `read_txt` puts for bytes that are not UTF-8.
     """
     streams = []
     replaced = 0
     for text in texts:
+        # A string of a JSON file may hold half of a surrogate pair, which becomes "?"
         document = np.frombuffer(text.encode(errors="replace"), np.uint8)
         streams += [document.astype(np.uint16), np.array([END], np.uint16)]
         replaced += text.count("\ufffd")
     return np.concatenate(streams), replaced
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """The numbers 0 to n-1 in the random order of an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n)
@@ -67,26 +70,34 @@ class Data:
         self.shape = shape
         self.batch_size = batch_size
         self.seed = seed
-        description, contents = READERS[kind_of(source)](source)
+        read = READERS[kind_of(source)]
+        description, contents = read(source)
         warning = ""
         if isinstance(contents, np.ndarray):
             self.tokens = contents
         else:
             self.tokens, replaced = to_tokens(contents)
             if replaced:
-                meaning = "bytes that were not UTF-8, if the text itself has no U+FFFD"
-                warning = f" ({replaced:,} U+FFFD: {meaning})"
+                warning = f" ({replaced:,} U+FFFD: bytes that were not UTF-8, or the text's own)"
         self.summary = f"data: {len(self.tokens):,} tokens{warning} of {description}"
         self.n_windows = (len(self.tokens) - 1) // shape.seq_len
         self.n_train = self.n_windows - max(1, self.n_windows // 20)
-        name = source or "(default)"
-        largest = int(self.tokens.max())  # numpy reads a mapped file piece by piece
+        self.check()
+
+    def check(self):
+        """Raise UserError if there are too few tokens, or ids outside the vocabulary."""
+        name = self.source or "(default)"
         if self.n_train < 1:
-            few = f"{len(self.tokens)} tokens are too few for two sequences of {shape.seq_len}"
-            raise UserError(f"--dataset {name}: {few}")
-        if largest >= shape.vocab_size:
-            need = f"its token id {largest} needs a --model with vocab_size={largest + 1} or more"
-            raise UserError(f"--dataset {name}: {need}, not {shape.vocab_size}")
+            raise UserError(
+                f"--dataset {name}: {len(self.tokens)} tokens are too few for two sequences of "
+                f"{self.shape.seq_len}"
+            )
+        largest = int(self.tokens.max())  # numpy reads a mapped file piece by piece
+        if largest >= self.shape.vocab_size:
+            raise UserError(
+                f"--dataset {name}: its token id {largest} needs a --model with "
+                f"vocab_size={largest + 1} or more, not {self.shape.vocab_size}"
+            )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step: tokens and targets, int64 [batch_size, seq].
@@ -96,8 +107,8 @@ class Data:
         ranks have equally many.)
         """
         windows = []
-        for position in range(step * self.batch_size, (step + 1) * self.batch_size):
-            epoch, place = divmod(position, self.n_train)
+        for sample in range(step * self.batch_size, (step + 1) * self.batch_size):
+            epoch, place = divmod(sample, self.n_train)
             windows.append(shuffled(self.n_train, self.seed, epoch)[place])
         return self.read(windows)
 
@@ -105,7 +116,7 @@ class Data:
         """Tokens and targets of the first n held-out windows (or all, if fewer), int64 [n, seq]."""
         return self.read(range(self.n_train, min(self.n_train + n, self.n_windows)))
 
-    def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def read(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens and targets of `windows`, int64 [windows, seq]."""
         starts = np.asarray(windows) * self.shape.seq_len
         indices = starts[:, None] + np.arange(self.shape.seq_len + 1)
@@ -113,11 +124,12 @@ class Data:
         return rows[:, :-1], rows[:, 1:]
 
     def fingerprint(self) -> str:
-        """A short hash of the stream, by which ranks can tell whether they read the same tokens.
+        """A short hash of the stream. By it ranks, and a resumed run, know that they read the same
+        tokens.
 
-        SHA-256 of its length and of the first BLOCK tokens of each of 64 nearly equal parts: all
-        tokens of a stream of up to 256 MiB (uint16), and a sample of a longer one, so it takes a
-        second.
+        SHA-256 of its length and of the first BLOCK tokens (as stored) of each of 64 nearly equal
+        parts. Up to 64 BLOCK = 2**27 tokens that is the whole stream, and of a longer one a sample:
+        so it takes about a second at most.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):

@@ -6,9 +6,10 @@
 
         sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
 
-makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The class's
-docstring is the title of its flags in --help. `needs` says which values other flags must have for
-this flag to have an effect (here --zero 0, in steps that have a --zero); else it is refused.
+makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The first line of
+the class's docstring is the title of its flags in --help. `needs` says which values other flags
+must have for this flag to have an effect (here --zero 0, in steps that have a --zero); else giving
+it is refused.
 """
 
 import argparse
@@ -20,34 +21,27 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-AT_LEAST_2 = range(2, 2**31)  # for `needs`
+AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on
 
 
 def flag(
     default: Any,
-    text: str,
+    help: str,
     choices: Collection[str] = (),
     least: float | None = None,
     needs: dict[str, Collection] | None = None,
-    comma_separated: bool = False,
 ) -> Any:
     """A field of a Config.
 
-    text     what --help says of the flag
-    choices  a menu, whose keys are the flag's values; with `comma_separated` one or more: a,b
+    help     what --help says of the flag
+    choices  the allowed values; or a menu, a dict that has them as keys
     least    the smallest value of a number; by default 1 for an int with a default above 0, else 0
     needs    another flag -> the values that it must have for this flag to have an effect:
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     if least is None:
         least = 1 if type(default) is int and default > 0 else 0  # a bool is another type
-    metadata = dict(
-        text=text,
-        choices=choices,
-        comma_separated=comma_separated,
-        least=least,
-        needs=needs or {},
-    )
+    metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -70,14 +64,14 @@ def add_flags(parser: Parser, cls: type):
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     kinds = get_type_hints(cls)
-    for base in cls.__mro__:  # step 7's Config, step 6's, ..., step 1's
-        group = parser.add_argument_group((base.__doc__ or "").partition("\n")[0].rstrip("."))
+    for base in cls.__mro__[:-1]:  # step 7's Config, step 6's, ..., step 1's; without `object`
+        group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
             field = remaining.pop(name, None)
             if field is None:  # listed already, by a subclass that declares it again
                 continue
             # argparse formats a help text with %
-            help_text = f"{field.metadata['text']} (default: {field.default})".replace("%", "%%")
+            help_text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
             # SUPPRESS: the result has only those flags that were given
             options: dict[str, Any] = dict(help=help_text, default=argparse.SUPPRESS)
             if kinds[name] is bool:
@@ -94,10 +88,8 @@ def check_value(name: str, value: Any, metadata: Any):
     """Raise UserError unless the flag may have this value."""
     choices = metadata["choices"]
     if choices:
-        parts = str(value).split(",") if metadata["comma_separated"] else [str(value)]
-        for part in parts:
-            if part not in choices:
-                raise UserError(f"{spelled(name)} {value}: choose from {', '.join(choices)}")
+        if value not in choices:
+            raise UserError(f"{spelled(name)} {value}: choose from {', '.join(choices)}")
         return
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{spelled(name)} is {value}: it must be finite")
@@ -105,25 +97,31 @@ def check_value(name: str, value: Any, metadata: Any):
         raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
 
 
+def in_words(name: str, values: Collection) -> str:
+    """What `needs` asks of a flag: "--tp 2 or more", "--sp", "--zero 1 or 2"."""
+    if isinstance(values, range):
+        return f"{spelled(name)} {values.start} or more"
+    if values == [True]:
+        return spelled(name)
+    return f"{spelled(name)} {' or '.join(values)}"
+
+
 def check_needs(name: str, config: Any, metadata: Any):
     """Raise UserError if the flag has no effect beside the values of the other flags."""
+    own = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
     for other, values in metadata["needs"].items():
         value = getattr(config, other, None)
-        if value is None or value in values:  # None: this step has no such flag
-            continue
-        if isinstance(value, bool):
-            need = spelled(other) if True in values else spelled(f"no_{other}")
-        elif isinstance(values, range):
-            need = f"{spelled(other)} {values.start} or more"
-        else:
-            need = f"{spelled(other)} {' or '.join(str(each) for each in values)}"
-        own = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
-        raise UserError(f"{own} has no effect without {need}: leave it out")
+        if value is not None and value not in values:  # None: this step has no such flag
+            need = in_words(other, values)
+            raise UserError(f"{own} has no effect without {need}: leave it out")
 
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:
-    """Command line -> an instance of dataclass `cls`. Raises UserError, which names the flag."""
-    about = (inspect.getmodule(cls).__doc__ or "").partition("\n\n")[0]  # python -OO drops it
+    """Command line -> an instance of dataclass `cls`. Raises UserError, which names the flag.
+
+    `argv`: the words after the script's name; None: those of this process.
+    """
+    about = inspect.getmodule(cls).__doc__.partition("\n\n")[0]
     parser = Parser(description=about, allow_abbrev=False)
     add_flags(parser, cls)
     given = vars(parser.parse_args(argv))

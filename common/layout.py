@@ -1,8 +1,10 @@
 """Initial values, and one small record per parameter: how it is sharded, and over which ranks its
 gradient is summed.
 
-Step 1 needs `draw` and `materialize`, step 2 `data_group` and `layout_of`, step 3 `global_norm`.
-From step 4 on, each dimension of parallelism notes in a parameter's record what it changes. Initial
+In steps 1 to 3 all records are alike, the first row below, and each gradient is summed over its
+`data_group`: skip the rest of this docstring until step 4.
+
+From then on, each dimension of parallelism notes in a parameter's record what it changes. Initial
 weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
 the record.
 
@@ -14,11 +16,11 @@ the record.
     step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3          ()             "expert_data"
             router.weight [8, 128]        none                        ("tp",)        "data"
 
-(0-63, 0-3: what the first of two ranks holds.) All gradients are summed over `data_group`, a group
-of ranks. `partial_over` names further groups over which this gradient is summed, because each of
-their ranks saw only some of the tokens (step 4, `sum_partial_gradients`), and `stage_copies` says
-whether two stages sum it (step 6, `sum_tied`). Where ZeRO cuts is not in the record, because the
-shards of its units (step 3) cut across parameters.
+(0-63, 0-3: what the first of two ranks holds.) Each gradient is summed over its `data_group`, by
+the sync of step 2 or by ZeRO. `partial_over` names further groups over which this gradient is
+summed, because each of their ranks saw only some of the tokens (step 4, `sum_partial_gradients`),
+and `stage_copies` says whether two stages sum it (step 6, `sum_tied`). Where ZeRO cuts is not in
+the record, because the shards of its units (step 3) cut across parameters.
 """
 
 import hashlib
@@ -27,7 +29,6 @@ import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ from torch import Tensor, nn
 from common.comm import Group, Mesh, all_reduce
 from common.model import Decoder
 
+# --- Initial values, step 1 (there `layout_of(param).shards` is empty) ----------------------------
+
 
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
     function of seed, name, shape and number of layers, whatever the layout. (On another kind of CPU
-    the last bits can differ. So ranks compare the kinds of their CPUs.)
+    the last bits can differ: so `compare_launches` compares the kinds of the ranks' CPUs.)
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
     n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
@@ -57,71 +60,20 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     return value.normal_(0.0, std, generator=generator)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """From step 4 on: this rank holds indices start..stop-1 of dimension `dim`, as it was before
-    this sharding. Those >= `full` are padding.
+def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
+    """Draw whole parameters, as many at a time as this rank has CPU cores: so no rank ever holds
+    all of them in fp32.
     """
-
-    dim: int
-    over: str  # a group of the mesh
-    start: int
-    stop: int
-    full: int  # the size of the dimension before it was sharded
-
-
-@dataclass(frozen=True)
-class ParamLayout:
-    """From step 2 on: the record of one parameter."""
-
-    shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
-    # From step 4 on: groups over which its gradient must still be summed
-    partial_over: tuple[str, ...] = ()
-    # The group whose ranks hold the same weights and see different tokens. Step 5: "data", dp x cp
-    data_group: str = "dp"
-    # Step 6, a tied matrix: 2 if the first stage and the last, on two ranks, both hold it
-    stage_copies: int = 1
-    # Step 6, a tied matrix: 2 if these two stages are on one rank, so that two backward passes of
-    # each micro-batch add to its gradient
-    backwards: int = 1
-
-
-def layout_of(param: Tensor) -> ParamLayout:
-    """The record of a parameter; by default it is whole, and its gradient is summed over dp."""
-    return getattr(param, "parallel_layout", ParamLayout())
-
-
-def note_layout(param: Tensor, **changes: Any):
-    """Change fields of a parameter's record."""
-    param.parallel_layout = replace(layout_of(param), **changes)
-
-
-def shard_of(full: Tensor, shard: Shard) -> Tensor:
-    """This rank's shard of a tensor, zero in the padding. A shard may also be all padding."""
-    shape = list(full.shape)
-    shape[shard.dim] = shard.stop - shard.start
-    local = full.new_zeros(shape)
-    start = min(shard.start, full.shape[shard.dim])
-    length = min(shard.stop, full.shape[shard.dim]) - start
-    local.narrow(shard.dim, 0, length).copy_(full.narrow(shard.dim, start, length))
-    return local
-
-
-def full_shape(param: Tensor) -> list[int]:
-    """The shape of the whole parameter, of which this rank has a shard."""
-    shape = list(param.shape)
-    # Backwards: if a dimension was sharded twice, the first record has the whole size
-    for shard in reversed(layout_of(param).shards):
-        shape[shard.dim] = shard.full
-    return shape
-
-
-def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
-    """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
-    for module in model.modules():
-        for key, param in list(module.named_parameters(recurse=False)):
-            if param is old:
-                setattr(module, key, new)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(named), threads):
+            drawing = []
+            for name, param in named[start : start + threads]:
+                value = torch.empty(full_shape(param))
+                drawing.append(pool.submit(draw, value, name, n_layers, seed))
+            for future in drawing:
+                yield future.result()
 
 
 def materialize(
@@ -132,7 +84,7 @@ def materialize(
     only: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
-    New parameters take the place of the old ones: add hooks after this call.
+    New parameters take the place of the old ones: add hooks on parameters after this call.
 
     A rank draws each whole parameter, and keeps the shards that the record describes. (In steps 1
     to 3 there are none.)
@@ -151,18 +103,12 @@ def materialize(
     materialize_buffers(model, device)
 
 
-def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Draw whole parameters: at a time as many as this rank has CPU cores, each on one core. (A
-    core draws about 1e8 numbers a second.)
-    """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(named), threads):
-            some = named[start : start + threads]
-            values = [torch.empty(full_shape(param)) for _, param in some]
-            names = [name for name, _ in some]
-            yield from pool.map(draw, values, names, repeat(n_layers), repeat(seed))
+def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
+    """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
+    for module in model.modules():
+        for key, param in list(module.named_parameters(recurse=False)):
+            if param is old:
+                setattr(module, key, new)
 
 
 def materialize_buffers(model: nn.Module, device: torch.device):
@@ -174,16 +120,75 @@ def materialize_buffers(model: nn.Module, device: torch.device):
                 module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)
 
 
-def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """How many ranks hold different things: parts of this gradient, or (along pp) other gradients.
-    `sharded`: gradients are ZeRO's shards, so that the ranks of `data_group` hold different parts.
+# --- The record, step 2; shards, step 4 -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """From step 4 on: this rank holds the indices start to stop - 1 of dimension `dim`; those from
+    `full` on are padding. (If a dimension is sharded twice, the second counts from the start of the
+    first one's shard.)
     """
-    groups = {shard.over for shard in record.shards}
-    if "pp" in mesh.groups:
-        groups.add("pp")  # another stage has other parameters
-    if sharded:
-        groups.add(record.data_group)
-    return math.prod(mesh[name].size for name in groups)
+
+    dim: int
+    over: str  # a group of the mesh
+    start: int
+    stop: int
+    full: int  # the size of the dimension before it was sharded
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """From step 2 on: the record of one parameter."""
+
+    shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
+    # From step 4 on: groups over which its gradient must still be summed
+    partial_over: tuple[str, ...] = ()
+    # The group over which step 2's sync, or ZeRO, sums its gradient. Step 5: "data", dp x cp
+    data_group: str = "dp"
+    # Step 6, a tied matrix: 2 if the first stage and the last, on two ranks, both hold it
+    stage_copies: int = 1
+
+
+def layout_of(param: Tensor) -> ParamLayout:
+    """The record of a parameter; by default it is whole, and its gradient is summed over dp."""
+    return getattr(param, "parallel_layout", ParamLayout())
+
+
+def note_layout(param: Tensor, **changes: Any):
+    """From step 4 on: change fields of a parameter's record."""
+    param.parallel_layout = replace(layout_of(param), **changes)
+
+
+def data_group_of(param: Tensor, mesh: Mesh) -> Group:
+    """From step 2 on: the ranks over which a parameter's gradient is summed by step 2's sync or by
+    ZeRO. They hold the same weights, and have other sequences (from step 5 on, other tokens): in
+    steps 2 to 4 `mesh["dp"]`. (What must still be summed over tp is in `partial_over`.)
+    """
+    return mesh[layout_of(param).data_group]
+
+
+def shard_of(full: Tensor, shard: Shard) -> Tensor:
+    """From step 4 on: this rank's shard of a tensor, zero in the padding. It may be all padding."""
+    shape = list(full.shape)
+    shape[shard.dim] = shard.stop - shard.start
+    local = full.new_zeros(shape)
+    start = min(shard.start, full.shape[shard.dim])
+    length = min(shard.stop, full.shape[shard.dim]) - start
+    local.narrow(shard.dim, 0, length).copy_(full.narrow(shard.dim, start, length))
+    return local
+
+
+def full_shape(param: Tensor) -> list[int]:
+    """The shape of the whole parameter, of which this rank has a shard (in steps 1 to 3 all)."""
+    shape = list(param.shape)
+    # In reverse order: if a dimension was sharded twice, the first Shard has its whole size
+    for shard in reversed(layout_of(param).shards):
+        shape[shard.dim] = shard.full
+    return shape
+
+
+# --- The global norm, step 3 ----------------------------------------------------------------------
 
 
 def global_norm(
@@ -194,13 +199,16 @@ def global_norm(
 
     If c ranks hold an element, each adds 1/c of its square, so each element counts once in total:
 
-        c = all ranks / ranks that hold different things
+        c = all ranks / different parts
 
-    (times 2 for a tied matrix on two stages). An example, 8 ranks, tp 2 and dp 4:
+    Step 3, 8 ranks of dp: without ZeRO all hold every element, c = 8; with ZeRO each element is on
+    one rank, c = 1. From step 4 on, for example with tp 2 and dp 4:
 
                                  a matrix, sharded over tp    the weight of a norm
         without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
         with ZeRO over dp        c = 8 / (2 x 4) = 1          c = 8 / 4 = 2
+
+    (For a tied matrix on two stages c is twice as large: step 6.)
     """
     params = dict(model.named_parameters())
     by_copies: dict[float, list[Tensor]] = {}
@@ -216,17 +224,25 @@ def global_norm(
     return square.sqrt().item()
 
 
+def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
+    """From step 3 on: in how many different parts the ranks hold this gradient; 1 if every rank
+    holds the same elements. (A stage of pp holds other parameters, so stages count as different.)
+
+    `sharded`: by ZeRO, so that the ranks of `data_group` hold different elements.
+    """
+    groups = {shard.over for shard in record.shards}
+    if "pp" in mesh.groups:
+        groups.add("pp")  # another stage has other parameters
+    if sharded:
+        groups.add(record.data_group)
+    return math.prod(mesh[name].size for name in groups)
+
+
 def norm_groups(mesh: Mesh) -> list[str]:
-    """All-reduces over these groups, one after another, are one over all ranks. From step 5 on,
-    "data" takes the place of dp and cp.
+    """From step 3 on: groups that together cover the mesh. An all-reduce over each of them in turn
+    sums over all ranks. (In step 3 that is dp alone. From step 5 on, "data" takes the place of dp
+    and cp.)
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
     return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]
-
-
-def data_group(param: Tensor, mesh: Mesh) -> Group:
-    """The ranks that hold the same shard of a parameter and see different tokens: in steps 2 to 4
-    `mesh["dp"]`.
-    """
-    return mesh[layout_of(param).data_group]

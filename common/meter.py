@@ -1,10 +1,11 @@
-"""What a run measures: its FLOPs, how its parameters are sharded, and a profile.
+"""What a run reports of itself: MFU and memory, a table of its parameters, a profile.
 
-MFU (model FLOPs utilisation) is the part of the GPUs' peak that the model's own FLOPs take, by step
-1's law: 6 for each token and matrix weight (of the experts, only those that a token visits), and 7
-x seq x dim for each token and layer, for causal attention. A forward that --recompute repeats is
-not counted. Others count attention differently: PaLM (Chowdhery et al. 2022) has 12 x seq x dim,
-all pairs. For smollm-1.7b attention is then 10.5 % of the whole, with 7 it is 6.4 %.
+MFU (model FLOPs utilisation) is the part of the GPUs' peak that a step's FLOPs take, by step 1's
+law: 6 for each token and weight of a matrix, except the embedding's (of the experts, only those
+that a token visits), and 7 x seq x dim for each token and layer, for causal attention. (One of
+these 7 products, the scores in backward, is a repetition; what --recompute repeats is not counted.)
+PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not
+over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %.
 """
 
 import math
@@ -21,11 +22,12 @@ from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 from common.comm import Mesh
-from common.layout import data_group, full_shape, layout_of
+from common.layout import data_group_of, full_shape, layout_of
 from common.model import ModelConfig
 
-# Dense TFLOP/s in bf16 (0: it has none), and in fp32 without TF32, from data sheets, by the GPU's
-# exact name. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", and no peak here.)
+# (bf16, fp32) in dense TFLOP/s, from data sheets, by the GPU's exact name. bf16: 0 if the GPU does
+# not have it; fp32: without TF32. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG
+# 1g.10gb", and no peak here.)
 PEAKS = {
     "Tesla T4": (0, 8.1),
     "NVIDIA L4": (121, 30.3),
@@ -44,20 +46,23 @@ PEAKS = {
 def peak_flops(name: str, dtype: torch.dtype) -> float:
     """The peak of a GPU in FLOP/s; 0.0 if it is not known."""
     bf16, fp32 = PEAKS.get(name, (0, 0))
-    peaks = {torch.bfloat16: bf16, torch.float32: fp32}
-    return peaks.get(dtype, 0) * 1e12
+    if dtype == torch.bfloat16:
+        return bf16 * 1e12
+    if dtype == torch.float32:
+        return fp32 * 1e12
+    return 0.0
 
 
 class Row(NamedTuple):
     """A row of the table: a parameter, and what the first rank that holds it has of it.
 
-    ZeRO's shards cut across parameters, and are not in the table: with --zero 3 a rank keeps fewer
-    bytes between uses.
+    What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
+    rank keeps fewer bytes, except while it uses a parameter.
     """
 
     whole: tuple[int, ...]  # shape
     shard: tuple[int, ...]  # shape on this rank
-    nbytes: int  # on this rank, while it is whole
+    nbytes: int  # of the shard, while --zero 3 has it gathered
     sharded: str  # for example "dim 0 over tp 2"
     summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
 
@@ -67,18 +72,15 @@ def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
     rows = {}
     for name, param in model.named_parameters():
         record = layout_of(param)
-        cuts = [
-            f"dim {shard.dim} over {shard.over} {mesh[shard.over].size}" for shard in record.shards
-        ]
-        groups = [data_group(param, mesh)]
-        for group_name in record.partial_over:
-            groups.append(mesh[group_name])
-        sums = [f"{group.name} {group.size}" for group in groups if group.size > 1]
+        sharded = [f"dim {cut.dim} over {cut.over} {mesh[cut.over].size}" for cut in record.shards]
+        groups = [data_group_of(param, mesh)]
+        groups += [mesh[over] for over in record.partial_over]
+        summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
         if record.stage_copies > 1:
-            sums.append("first and last stage")
+            summed.append("first and last stage")
         whole = tuple(full_shape(param))
-        shard = tuple(param.shape)
-        rows[name] = Row(whole, shard, param.nbytes, ", ".join(cuts), ", ".join(sums))
+        shape = tuple(param.shape)
+        rows[name] = Row(whole, shape, param.nbytes, ", ".join(sharded), ", ".join(summed))
     return rows
 
 
@@ -105,8 +107,8 @@ def parameter_table(rows: dict[str, Row]) -> str:
 
 
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
-    """FLOPs of forward and backward, if all weights train. `rows`: of all ranks. `top_k`: how many
-    experts a token visits.
+    """FLOPs of one token, forward and backward, if all weights train. `rows`: of all ranks.
+    `top_k`: how many experts a token visits.
     """
     weights = 0.0
     for name, row in rows.items():
@@ -114,7 +116,7 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
         if len(row.whole) == 3:  # [experts, out, in]
             weights += size * top_k / row.whole[0]
         elif len(row.whole) == 2 and ("embed_tokens" not in name or shape.tied):
-            weights += size
+            weights += size  # looking up an embedding costs nothing; a tied one is also the head
     return 6 * weights + 7 * shape.seq_len * shape.dim * shape.n_layers
 
 
@@ -123,12 +125,12 @@ class Meter:
     used.
     """
 
-    def __init__(self, param: Tensor, flops: float, world: int):
-        """`param`: of the model. `flops`: per token. `world`: the number of ranks, all alike."""
+    def __init__(self, param: Tensor, flops_per_token: float, world: int):
+        """`param`: of the model. `world`: the number of ranks, all with the same GPU."""
         self.is_gpu = param.is_cuda
         self.device = torch.cuda.get_device_name(param.device) if self.is_gpu else "cpu"
         self.peak = world * peak_flops(self.device, param.dtype)
-        self.flops = flops
+        self.flops_per_token = flops_per_token
 
     def measure(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes that tensors have
@@ -136,15 +138,15 @@ class Meter:
         """
         found = {}
         if self.peak:
-            found["mfu"] = self.flops * tokens_per_second / self.peak
+            found["mfu"] = self.flops_per_token * tokens_per_second / self.peak
         if self.is_gpu:
             found["peak_memory"] = torch.cuda.max_memory_allocated()
         return found
 
 
 def check_profile(n: int, steps: int):
-    """Raise UserError if `steps` steps are too few to trace n. (None are left if a resumed run is
-    done.)
+    """Raise UserError if `steps` steps are too few to trace n. No steps left is no error: a resumed
+    run may be done.
     """
     if n and 0 < steps < n + 2:
         raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
@@ -155,9 +157,10 @@ def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], 
     """Trace n steps, after two that are not traced. Yields a function to call after each step.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators and messages, and
-    ranges: `wait tp` (for messages), F0.1 (the forward of micro-batch 0 through stage 1), the
-    optimizer's step. On a GPU, OUT/memory-RANK.pickle has what was allocated where from the first
-    step on, for https://pytorch.org/memory_viz. A signal may end the trace early.
+    ranges: `wait tp` (for messages), in steps 6 and 7 F0.1 (the forward of micro-batch 0 through
+    stage 1), the optimizer's step. On a GPU, OUT/memory-RANK.pickle has the last 200,000
+    allocations and frees before the trace ended, for https://pytorch.org/memory_viz. A signal may
+    end the trace early.
     """
 
     def do_nothing():
@@ -171,11 +174,14 @@ def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], 
         profiler.export_chrome_trace(str(out / f"trace-{rank}.json.gz"))
         if gpu:
             torch.cuda.memory._dump_snapshot(str(out / f"memory-{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)  # it would slow the other steps
 
+    activities = [ProfilerActivity.CPU]
     if gpu:
+        activities.append(ProfilerActivity.CUDA)
         torch.cuda.memory._record_memory_history(max_entries=200_000)
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
     when = schedule(wait=1, warmup=1, active=n, repeat=1)
-    options = dict(activities=activities, schedule=when, on_trace_ready=write)
-    with torch.profiler.profile(**options) as profiler:
+    with torch.profiler.profile(
+        activities=activities, schedule=when, on_trace_ready=write
+    ) as profiler:
         yield profiler.step

@@ -9,18 +9,16 @@
     mlp          is a SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
-our state dict (without experts). Attention does not store its number of heads: `unflatten` below
-gets it from the width of q, k and v. So a rank with only some heads' weights runs the same code.
+the state dict of a model without experts. Attention does not store its number of heads: `unflatten`
+below gets it from the width of q, k and v. So a rank with only some heads' weights runs the same
+code.
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from common import UserError
 
 IGNORE = -100  # a target with this value counts neither in the loss nor among the target tokens
 
@@ -38,7 +36,7 @@ class ModelConfig:
     seq_len: int
     tied: bool = False  # one matrix serves as embedding and as head
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # RoPE's long waves become this many times as long; 1: unchanged
+    rope_scaling: float = 1.0  # RoPE's low frequencies are divided by this (`rope_tables`)
     norm_eps: float = 1e-5
 
     @property
@@ -49,6 +47,7 @@ class ModelConfig:
 
 # SmolLM, not SmolLM2, whose rope_theta is larger
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
+# seq_len is that of Llama 3; those with rope_scaling are Llama 3.2 (1b) and 3.1 (405b)
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
 PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
     "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
@@ -63,52 +62,9 @@ PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
 }
 
 
-def model_shape(text: str) -> ModelConfig:
-    """A preset, perhaps with changes: "tiny" or "tiny,n_layers=8,dim=256". Raises UserError."""
-    preset, *changes = text.split(",")
-    if preset not in PRESETS:
-        raise UserError(f"--model {preset}: choose from {', '.join(PRESETS)}")
-    kinds = {field.name: field.type for field in fields(ModelConfig)}
-    values: dict[str, Any] = {}
-    for change in changes:
-        name, _, value = change.partition("=")
-        if name not in kinds:
-            raise UserError(
-                f"--model {text}: {name or 'an empty change'} is none of {', '.join(kinds)}"
-            )
-        kind = kinds[name]
-        try:
-            if kind is not bool:
-                values[name] = kind(value)
-            elif value in ("True", "False"):
-                values[name] = value == "True"
-            else:
-                raise ValueError
-        except ValueError:
-            raise UserError(f"--model {text}: {value!r} is no {kind.__name__} for {name}") from None
-    shape = replace(PRESETS[preset], **values)
-    check_shape(shape, text)
-    return shape
-
-
-def check_shape(shape: ModelConfig, text: str):
-    """Raise UserError unless a decoder can have this shape. `text`: the value of --model."""
-    for name, value in vars(shape).items():
-        if not isinstance(value, bool) and not 0 < value < float("inf"):
-            raise UserError(f"--model {text}: {name} is {value}, and must be above 0, and finite")
-    if shape.dim % (2 * shape.n_heads):
-        raise UserError(
-            f"--model {text}: dim {shape.dim} / n_heads {shape.n_heads} must be an even number"
-        )
-    if shape.n_heads % shape.n_kv_heads:
-        raise UserError(
-            f"--model {text}: n_kv_heads {shape.n_kv_heads} must divide n_heads {shape.n_heads}"
-        )
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for values that need more than 16 bits (sums, masters, angles): of bf16 and fp32 it
-    is fp32, of fp64 fp64.
+    """The dtype of what 16 bits are too few for: sums, RoPE's angles, the optimizer's copies of
+    weights. bf16 and fp32 -> fp32; fp64 -> fp64.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -116,15 +72,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rope_tables(
     positions: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [..., seq] -> two [...,
-    seq, 1, head_dim].
+    """Cosines and sines of RoPE (Su et al., "RoFormer").
+
+    positions int64 [..., seq] -> two tensors [..., seq, 1, head_dim].
     """
-    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
-    frequency = config.rope_theta ** -(even / config.head_dim)
+    channel = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
+    frequency = config.rope_theta ** -(channel / config.head_dim)
     if config.rope_scaling != 1.0:
-        # Llama 3 was trained on 8192 tokens, Llama 3.1 on more. A pair of channels that makes at
-        # least 4 turns within 8192 tokens keeps its frequency; one that makes at most 1 turns
-        # `rope_scaling` times as slowly; between these, its frequency is interpolated.
+        # Llama 3 was trained on sequences of 8192 tokens, Llama 3.1 and 3.2 on longer ones. A pair
+        # of channels with 4 turns or more within 8192 tokens keeps its frequency. That of a pair
+        # with 1 turn or fewer is divided by `rope_scaling`. Between the two it is interpolated.
         turns = 8192 * frequency / (2 * torch.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
@@ -135,8 +92,9 @@ def rope_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels (i, i + head_dim/2) of x [batch, seq, heads, head_dim] -> like
-    x.
+    """Rotate each pair of channels (a, b) = (i, i + head_dim/2) to (a cos - b sin, b cos + a sin).
+
+    x [batch, seq, heads, head_dim] -> like x.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -145,11 +103,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RoPE(torch.autograd.Function):
-    """Rotary position embedding of q or k: `rotate`, whose backward is the rotation by the opposite
-    angle, with the sine -sin.
+    """`rotate`, with a backward of its own: the rotation by the opposite angle, whose sine is -sin.
 
-    (`rotate` alone would do, too. But autograd's backward of it rounds a 16-bit gradient's two
-    terms, and then their sum; this one rounds once, and makes fewer passes over memory.)
+    (Autograd would differentiate `rotate` as well, but it rounds a 16-bit gradient's two terms, and
+    then their sum. This rounds once, and makes fewer passes over memory.)
     """
 
     @staticmethod
@@ -166,8 +123,9 @@ class RoPE(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] ->
-    like q.
+    """Causal attention.
+
+    q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q.
     """
     # [batch, heads, seq, head_dim]; enable_gqa: query head h uses kv head h // (heads / kv_heads)
     q = q.transpose(1, 2)
@@ -178,16 +136,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """Apply several linear layers to one input. (Step 4 replaces this function: its own gathers the
-    input once for all of them.)
+    """Apply several linear layers to one input. (Step 4 replaces this function by one that first
+    gathers the input, once for all of them.)
     """
     return [linear(x) for linear in linears]
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention. Step 4 replaces `self.project`, here and in MLP; step 5
-    `self.attend`.
-    """
+    """Grouped-query self-attention."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -197,16 +153,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.project = project
-        self.attend = attend
+        self.project = project  # step 4 replaces it
+        self.attend = attend  # step 5 replaces it
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
-        qkv = self.project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
-        q = RoPE.apply(q, cos, sin)
-        k = RoPE.apply(k, cos, sin)
-        return self.o_proj(self.attend(q, k, v).flatten(-2))
+        q, k, v = self.project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = RoPE.apply(self.split_heads(q), cos, sin)
+        k = RoPE.apply(self.split_heads(k), cos, sin)
+        o = self.attend(q, k, self.split_heads(v))
+        return self.o_proj(o.flatten(-2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[batch, seq, width] -> [batch, seq, width / head_dim, head_dim]."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -244,8 +204,11 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Hugging Face's `model`: the decoder without its head. Keys of `layers` are layer numbers in
-    the whole model. (Step 6 deletes those of other ranks; the others keep their names.)
+    """The decoder without its head: Hugging Face's `model`. It only groups modules, to give them
+    Hugging Face's names; `Decoder.forward` calls them.
+
+    The keys of `layers` are layer numbers in the whole model. (Step 6 deletes the layers of other
+    ranks; the others keep their numbers.)
     """
 
     def __init__(self, config: ModelConfig):
@@ -256,8 +219,9 @@ class Trunk(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [batch, seq, vocab], targets int64 [batch, seq] -> the *sum* over all targets except
-    IGNORE, in nats.
+    """The *sum* over all targets except IGNORE, in nats.
+
+    logits [batch, seq, vocab], targets int64 [batch, seq] -> a scalar.
     """
     flat = logits.flatten(0, 1).to(wide(logits.dtype))
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -273,13 +237,14 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.loss = summed_cross_entropy
+        self.loss = summed_cross_entropy  # step 4 replaces it
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens, targets int64 [batch, seq], and positions int64 [seq] (default: 0, 1, 2, ...) ->
-        the summed loss.
+        """Return the summed loss of tokens and targets, int64 [batch, seq].
+
+        positions: int64 [seq]; by default 0, 1, 2, ...
         """
         x = self.model.embed_tokens(tokens)
         if positions is None:

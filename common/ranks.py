@@ -3,12 +3,11 @@
 A launcher (torchrun) starts the same script on every rank, perhaps on several machines. If one has
 other flags or another version of the code, messages no longer match: the run hangs, or trains on
 nonsense. So ranks compare how they were started as soon as they can communicate, before they create
-the groups of the mesh. Of this file step 2 calls `compare_launches`, and `store_of_restart`, which
-matters only after a restart; the rest may be skipped on a first reading.
+the groups of the mesh. With step 2, read `Ranks.require_same`, `compare_launches` and `initialise`.
 
 Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
-`Ranks` lets all know, so that all decide alike. Its messages are so small that `sent` does not
-count them.
+`Ranks` lets all know, so that all decide alike. Its messages are so small that the steps' laws of
+bytes, and `sent` in metrics.jsonl, do not count them.
 """
 
 import hashlib
@@ -23,36 +22,17 @@ import torch.distributed as dist
 
 from common import UserError
 
-SET_BY_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# Other launchers set these to the number of processes
+# What init_process_group needs
+NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Set by other launchers (SLURM, Open MPI, MPICH), to the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-def check_environment():
-    """Raise UserError if a launcher other than torchrun seems to have started this process, or if
-    only some of torchrun's variables are set, perhaps left over in a shell.
-
-    The processes would not find one another: each would train alone, into the same directory.
-    """
-    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
-    missing = sorted(SET_BY_TORCHRUN - os.environ.keys())
-    if present and missing:
-        names = " ".join(present)
-        advice = f"use torchrun, or first unset {names}"
-        raise UserError(f"{names} is set, but not {' '.join(missing)}: {advice}")
-    if present:
-        return
-    for name in SET_BY_OTHERS:
-        if os.environ.get(name, "1") != "1":
-            advice = f"start torchrun, once on each node; or unset {name} to use one device"
-            raise UserError(f"{name} is {os.environ[name]}, but RANK is not set: {advice}")
 
 
 class Ranks:
     """All ranks of a run. Every method is a collective, and with NCCL so is making a `Ranks`."""
 
     def __init__(self):
-        """On GPUs, create a gloo group, whose messages the CPUs send: they wait for no kernel."""
+        """On GPUs, create a gloo group: its messages go between CPUs, and wait for no kernel."""
         self.rank = 0
         self.world = 1
         self.group = None
@@ -91,6 +71,29 @@ class Ranks:
                 raise UserError(found)
 
 
+def check_environment():
+    """Raise UserError if a launcher other than torchrun seems to have started this process: each
+    would train alone, into the same directory. Also if only some of torchrun's variables are set,
+    perhaps left over in a shell: the processes would not find one another.
+    """
+    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    missing = sorted(NEEDED - os.environ.keys())
+    if present and missing:
+        names = " ".join(present)
+        raise UserError(
+            f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
+        )
+    if present:
+        return
+    for name in SET_BY_OTHERS:
+        n = os.environ.get(name)
+        if n not in (None, "1"):
+            raise UserError(
+                f"{name} is {n}, but RANK is not set: start torchrun, once on each node; or unset "
+                f"{name} to use one device"
+            )
+
+
 def own_sources() -> list[Path]:
     """The source files of this project that are loaded, sorted."""
     root = Path(__file__).resolve().parents[1]
@@ -111,26 +114,47 @@ def compare_launches():
     ranks = Ranks()
     script = Path(sys.argv[0]).name  # nodes may have it in different places
     ranks.require_same(" ".join([script, *sys.argv[1:]]), "the flags differ")
-    digest = hashlib.sha256(torch.__version__.encode())
+    ranks.require_same(torch.__version__, "the versions of torch differ")
+    digest = hashlib.sha256()
     for path in own_sources():
         digest.update(path.read_bytes())
-    ranks.require_same(digest.hexdigest()[:8], "torch or the source files differ")
-    cpu = torch.backends.cpu.get_cpu_capability()
-    advice = "initial weights would differ: set ATEN_CPU_CAPABILITY=default on all nodes"
-    ranks.require_same(cpu, f"the CPUs' instructions differ, and so {advice}")
+    ranks.require_same(digest.hexdigest()[:8], "the source files differ")
+    ranks.require_same(
+        torch.backends.cpu.get_cpu_capability(),
+        "the CPUs' instructions differ, and so would initial weights: "
+        "set ATEN_CPU_CAPABILITY=default on all nodes",
+    )
 
 
 def store_of_restart() -> dict[str, Any]:
     """Arguments of init_process_group, if torchrun has started this job again after a failure.
 
-    torchrun keeps one store over all starts of a job, which still has the addresses of processes
-    that are gone. So each start after the first has keys of its own in it.
+    torchrun keeps one store for all starts of a job, which still has the addresses of processes
+    that are gone. So each start after the first puts a prefix of its own before its keys.
+
+    (On one node. Each node's torchrun counts its own failures, so that on several nodes the
+    prefixes can differ: PyTorch's issue 135712. There set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
+    with which each start has a store of its own.)
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0":
+    own_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    if restarts == "0" or own_store:
         return {}
     address = os.environ["MASTER_ADDR"]
     store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     return dict(store=dist.PrefixStore(f"restart {restarts}", store), rank=rank, world_size=world)
+
+
+def initialise(backend: str, **options: Any):
+    """dist.init_process_group, also after a restart. Raises UserError if the ranks do not find one
+    another.
+    """
+    try:
+        dist.init_process_group(backend, **options, **store_of_restart())
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            "the ranks do not find one another: check MASTER_ADDR and NCCL_SOCKET_IFNAME or "
+            f"GLOO_SOCKET_IFNAME ({error})"
+        ) from error

@@ -1,14 +1,14 @@
-"""What --dataset names becomes texts, or an array of token ids. No step needs this to be
-understood.
+"""Readers turn the value of --dataset into texts, or into an array of token ids. No step needs this
+to be understood.
 
     --dataset            what is read
-    (nothing)            the source code of Python's standard library, without its tests (another
-                         Python, perhaps of the same version, has another text, and other losses)
-    a.txt                one document
+    (nothing)            the source code of Python's standard library, without its tests and IDLE
+                         (its text, and so the losses, may differ between two installations)
+    a.txt                one document (\\r\\n is read as \\n)
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
-    a folder             all files in it and its subfolders, all of one of the kinds above (hidden
-                         files are skipped)
+    a folder             all files in it and its subfolders, all with the same suffix of those above
+                         (hidden files are skipped)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
@@ -29,6 +29,7 @@ import numpy as np
 
 from common import UserError
 
+# Folders of the standard library that are not read: not every Python has its tests and IDLE
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 
@@ -51,7 +52,10 @@ def read_jsonl(path: Path) -> Iterator[Any]:
         for line in lines:
             if line.strip():
                 row = json.loads(line)
-                yield row.get("text") if isinstance(row, dict) else None
+                if isinstance(row, dict):
+                    yield row.get("text")
+                else:
+                    yield None
 
 
 def read_parquet(path: Path) -> Iterator[Any]:
@@ -70,22 +74,24 @@ FORMATS: dict[str, Callable] = {
 }
 
 
-def strings(values: Iterable[Any], source: str | Path) -> Iterator[str]:
+def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     """Yield the texts of a file or data set, and check them.
 
     Raises UserError if the source is damaged, if a text is not a string, or if all are empty.
     """
-    row = 0
+    number = 0
     n_characters = 0
     try:
-        for text in values:
-            row += 1
+        for text in texts:
+            number += 1
             if not isinstance(text, str):
-                raise ValueError(f"a row needs a string `text`, not {text!r:.40}")
+                raise ValueError(f"a document needs a string `text`, not {text!r:.40}")
             n_characters += len(text)
             yield text
     except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: of json and pyarrow
-        raise UserError(f"--dataset {source}: unreadable near row {row}: {error}") from error
+        raise UserError(
+            f"--dataset {source}: unreadable near document {number}: {error}"
+        ) from error
     if not n_characters:
         raise UserError(f"--dataset {source}: it has no text")
 
@@ -104,22 +110,24 @@ def read_library(source: str) -> Contents:
         inside[:] = sorted(set(inside) - SKIPPED)  # os.walk enters only these
         paths += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     texts = (text for path in in_random_order(paths) for text in read_txt(path))
-    return f"{len(paths):,} files of Python's standard library", strings(texts, source)
+    return f"{len(paths):,} files of Python's standard library", checked(texts, "(default)")
 
 
-def visible_files(path: Path) -> list[Path]:
+def visible_files(path: Path, around: tuple[Path, ...] = ()) -> list[Path]:
     """A file itself, or all files in a folder and its subfolders, sorted, except hidden ones.
 
-    Raises UserError for a link to a folder around it, which would have no end.
+    `around`: the folders that it is in. Raises UserError for a link to one of them, which would
+    have no end.
     """
     if not path.is_dir():
         return [path]
+    folder = path.resolve()
+    if folder in around:
+        raise UserError(f"--dataset {path}: it is a link to a folder that it is in: remove it")
     paths = []
     for entry in sorted(path.iterdir()):
-        if path.resolve().is_relative_to(entry.resolve()):
-            raise UserError(f"--dataset {entry}: it is a link to a folder that it is in: remove it")
         if not entry.name.startswith("."):
-            paths += visible_files(entry)
+            paths += visible_files(entry, (*around, folder))
     return paths
 
 
@@ -127,19 +135,21 @@ def texts_of(paths: list[Path]) -> Iterator[str]:
     """Yield the texts of files, each read by its entry in FORMATS."""
     for path in paths:
         reader = FORMATS[suffix_of(path)]
-        yield from strings(reader(path), path)
+        yield from checked(reader(path), path)
 
 
 def read_files(source: str) -> Contents:
-    """Read a file, or all files of a folder. Raises UserError unless one of FORMATS reads all."""
+    """Read a file, or all files of a folder. Raises UserError unless they have one suffix of
+    FORMATS.
+    """
     paths = visible_files(Path(source))
-    examples = {}  # a reader -> a file that it reads; None: a file that nothing reads
-    for path in paths:
-        examples[FORMATS.get(suffix_of(path))] = str(path)
-    if len(examples) != 1 or None in examples:
-        rule = f"the files of a folder must be of one kind ({', '.join(FORMATS)})"
-        found = ", ".join(examples.values()) or "no file"
-        raise UserError(f"--dataset {source}: {rule}, and it has {found}: leave files of one kind")
+    examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
+    if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
+        raise UserError(
+            f"--dataset {source}: the files of a folder must be of one kind "
+            f"({', '.join(FORMATS)}), and it has {', '.join(examples.values()) or 'no file'}: "
+            "leave files of one kind"
+        )
     names = ", ".join(map(str, paths[:20]))
     if len(paths) > 20:
         names += f" and {len(paths) - 20:,} more"
@@ -155,43 +165,40 @@ def read_hub(source: str) -> Contents:
     import huggingface_hub as hub
 
     name, _, config = source.partition(":")
-    known = (
-        hub.errors.HTTPError,
-        datasets.exceptions.DatasetsError,
-        OSError,
-        ValueError,
-        RuntimeError,
-    )
     try:
-        if not datasets.config.HF_HUB_OFFLINE:  # `load_dataset` would retry for half a minute
+        if not datasets.config.HF_HUB_OFFLINE:
+            # Ask once whether the hub is there: `load_dataset` would retry for half a minute
             hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
         rows = datasets.load_dataset(name, config or None, split="train").select_columns("text")
-    except known as error:
-        problem = f"no such file, and as a data set of the hub: {error}"
-        hint = "(HF_HUB_OFFLINE=1 reads one that was downloaded before)"
-        raise UserError(f"--dataset {source}: {problem} {hint}") from error
-    return f"{len(rows):,} rows of the hub's {source}", strings(rows["text"], source)
+    except Exception as error:  # of many types, from several libraries
+        raise UserError(
+            f"--dataset {source}: no such file, and as a data set of the hub: {error} "
+            "(HF_HUB_OFFLINE=1 reads one that was downloaded before)"
+        ) from error
+    return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
 
 def read_bin(source: str) -> Contents:
     """Map token ids into memory. Raises UserError if their file, or SOURCE.json, is damaged."""
-    facts = Path(source + ".json")
+    description = Path(source + ".json")
+    about = {"dtype": "uint16"}
     try:
-        known = json.loads(facts.read_text()) if facts.exists() else {"dtype": "uint16"}
-        tokens = np.memmap(source, known["dtype"], "r")
+        if description.exists():
+            about = json.loads(description.read_text())
+        tokens = np.memmap(source, about["dtype"], "r")
         if tokens.dtype not in (np.uint16, np.uint32):
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
-        if len(tokens) != known.get("tokens", len(tokens)):
-            raise ValueError(f"it has {len(tokens)} tokens, and had {known['tokens']}")
+        if len(tokens) != about.get("tokens", len(tokens)):
+            raise ValueError(f"it has {len(tokens)} tokens, and had {about['tokens']}")
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--dataset {source}: it or {facts} is damaged: {error}") from error
+        raise UserError(f"--dataset {source}: it or {description} is damaged: {error}") from error
     return f"{tokens.dtype} ids of {source}", tokens
 
 
-# The kind of a source (a suffix, for example) -> its reader.
+# A kind, which `kind_of` finds for a value of --dataset -> its reader
 READERS: dict[str, Callable[[str], Contents]] = {
     "": read_library,
-    **dict.fromkeys(FORMATS, read_files),
+    **{suffix: read_files for suffix in FORMATS},
     "folder": read_files,
     ".bin": read_bin,
     "hub": read_hub,
@@ -212,17 +219,19 @@ def kind_of(source: str) -> str:
     What exists is a folder or a file of a known kind. What does not exist is looked up on the hub
     if it has the form of a name there, and does not end like a file: "trian.jsonl" is a mistake.
     """
-    path = Path(source)
-    suffix = suffix_of(path)
     if not source:
         return ""
+    path = Path(source)
     if path.is_dir():
         return "folder"
-    if not path.exists():
-        if suffix or not HUB_NAME.fullmatch(source):
-            raise UserError(f"--dataset {source}: no such file")
-        return "hub"
-    if not suffix:
-        known = f"a folder, {', '.join(FORMATS)} and .bin"
-        raise UserError(f"--dataset {source}: this kind of file cannot be read, only {known}")
-    return suffix
+    suffix = suffix_of(path)
+    if path.exists():
+        if not suffix:
+            raise UserError(
+                f"--dataset {source}: this kind of file cannot be read, only a folder, "
+                f"{', '.join(FORMATS)} and .bin"
+            )
+        return suffix
+    if suffix or not HUB_NAME.fullmatch(source):
+        raise UserError(f"--dataset {source}: no such file")
+    return "hub"

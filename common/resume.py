@@ -4,23 +4,31 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
-from common.checkpoint import Checkpoint, candidates, find
+from common.checkpoint import Checkpoint, find, seen_by_rank_0
 from common.flags import spelled
 from common.ranks import Ranks
 
 # A resumed run keeps the flags that both scripts have (also --steps, because the learning rate
-# follows it), but for two sets.
+# follows it), but for these.
 
-# Where a run computes and writes. (--dataset may be another path to the same tokens; --dtype
-# changes only the rounding.)
+# Always free: where a run computes and writes, when it saves, how it is watched. (--dataset may be
+# another path, if its fingerprint is the same. --dtype changes only the rounding.)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# On which ranks, in which pieces and with how much memory it is computed. (These must be kept, too,
-# if a checkpoint has state that fits only its own rank. No step has such state; a sync that
-# compresses gradients has.)
-LAYOUT = {
-    *("ranks", "micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"),
-    *("tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep", "ep_mode"),
-}
+# Free in all runs of the course. (A technique may save state that fits only its own rank, such as
+# the errors of a sync that compresses gradients. Then these two sets must be kept.)
+
+# In which pieces, with how much memory and in which messages the work is done
+WORK = {"micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"}
+# On which ranks (`ranks` is no flag, but their number, which `Run` adds)
+LAYOUT = {"ranks", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep"}
+
+
+def refuse_to_mix(out: Path):
+    """Raise UserError: --out has checkpoints of a run that would not be continued."""
+    raise UserError(
+        f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or another "
+        "--out"
+    )
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
@@ -30,34 +38,32 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
               "auto"  the newest sound one in --out; None if there is none
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if none is there, or if --out has checkpoints that would be mixed with others.
-    A collective.
+    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints that would
+    be mixed with others. A collective.
     """
     if resume == "auto":
         return find(out, ranks)
-    # What rank 0 sees decides: on a network's disk, another rank may not see a new folder yet
-    own = ranks.gather(candidates(out))[0]
-    advice = f"set --resume {out} to continue from its newest, or another --out"
-    mixed = f"--out {out} has checkpoints: {advice}"
+    own = seen_by_rank_0(out, ranks)
     if resume == "":
         if own:
-            raise UserError(mixed)
+            refuse_to_mix(out)
         return None
     where = Path(resume)
-    if not ranks.gather(candidates(where))[0]:
+    if not seen_by_rank_0(where, ranks):
         raise UserError(f"--resume {resume}: no checkpoint is there")
     # Into --out only its own newest checkpoint is continued: others would be mixed with later ones
     if own and where.resolve() not in (out.resolve(), own[0].resolve()):
-        raise UserError(mixed)
+        refuse_to_mix(out)
     return find(where, ranks)
 
 
 def may_change(flags: dict[str, Any]) -> set[str]:
     """The flags that do not change what is computed, but for rounding."""
-    if flags.get("balance", "none") in ("none", "bias"):
-        return FREE | LAYOUT
-    # Step 7's other balances act within each micro-batch, so its size changes what is computed
-    return (FREE | LAYOUT) - {"micro_batch_size"}
+    free = FREE | WORK | LAYOUT
+    # Step 7's --balance loss averages over each micro-batch, so its size decides what is computed
+    if flags.get("balance", "none") not in ("none", "bias"):
+        free.remove("micro_batch_size")
+    return free
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):

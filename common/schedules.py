@@ -2,14 +2,13 @@
 which can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
-a function, such as `interleaved` below, which returns the list of one rank, given p ranks, m
-micro-batches, v stages on each rank, and the rank. (All have these four parameters, also if they
-do not need them all.) All three are `one_f_one_b_order`, and differ in `warm_up`, the number of
-forwards before forwards and backwards alternate.
+a function that returns the list of one rank, given p ranks, m micro-batches, v stages on each rank,
+and the rank: `afab`, `one_f_one_b` and `interleaved`. All three call one function, each with
+another `warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
-                                          then interleaved with 2 stages a rank (which are half as
-                                          long, and so are its units of time)
+                                          then interleaved with 2 stages a rank. (These are half as
+                                          long, so a character is half as long, too.)
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from common import UserError
 
-COSTS = {"F": 1, "B": 2}  # in units of time: a forward of one micro-batch through one stage
+COSTS = {"F": 1, "B": 2}  # units of time of a forward, and of a backward, which takes twice as long
 
 
 class Action(NamedTuple):
@@ -36,7 +35,7 @@ def round_robin(p: int, v: int) -> list[int]:
     return [stage % p for stage in range(p * v)]
 
 
-def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
+def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
     """One rank's list: `warm_up` forwards; then forwards and backwards alternate; then the
     remaining backwards.
 
@@ -47,8 +46,9 @@ def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[A
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
         F2.0 F3.0 F2.2 F3.2      the second round
 
-    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. While this rank computes F1.0,
-    rank 1 has micro-batch 0 in stage 1.
+    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. Why rounds of p: while this
+    rank computes F1.0, rank 1 passes micro-batch 0 through stage 1, so that the input of F0.2 is
+    there when this rank comes to it. With one stage on each rank the order is simply 0, 1, 2, ...
     """
     stages = range(rank, p * v, p)  # this rank's: rank, rank + p, ...
     forwards = []
@@ -67,17 +67,17 @@ def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[A
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward: all m micro-batches are in flight. (GPipe, Huang et al. 2019, but
-    with the backwards in the order of the forwards.)
+    """All forward, all backward: between the two, all m micro-batches are in flight. (GPipe, Huang
+    et al. 2019, but with the backwards in the order of the forwards.)
     """
-    return one_f_one_b_order(p, m, v, rank, warm_up=m * v)
+    return order_with_warm_up(p, m, v, rank, warm_up=m * v)
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B, v = 1: at most p - rank micro-batches are in flight on `rank`. (PipeDream-flush:
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".)
     """
-    return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
+    return order_with_warm_up(p, m, v, rank, warm_up=p - 1 - rank)
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -86,16 +86,16 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
 
     Raises UserError if v > 1 and m is no multiple of p.
     """
-    if v == 1:
+    if v == 1:  # plain 1F1B has the same bubble, and fewer micro-batches in flight
         return one_f_one_b(p, m, v, rank)
     if m % p:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
     # With (v-1) p forwards, the first p micro-batches have passed all of this rank's stages but the
-    # last. To these come twice the distance to the last rank, which leaves time to hide messages;
-    # once would do if they took no time.
-    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
+    # last. Add the number of ranks behind this one, as in 1F1B, but twice: an output then has time
+    # to travel before it is needed. (If messages took no time, once would give the same bubble.)
+    return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
 def consumer(action: Action, n_stages: int) -> Action | None:
@@ -112,8 +112,8 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
-    """Each action, and the one that waits for it: its `consumer`. The last stage's forward has no
-    consumer, but its backward, on the same rank, waits for the loss.
+    """Each action, and the one that waits for it, or None: its `consumer`; for the last stage's
+    forward, which has none, the same micro-batch's backward, which waits for the loss.
     """
     consumers = {}
     for actions in lists:
@@ -124,16 +124,24 @@ def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Actio
     return consumers
 
 
+class Span(NamedTuple):
+    """When an action runs, in the units of `costs`, and on which rank."""
+
+    end: float  # comes first, because spans are sorted by it
+    rank: int
+    start: float
+    action: Action
+
+
 def simulate(
     lists: list[list[Action]], ranks: list[int], costs: dict[str, float], message: float = 0
-) -> list[tuple[float, int, float, Action]]:
-    """When each action of a schedule runs: sorted (end, rank, start, action), in the units of
-    `costs`.
+) -> list[Span]:
+    """When each action of a schedule runs, sorted by its end.
 
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
     between two ranks. Raises ValueError if the lists deadlock.
     """
-    consumers = consumers_of(lists, len(ranks))
+    consumers = consumers_of(lists, len(ranks))  # action -> the one that waits for its output
     need_input = set(consumers.values())
     arrival: dict[Action, float] = {}  # action -> when its input is there
     idle_from = [0.0] * len(lists)  # when each rank has finished its last action
@@ -152,7 +160,7 @@ def simulate(
                 if next_action is not None:
                     crosses = ranks[next_action.stage] != rank
                     arrival[next_action] = end + (message if crosses else 0)
-                spans.append((end, rank, start, action))
+                spans.append(Span(end, rank, start, action))
         if len(spans) == n_before:
             raise ValueError(f"each rank waits for ever: {[queue[0] for queue in queues if queue]}")
     return sorted(spans)
@@ -179,8 +187,8 @@ def add_messages(
 
     Go through all actions in the order in which they end in a simulation. Append each to its rank's
     program. If another rank needs the output, append a send to this program, and a receive to that
-    rank's program. `costs` (all above 0) only choose one of several right orders. Example: rank 1
-    of 2, interleaved, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
+    rank's program. Example: rank 1 of 2, interleaved with 2 stages a
+    rank, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
@@ -191,36 +199,39 @@ def add_messages(
     messages in the order in which the loop below meets them: a send has the number of its receive,
     and the numbers in each program increase. Suppose that some ranks wait for ever. Take the
     smallest number that is not done. All smaller ones are done, so each rank that takes part in it
-    has reached it, and nothing is left to wait for.
+    has reached it. If it is an action, its input is there, too: the action that made the input
+    ended earlier (all costs are above 0), so that action and the message have smaller numbers.
+    Nothing is left to wait for: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
-    for _, rank, _, action in simulate(lists, ranks, costs):
-        programs[rank].append(Instruction("compute", action))
-        next_action = consumer(action, len(ranks))
+    for span in simulate(lists, ranks, costs):
+        programs[span.rank].append(Instruction("compute", span.action))
+        next_action = consumer(span.action, len(ranks))
         if next_action is None:
             continue
         peer = ranks[next_action.stage]
-        if peer != rank:
-            programs[rank].append(Instruction("send", next_action, peer))
-            programs[peer].append(Instruction("receive", next_action, rank))
+        if peer != span.rank:
+            programs[span.rank].append(Instruction("send", next_action, peer))
+            programs[peer].append(Instruction("receive", next_action, span.rank))
     return programs
 
 
 def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = COSTS) -> str:
     """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
-    letter, idle `.`.
+    letter, an action of another kind `-`, idle `.`.
     """
     spans = simulate(lists, ranks, costs)
-    length = int(spans[-1][0])
+    length = int(spans[-1].end)
     rows = [["."] * length for _ in lists]
-    for end, rank, start, (kind, i, _) in spans:
-        letter = "-"  # a kind that only another schedule has
-        if kind == "F":
+    for span in spans:
+        i = span.action.micro_batch
+        letter = "-"
+        if span.action.kind == "F":
             letter = str(i % 10)
-        elif kind == "B":
+        elif span.action.kind == "B":
             letter = chr(ord("a") + i % 26)
-        for t in range(int(start), int(end)):
-            rows[rank][t] = letter
+        for t in range(int(span.start), int(span.end)):
+            rows[span.rank][t] = letter
     return "\n".join("".join(row) for row in rows)
 
 

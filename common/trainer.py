@@ -9,19 +9,22 @@ With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.re
 be skipped.
 
     OUT/config.json          the flags
-        metrics.jsonl        a line for each step
+        metrics.jsonl        a line for each step; there steps count from 1
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
-        trace-0.json.gz      with --profile, from each rank (meter.py)
+        trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (meter.py)
+        nccl-RANK            on a GPU, if a step hangs (watch.py)
 
-A checkpoint has masters, the optimizer's state, and the number of steps done. A batch is a function
-of this number, of the data, whose fingerprint is saved, and of flags that must stay the same. So a
-resumed run computes what an uninterrupted one does, up to rounding. After Ctrl-C, SIGTERM or
-SIGUSR1 during training, all ranks end the step, save a checkpoint, and exit with status 0.
-(torchrun gives them 30 seconds for that, or its --shutdown-timeout, and passes SIGUSR1 on only if
---signals-to-handle names it.) If a step takes longer than --timeout, each rank that hangs prints
-where it waits, and the job ends. (The start and saving are not timed, but a compilation in the
-first step is.)
+RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the flags, and
+the number of steps done. A batch is a function of this number, of the data, whose fingerprint is
+saved, and of flags that must stay the same. So a resumed run computes what an uninterrupted one
+does, up to rounding.
+
+HOW A RUN ENDS EARLY. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks end the step, save
+a checkpoint, and exit with status 0. (torchrun gives them 30 seconds for that, or its
+--shutdown-timeout, and passes SIGUSR1 on only if --signals-to-handle names it.) If a step takes
+longer than --timeout, each rank that hangs prints where it waits, and the job ends. (The start and
+saving are not timed, but a compilation in the first step is.)
 """
 
 import dataclasses
@@ -63,9 +66,9 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run. Raises UserError if this rank has no GPU of its own.
+    """Device and dtype of a run. Raises UserError if this rank needs a GPU of its own and has none.
 
-    auto: this process's GPU if there is one; bf16 if that GPU supports it, else fp32.
+    auto: this process's GPU if the node has any, else the CPU; bf16 if that GPU has it, else fp32.
     """
     kind = config.device
     if kind == "auto":
@@ -74,9 +77,7 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     has_bf16 = False
     if kind == "cuda":
         gpus = torch.cuda.device_count()
-        # LOCAL_RANK is torchrun's; a launcher on one node may set RANK alone
-        local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-        device = torch.device(kind, int(local_rank))
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
         if device.index >= gpus:
             advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
             raise UserError(f"each rank needs a GPU of its own, and a node has {gpus}: {advice}")
@@ -101,8 +102,8 @@ class Run:
         self.first = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
-        self.history = []  # the rows of metrics.jsonl, a dict for each step
-        self.began = 0.0  # when the present step began
+        self.history = []  # a dict for each step; on rank 0 the rows of metrics.jsonl
+        self.began = 0.0  # when the present step began; 0: none has begun, which `main` asks
         self.watch = HangWatch(config.timeout, self.out)
 
     def __enter__(self) -> "Run":
@@ -118,15 +119,18 @@ class Run:
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... Raises UserError.
 
-            before the first    restore a checkpoint (--resume): then its number of steps is first
+            before the first    restore a checkpoint (--resume): the first number is then the steps
+                                that it has done
             after some          save a checkpoint (--save-every)
             after a signal      save one, and end
 
-        `parts`, by name: model and optimizer, in most scripts also data, sync and mesh.
+        `parts`, by name: model, optimizer and data (which a test may lack); from step 2 on also
+        sync and mesh.
         """
         self.parts = parts
         done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        # The progress bar; --profile; signals, which are noted and obeyed when a step has ended
         with self.bar, trace as end_traced_step, Signals() as signals:
             for step in range(done, self.config.steps):
                 self.watch.start()
@@ -138,7 +142,7 @@ class Run:
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
-                if stopping:
+                if stopping and step + 1 < self.config.steps:
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
 
@@ -146,9 +150,9 @@ class Run:
         """Restore a checkpoint, begin the run's files, and print what runs; returns the number of
         steps done. Raises UserError.
         """
-        self.mesh = self.parts["mesh"] if "mesh" in self.parts else Mesh(dp=1)
+        self.mesh = self.parts.get("mesh") or Mesh(dp=1)
         self.ranks = Ranks()
-        if self.ranks.world < self.world:
+        if self.ranks.world < self.world:  # torchrun has started several, but step 1 joins none
             raise UserError("--nproc_per_node: this script trains on one device: use step 2")
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
@@ -181,7 +185,11 @@ class Run:
         saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        for name, state in saved.own_state.items():
+        for name, state in saved.own_state.items():  # see `save`: no step has any
+            if name not in self.parts:
+                raise UserError(
+                    f"--resume {folder}: this script has no {name}, whose state it holds"
+                )
             self.parts[name].load_state(state)
         if self.first:
             self.history = saved.about["history"]
@@ -199,7 +207,10 @@ class Run:
                 (self.out / "metrics.jsonl").write_text(rows)
 
     def gather_rows(self) -> dict[str, Row]:
-        """All parameters by name, each as the first rank that holds it has it. A collective."""
+        """The row (meter.py) of each parameter of the whole model, by name. With pp a rank holds
+        only some parameters, so ranks gather their rows; if several have one, the first's counts. A
+        collective.
+        """
         rows: dict[str, Row] = {}
         for held in self.ranks.gather(rows_of(self.parts["model"], self.mesh)):
             for name, row in held.items():
@@ -235,7 +246,7 @@ class Run:
         """
         state = {}
         for name, part in self.parts.items():
-            own = part.state() if hasattr(part, "load_state") else {}
+            own = part.state() if hasattr(part, "state") else {}
             if own:
                 state[name] = own
         content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
@@ -255,8 +266,8 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        The numbers must be the same on all ranks: then all raise, or none. (The message needs a
-        collective.)
+        All ranks must pass the same numbers, so that all raise or none: for the message,
+        `gradients_not_finite` asks all ranks, which is a collective.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -284,7 +295,8 @@ class Run:
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
-        Its seconds end here: they do not contain saving.
+        Its seconds end here: they do not contain saving. (On a GPU they contain the update: the
+        caller's `loss.item()` has waited for all work before it.)
         """
         seconds = time.perf_counter() - self.began
         rate = tokens / seconds
@@ -295,9 +307,6 @@ class Run:
             shown += f"  MFU {row['mfu']:.1%}"
         if "peak_memory" in row:
             shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[name] = None  # JSON has no nan
         row["sent"] = self.take_sent()
         self.history.append(row)
         if self.first:
@@ -341,8 +350,8 @@ def main(train: Callable[[Any, Run], None], cls: type):
     run = None
     status = 0
     try:
-        check_environment()
         config = parse(cls)
+        check_environment()
         with Run(config) as run:
             train(config, run)
         if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
@@ -370,7 +379,9 @@ def report(error: Exception, early: bool) -> int:
         fixable = True
         advice = "--micro-batch-size: lower it, or use --recompute full"
         if early:
-            advice = "--model: it does not fit on this GPU: shard it, for example by --zero 3"
+            advice = (
+                "--model: it does not fit on this GPU: shard it, as step03_zero.py --zero 3 does"
+            )
         text = f"{advice}: {error}"
     if not fixable:
         traceback.print_exception(error)

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch systems send the others
 
 
 class Signals(AbstractContextManager):
-    """In this context a signal does not end the process: it is noted, so that the run can save.
+    """In this context the signals of SIGNALS do not end the process: they are noted, so that the
+    run can save.
 
-    (torchrun passes SIGINT and SIGTERM on to the ranks, SIGUSR1 only if --signals-to-handle names
-    it, and kills them after its --shutdown-timeout, 30 seconds.)
+    Others end it without a checkpoint. One is SIGHUP, which a terminal sends when it is closed.
+    (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run, unless it is
+    started with --signals-to-handle SIGTERM,SIGINT.)
     """
 
     def __init__(self):
@@ -36,8 +39,8 @@ class Signals(AbstractContextManager):
             signal.signal(number, handler)
 
     def note(self, number: int, frame: Any):
-        """Handle a signal. A second Ctrl-C ends the process, unless it comes within a second of the
-        first signal: then it may be the same one, which torchrun has passed on.
+        """Handle a signal. A later Ctrl-C ends the process at once, if it comes more than a second
+        after the first signal. (Within a second it may be the same one, passed on by torchrun.)
         """
         now = time.monotonic()
         if not self.received:
@@ -47,14 +50,16 @@ class Signals(AbstractContextManager):
 
 
 class HangWatch:
-    """Ends this rank if a step takes longer than `seconds` (0: never), and prints where it waits.
+    """Prints where this rank waits, and ends it, if a step takes longer than `seconds` (0: never).
 
-    If one rank waits for ever, the others soon wait for it in a collective. So all ranks print
-    their stacks at about the same time, and the rank whose stack differs is usually the one that
-    they wait for. (The first to exit makes torchrun end the others by SIGTERM, which `Signals` only
-    notes.) On a machine with GPUs, PyTorch's record of the last NCCL collectives is written, too,
-    which `torchfrtrace --prefix nccl- OUT` reads. (PyTorch itself ends a collective after 10
-    minutes with NCCL, and after 30 with gloo: a larger --timeout has no effect there.)
+    If one rank waits for ever, the others soon wait for it in a collective, so all print their
+    stacks at about the same time. The rank whose stack differs is usually the one that the others
+    wait for. The first rank to exit makes torchrun send SIGTERM to the others, which `Signals` only
+    notes, so they still get to print.
+
+    On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK: see
+    `torchfrtrace --prefix nccl- OUT`. A --timeout above 10 minutes (NCCL) or 30 (gloo) has no
+    effect while a rank is in a collective: then PyTorch ends it first.
     """
 
     def __init__(self, seconds: float, out: Path):
@@ -77,15 +82,18 @@ class HangWatch:
     def explain(self):
         """Print the stacks of all threads, and end the process. (The timer's thread calls this.)"""
         rank = os.environ.get("RANK", "0")
-        text = f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout), and is in\n"
+        text = (
+            f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout). Its threads:\n"
+        )
         try:
+            # faulthandler writes to the descriptor of a file, not to a string
             with tempfile.TemporaryFile("w+") as stacks:
                 faulthandler.dump_traceback(stacks)
                 stacks.seek(0)
                 text += stacks.read()
             sys.stderr.write(text)  # at once, so that the ranks' stacks do not mix
             sys.stderr.flush()
-            if torch.cuda.is_available():
+            if dist.is_initialized() and dist.get_backend() == "nccl":
                 record = torch._C._distributed_c10d._dump_nccl_trace()  # no public function has it
                 (self.out / f"nccl-{rank}").write_bytes(record)
         except Exception as error:

@@ -21,6 +21,7 @@ from common import UserError, checkpoint
 from common.checkpoint import (
     Checkpoint,
     Piece,
+    Place,
     candidates,
     place_of,
     problem_of,
@@ -63,15 +64,15 @@ RECORDS = {
 def test_box_is_where_shard_of_takes_elements_from(whole, shards):
     """A shard's box in the whole tensor has exactly the elements that `shard_of` keeps of it."""
     param = param_of(whole, *shards)
-    found, box, shape = place_of(param)
-    close((found, shape), (whole, tuple(param.shape)), "shapes of whole and shard")
-    inside = param_of(whole).detach()[tuple(slice(start, stop) for start, stop in box)]
+    place = place_of(param, (0, param.numel()))
+    close((place.whole, place.shape), (whole, tuple(param.shape)), "shapes of whole and shard")
+    inside = param_of(whole).detach()[tuple(slice(start, stop) for start, stop in place.box)]
     close(sorted(inside.flatten().tolist()), sorted(param[param > 0].tolist()), "elements")
 
 
-def saved_pieces(whole: torch.Tensor, tp: int, dim: int, zero: int) -> list[Piece]:
+def saved_pieces(whole: Tensor, tp: int, dim: int, zero: int) -> dict[Place, dict[str, Tensor]]:
     """What tp x zero ranks save of a tensor: shards along `dim`, each cut into `zero` spans."""
-    pieces = []
+    pieces = {}
     length = math.ceil(whole.shape[dim] / tp)
     for rank in range(tp):
         shard = Shard(dim, "tp", rank * length, (rank + 1) * length, whole.shape[dim])
@@ -81,8 +82,7 @@ def saved_pieces(whole: torch.Tensor, tp: int, dim: int, zero: int) -> list[Piec
         step = math.ceil(local.numel() / zero)
         for start in range(0, local.numel(), step):
             span = (start, min(start + step, local.numel()))
-            tensors = {"master": local.flatten()[slice(*span)].clone()}
-            pieces.append(Piece(*place_of(param), span, tensors))
+            pieces[place_of(param, span)] = dict(master=local.flatten()[slice(*span)].clone())
     return pieces
 
 
@@ -98,26 +98,37 @@ def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to
         shard = Shard(to_dim, "tp", rank * length, (rank + 1) * length, whole.shape[to_dim])
         param = nn.Parameter(shard_of(whole, shard))
         param.parallel_layout = ParamLayout((shard,))
-        _, box, shape = place_of(param)
-        close(saved.shard("weight", "master", box, shape), param, f"shard of rank {rank}")
-    close(saved.whole("weight"), whole, "the whole tensor")
+        place = place_of(param, (0, param.numel()))
+        found = saved.shard("weight", "master", place.box, place.shape)
+        close(found, param, f"shard of rank {rank}")
 
 
 def piece_of(master: Tensor) -> Piece:
     """A whole tensor as one piece."""
-    shape = tuple(master.shape)
-    box = tuple((0, size) for size in shape)
-    return Piece(shape, box, shape, (0, master.numel()), dict(master=master))
+    return Piece(place_of(master, (0, master.numel())), dict(master=master))
+
+
+def saved_copies(folder: Path, n: int):
+    """Write files of n ranks, each with a copy of one piece that has the rank's number."""
+    for rank in range(n):
+        piece = piece_of(torch.full((2,), float(rank)))
+        write(folder / f"rank-0000{rank}.pt", dict(state={}), dict(weight=piece))
 
 
 def test_a_rank_finds_its_own_piece_first(tmp_path):
-    """Copies that differ, as DiLoCo's between two outer steps, go back to their ranks."""
-    for rank in range(2):
-        piece = piece_of(torch.full((2,), float(rank)))
-        write(tmp_path / f"rank-0000{rank}.pt", dict(state={}), dict(weight=piece))
+    """Copies that differ go back to their ranks."""
+    saved_copies(tmp_path, 2)
     for rank in range(2):
         found = Checkpoint(tmp_path, rank).tensor("weight", "master", piece_of(torch.zeros(2)))
         close(found.tolist(), [rank, rank], f"rank {rank}")
+
+
+def test_of_copies_one_is_read(tmp_path):
+    """Also to assemble another shard, a rank reads its own file's copy, and no other."""
+    saved_copies(tmp_path, 3)
+    saved = Checkpoint(tmp_path, 1)
+    close(len(saved.pieces["weight"]), 1, "pieces")
+    close(saved.shard("weight", "master", ((1, 2),), (1,)).tolist(), [1], "element")
 
 
 # --- Resumed runs

@@ -190,13 +190,17 @@ FILES = [  # name, content, a part of the error
     ("README", b"text", "this kind of file cannot be read"),
     ("empty.jsonl", b"", "it has no text"),
     ("blank.jsonl", b"\n\n", "it has no text"),
-    ("half.jsonl", GOOD[:-9], "near row 8: Unterminated string"),
-    ("null.jsonl", lines(dict(text="a"), dict(text=None)), "near row 2: a row needs a string"),
-    ("number.jsonl", lines(dict(text=5)), "a row needs a string `text`, not 5"),
-    ("column.jsonl", lines(dict(body="hello")), "a row needs a string `text`, not None"),
-    ("list.jsonl", lines(["text"]), "a row needs a string `text`, not None"),
+    ("half.jsonl", GOOD[:-9], "near document 8: Unterminated string"),
+    (
+        "null.jsonl",
+        lines(dict(text="a"), dict(text=None)),
+        "near document 2: a document needs a string",
+    ),
+    ("number.jsonl", lines(dict(text=5)), "a document needs a string `text`, not 5"),
+    ("column.jsonl", lines(dict(body="hello")), "a document needs a string `text`, not None"),
+    ("list.jsonl", lines(["text"]), "a document needs a string `text`, not None"),
     ("latin.jsonl", '{"text": "où"}'.encode("latin-1"), "can't decode byte 0xf9"),
-    ("wide.jsonl", GOOD.decode().encode("utf-16"), "near row 0"),
+    ("wide.jsonl", GOOD.decode().encode("utf-16"), "near document 0"),
     ("plain.jsonl.gz", GOOD, "Not a gzipped file"),
     ("half.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-12], "Compressed file ended"),
     ("empty.jsonl.gz", b"", "it has no text"),
@@ -222,9 +226,9 @@ def test_an_unusable_file_is_named(tmp_path, name, content, reason, alone):
 @pytest.mark.parametrize(
     "columns, reason",
     [
-        (dict(text=["a", None]), "near row 2: a row needs a string `text`, not None"),
-        (dict(text=[1, 2]), "near row 1: a row needs a string `text`, not 1"),
-        (dict(text=[dict(a="b")]), "a row needs a string `text`, not {'a': 'b'}"),
+        (dict(text=["a", None]), "near document 2: a document needs a string `text`, not None"),
+        (dict(text=[1, 2]), "near document 1: a document needs a string `text`, not 1"),
+        (dict(text=[dict(a="b")]), "a document needs a string `text`, not {'a': 'b'}"),
         (dict(body=["hello"]), "No match for FieldRef.Name(text) in body: string"),
         (dict(text=[]), "it has no text"),
     ],
@@ -259,6 +263,14 @@ def test_a_link_to_a_folder_around_it_is_named(tmp_path):
     (tmp_path / "part/a.txt").write_text("a text of more than two windows")
     (tmp_path / "part/up").symlink_to(tmp_path)
     assert refused(tmp_path).startswith(f"--dataset {tmp_path}/part/up: it is a link to a folder")
+
+
+def test_two_folders_that_link_to_each_other_are_named(tmp_path):
+    """These, too, would be read for ever."""
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "to").symlink_to(tmp_path / other)
+    assert refused(tmp_path / "a").startswith(f"--dataset {tmp_path}/a/to/to: it is a link to a fo")
 
 
 MISSING = ["data/trian.jsonl", "trian.txt", "train.bin", "a/b.parquet", "/nowhere/at/all"]

@@ -111,7 +111,7 @@ def filled(module: nn.Module) -> nn.Module:
 
 def layer(dim: int = 6, width: int = 10, **flags: Any) -> step.MoE:
     """An MoE layer in fp64, in groups of one rank."""
-    alone = {name: Group(name, 0, 1, None) for name in ("sequence", "stage")}
+    alone = {name: Group(name, 0, 1, None) for name in ("ep", "sequence", "stage")}
     flags = config(**flags)
     return filled(step.BALANCE[flags.balance](dim, width, flags, alone))
 
@@ -249,6 +249,7 @@ def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp", queue="gradients")
+    mesh.add_groups("ep", mesh.ranks.reshape(-1, 1), queue="gradients")  # each rank alone
     moe = step.LossBalancedMoE(6, 10, config(), mesh)
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from matplotlib.image import imread
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,9 +23,9 @@ import step04_tp_sp as step04
 from common import UserError, compare
 from common.comm import Mesh
 from common.data import Data
-from common.meter import flops_per_token, parameter_table, peak_flops, rows_of
+from common.meter import flops_per_token, parameter_table, peak_flops, profiling, rows_of
 from common.model import PRESETS, Decoder, ModelConfig
-from common.ranks import check_environment, compare_launches
+from common.ranks import check_environment, compare_launches, initialise
 from common.trainer import Run
 from common.watch import Signals
 from tests.equal import SHAPE, STEP1, Watch, close, decoder, run_of
@@ -174,6 +175,13 @@ def test_processes_that_would_not_find_one_another_are_refused(monkeypatch, vari
         check_environment()
 
 
+def test_ranks_that_do_not_find_one_another_are_told_what_to_check():
+    """PyTorch's own error follows."""
+    failing = mock.patch.object(dist, "init_process_group", side_effect=RuntimeError("timed out"))
+    with failing, pytest.raises(UserError, match=r"check MASTER_ADDR .*SOCKET_IFNAME \(timed out"):
+        initialise("gloo")
+
+
 def test_step_1_on_two_ranks_is_refused():
     """Two processes that do not communicate would train the same run twice."""
     text = "--nproc_per_node: this script trains on one device"
@@ -254,19 +262,6 @@ def test_a_number_that_is_not_finite_names_where_it_was_found(pools):
 # --- What a run shows
 
 
-class NotFinite(Run):
-    """A run that records a number that is not finite."""
-
-    def record(self, step: int, tokens: int, **numbers: float):
-        super().record(step, tokens, load=float("nan"), **numbers)
-
-
-def test_metrics_are_json(tmp_path):
-    """A nan becomes null."""
-    run_of(STEP1, dict(out=str(tmp_path)), NotFinite)
-    close([row["load"] for row in rows_in(tmp_path)], [None] * 3, "nan")
-
-
 def test_a_picture_of_one_step_has_a_point(tmp_path):
     """A line through one point would be empty."""
     run_of(STEP1, dict(steps=1, out=str(tmp_path)), Run)
@@ -341,6 +336,17 @@ def test_a_profile_covers_the_steps_asked_for(tmp_path):
     close(sum(name == "Optimizer.step#AdamW.step" for name in names), 2, "updates")
 
 
+def test_memory_is_recorded_until_the_trace_is_written(tmp_path):
+    """On a GPU: recording each allocation would slow the steps that follow."""
+    record = mock.patch.object(torch.cuda.memory, "_record_memory_history")
+    write = mock.patch.object(torch.cuda.memory, "_dump_snapshot")
+    with record as recorded, write, profiling(1, tmp_path, 0, gpu=True) as end_step:
+        for _ in range(3):
+            end_step()
+        calls = [call.kwargs for call in recorded.call_args_list]
+    close(calls, [dict(max_entries=200_000), dict(enabled=None)], "calls during the run")
+
+
 def test_a_profile_of_more_steps_than_there_are_is_refused(tmp_path):
     """Two steps come before the first that is traced."""
     with pytest.raises(UserError, match="--profile 2: it needs 4 steps, and 3 are left"):
@@ -369,10 +375,27 @@ def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, e
     assert len(out.splitlines()) < 20, "it is longer than a screen"
 
 
-def test_compare_needs_a_common_step():
-    """Without one, nothing would have been compared."""
-    with pytest.raises(ValueError, match="none of the first 2 steps"):
-        compare.compare(ONE, OTHER, 2, 1e-3)
+def test_compare_shows_the_last_step(capsys):
+    """The differences are usually largest there."""
+    compare.compare(ONE, OTHER, 40, 1e-3)
+    lines = capsys.readouterr().out.splitlines()
+    close(lines[-2].split()[0], "40", "the last step in the table")
+
+
+NOT_COMPARED = [
+    (ONE, OTHER, 2, "none of the first 2 steps"),
+    (ONE, ONE[:9], 20, "ended in step 9: --first 9"),
+    (ONE[:9], ONE, 20, "ended in step 9: --first 9"),
+    (ONE, [dict(ONE[0], grad_norm=None)], 1, "no loss or norm"),
+    (ONE, [dict(ONE[0], loss=math.nan)], 1, "not finite"),
+]
+
+
+@cases("reference, rows, first, text", NOT_COMPARED)
+def test_compare_refuses_what_it_cannot_judge(reference, rows, first, text):
+    """Steps that one of the runs lacks, whichever it is, and numbers that are missing."""
+    with pytest.raises(ValueError, match=text):
+        compare.compare(reference, rows, first, 1e-3)
 
 
 def test_compare_names_flags_that_differ(tmp_path):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from common import UserError
 from common.flags import flag, parse
-from common.model import model_shape
+from common.shapes import model_shape
 from extras.plan.gpus import GPUS
 from extras.plan.layouts import read_layout
 from extras.plan.report import rates

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.comm import Mesh, all_reduce
 from common.data import Data
 from common.layout import materialize
-from common.model import IGNORE, Decoder, model_shape, wide
+from common.model import IGNORE, Decoder, wide
+from common.shapes import model_shape
 from common.trainer import Run, choose_device
 from extras.bench.contests import TORCH_SCHEDULES
 from step01_single_gpu import learning_rate, set_up_layers

@@ -71,9 +71,9 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "ring_attention shard_context own_tokens",
     },
     6: {
-        "orders": "common.schedules:one_f_one_b_order common.schedules:afab "
+        "orders": "common.schedules:order_with_warm_up common.schedules:afab "
         "common.schedules:one_f_one_b common.schedules:interleaved",
-        "stage": "Stage.run Stage.forward Stage.backward",
+        "stage": "Stage.compute_output Stage.forward Stage.backward",
         "messages": "Pipeline.send_receive Pipeline.execute OneForwardOneBackward.execute",
         "programs": "common.schedules:add_messages ListPipeline.execute",
         "keep": "keep_stages sum_tied",

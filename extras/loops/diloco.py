@@ -37,7 +37,8 @@ from common.comm import Group, Mesh, all_reduce
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.layout import global_norm, materialize
-from common.model import IGNORE, Decoder, model_shape
+from common.model import IGNORE, Decoder
+from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     Optimizer,

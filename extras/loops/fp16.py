@@ -32,7 +32,8 @@ from common.comm import Mesh, all_reduce
 from common.data import Data
 from common.flags import flag
 from common.layout import global_norm
-from common.model import IGNORE, Decoder, model_shape
+from common.model import IGNORE, Decoder
+from common.shapes import model_shape
 from common.trainer import DTYPES, Run, choose_device, main
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
@@ -125,7 +126,7 @@ def train(config: Config, run: Run):
         if finite:  # new: else nothing is updated
             optimizer.step(lr)  # new
         optimizer.zero_grad()
-        numbers = dict(grad_norm=norm, lr=lr, loss_scale=factor)  # new
+        numbers = dict(grad_norm=norm if finite else None, lr=lr, loss_scale=factor)  # new
         run.record(step, tokens.numel(), loss=loss.item(), **numbers)  # new
 
 

@@ -12,7 +12,7 @@ last one may have fewer.
 
 The search tries every mesh and micro-batch size, all stages of ZeRO, selective and full
 recomputation, logits in chunks, 1F1B and its interleaved form. It knows no times for zero-bubble
-schedules, nor for what --cp-mode, --zero, --sync and --ep-mode can do besides.
+schedules, nor for what --cp-mode, --zero, --sync and --balance can do besides.
 """
 
 import json

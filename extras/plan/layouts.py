@@ -21,9 +21,8 @@ from extras.plan.gpus import NODE
 from extras.plan.shapes import Shape, divisors
 
 ORDERS = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved}  # of the course
-RECOMPUTE = ("none", "selective", "full", "logits")
-# What a search tries. Selective recomputation keeps matrix products and attention.
-RECOMPUTE_TRIES = ("none", "selective", "full", "logits", "selective,logits", "full,logits")
+# Selective recomputation keeps matrix products and attention.
+RECOMPUTE = ("none", "selective", "full", "logits", "selective,logits", "full,logits")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Layout:
     global_batch_size: int = flag(0, "sequences per step, all ranks together; 0: the plan's")
     schedule: str = flag("1f1b", "order of the work in a pipeline", ORDERS)
     chunks: int = flag(2, "stages on each rank", needs={"schedule": ["interleaved"]})
-    recompute: str = flag("none", "what backward computes again", RECOMPUTE, comma_separated=True)
+    recompute: str = flag("none", "what backward computes again", RECOMPUTE)
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     dp: int = flag(1, "ranks with different sequences: all that the other sizes leave")
 

@@ -16,7 +16,7 @@ from itertools import count
 from typing import NamedTuple
 
 from extras.plan.gpus import GIB, ROOM, Gpu
-from extras.plan.layouts import RECOMPUTE_TRIES, Layout, meshes, variants
+from extras.plan.layouts import RECOMPUTE, Layout, meshes, variants
 from extras.plan.memory import Held, held
 from extras.plan.seconds import Seconds, rank_works, step_seconds
 from extras.plan.shapes import Shape
@@ -45,7 +45,7 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
     number = count()  # equal times are taken in order
     heap = []
     for mesh in meshes(m, world, batch):
-        for kind in RECOMPUTE_TRIES:
+        for kind in RECOMPUTE:
             x = replace(mesh, recompute=kind)
             bound = x.micro_batches * rank_works(m, x, gpu).sum() / x.pp
             heap.append((bound, next(number), "mesh", x))

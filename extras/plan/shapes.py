@@ -5,7 +5,8 @@ from functools import cache
 from typing import Any
 
 from common.flags import AT_LEAST_2, flag
-from common.model import PRESETS, ModelConfig, model_shape
+from common.model import PRESETS, ModelConfig
+from common.shapes import model_shape
 
 NEEDS = {"experts": AT_LEAST_2}
 

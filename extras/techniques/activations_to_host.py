@@ -21,7 +21,7 @@ Source: Rhu et al. 2016, "vDNN"; torch.autograd.graph.save_on_cpu, which also co
 Run it:    python -m extras step01_single_gpu.py --recompute offload
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from common.model import Decoder
-from step01_single_gpu import RECOMPUTE
+from step01_single_gpu import RECOMPUTE, recompute_layers, recompute_nothing
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -58,10 +58,14 @@ def offloaded(forward: Callable, layer: nn.Module, x: Tensor, *tables: Tensor) -
         return forward(x, *tables)
 
 
-def offload_layers(model: Decoder, keep: Sequence[Callable] = ()):
-    """Let each layer save its activations on the host; nothing is recomputed."""
+def offload_layers(layers: Callable, model: Decoder, context_fn: Callable):
+    """Let each layer save its activations on the host. `layers`: another entry of RECOMPUTE, which
+    says what it saves.
+    """
+    layers(model, context_fn)
     for layer in model.model.layers.values():
         layer.forward = partial(offloaded, layer.forward, layer)
 
 
-RECOMPUTE["offload"] = offload_layers
+RECOMPUTE["offload"] = partial(offload_layers, recompute_nothing)
+RECOMPUTE["full,offload"] = partial(offload_layers, recompute_layers)

@@ -18,25 +18,19 @@ Source: Shazeer and Stern 2018, "Adafactor"; here torch.optim.Adafactor.
 Run it:    torchrun --nproc_per_node=4 -m extras step02_ddp.py --optimizer adafactor
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from common import UserError
 from common.layout import layout_of
-from common.model import Decoder
-from step01_single_gpu import OPTIMIZERS, Config, decay_groups
+from step01_single_gpu import OPTIMIZERS, Optimizer, decay_groups
 
 
-def adafactor(
-    masters: dict[str, Tensor], config: Config, optimizer: Any, model: Decoder, **parts: Any
-) -> torch.optim.Optimizer:
-    """Adafactor on the masters, given by name. Raises UserError if this rank holds only shards."""
-    sharded = any(layout_of(param).shards for param in model.parameters())
+def adafactor(optimizer: Optimizer) -> torch.optim.Optimizer:
+    """Adafactor on the masters. Raises UserError if this rank holds only shards."""
+    sharded = any(layout_of(param).shards for param in optimizer.model.parameters())
     if optimizer.sharded or sharded:
         raise UserError("--optimizer adafactor needs whole matrices: use --zero 0, --tp 1, --ep 1")
-    return torch.optim.Adafactor(decay_groups(masters, config))
+    return torch.optim.Adafactor(decay_groups(optimizer.masters, optimizer.config))
 
 
 OPTIMIZERS["adafactor"] = adafactor

@@ -1,4 +1,4 @@
-"""Messages of experts hidden behind the experts' own computation (--ep-mode overlap).
+"""Messages of experts hidden behind the experts' own computation (--balance loss+overlap).
 
 The rows that a rank sends to one expert are cut into two chunks. While the rows of one chunk
 travel, the rank computes those of the other (Hwang et al. 2023, "Tutel"):
@@ -6,9 +6,11 @@ travel, the rank computes those of the other (Hwang et al. 2023, "Tutel"):
     all-to-all    dispatch 0   dispatch 1   combine 0    combine 1
     compute                    experts 0    experts 1
 
+Each entry of --balance has one with `+overlap`.
+
 LAW. With n chunks, all messages but the first dispatch and the last combine are in flight while
-experts compute, in forward and in backward: 2n-2 of 2n, here 2 of 4. The bytes are those of
---ep-mode alltoall, in n times as many messages. Counts of rows are exchanged once, because sender
+experts compute, in forward and in backward: 2n-2 of 2n, here 2 of 4. The bytes are those of step 7,
+in n times as many messages. Counts of rows are exchanged once, because sender
 and receiver cut in the same way: of c rows, chunk i has rows i c // n to (i+1) c // n - 1, so 5
 rows become 2 and 3. The price: an expert multiplies n smaller matrices, and adds up n gradients.
 
@@ -19,18 +21,20 @@ backward of `Finish` starts an exchange of gradients, and the backward of `Start
 DeepSeek-V3 (section 3.2.1) hides the messages behind another micro-batch, which the rank computes
 at the same time. That hides almost all, but each layer must be cut into phases by hand.
 
-Run it:    torchrun --nproc_per_node=2 -m extras step07_moe_ep.py --ep 2 --ep-mode overlap
+Run it:    torchrun --nproc_per_node=2 -m extras step07_moe_ep.py --ep 2 --balance loss+overlap
 You should see the losses of one process: python step07_moe_ep.py
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from common.comm import Group, all_to_all
-from step07_moe_ep import DISPATCH, exchange_counts, transpose_blocks
+from extras.techniques import routing  # its entries of BALANCE are extended, too
+from step07_moe_ep import BALANCE, MoE, exchange_counts, transpose_blocks
+
+N_CHUNKS = 2
 
 
 class Exchange:
@@ -120,4 +124,15 @@ def visit_in_chunks(
     return transpose_blocks(torch.cat(returned), sizes_nE)
 
 
-DISPATCH["overlap"] = partial(visit_in_chunks, n=2)
+class OverlappedMoE(MoE):
+    """Hides messages. To be combined with a class that balances."""
+
+    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """As `MoE.run_experts`."""
+        if self.ep.size == 1:
+            return self.experts(sorted_ND, counts_E)
+        return visit_in_chunks(self.experts, self.ep, sorted_ND, counts_E, N_CHUNKS)
+
+
+for name in ("none", "loss", "bias", *routing.BALANCES):
+    BALANCE[f"{name}+overlap"] = type(f"{name}+overlap", (OverlappedMoE, BALANCE[name]), {})

@@ -50,7 +50,7 @@ class ForwardTwice(Stage):
         """F: keep the input, and no graph."""
         self.inputs[i] = x
         with torch.no_grad(), record_function(f"F{i}.{self.number}"):
-            return self.run(self.xs[i] if self.is_first else x, self.ys[i])
+            return self.compute_output(self.xs[i] if self.is_first else x, self.ys[i])
 
     def repeat(self, i: int):
         """R: the usual forward, which keeps the graph and adds to the loss."""

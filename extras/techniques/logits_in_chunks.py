@@ -16,7 +16,8 @@ their gradients take an eighth. For llama3-8b's 8192 tokens, logits in bf16 take
 of the loss are sent once more, in backward.
 
 The loss is the model's own function, so step 4's loss over a sharded vocabulary works as well.
-`--recompute full,logits` recomputes the layers, too.
+`--recompute full,logits` recomputes the layers, too; so do selective,logits and
+all-but-attention,logits.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", applied to the loss; Luo
 et al. 2024, "Mini-Sequence Transformer". torchtune's LinearCrossEntropyLoss does the same.
@@ -24,7 +25,7 @@ et al. 2024, "Mini-Sequence Transformer". torchtune's LinearCrossEntropyLoss doe
 Run it:    python -m extras step01_single_gpu.py --recompute logits
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.model import Decoder
-from step01_single_gpu import RECOMPUTE
+from extras.techniques.selective import all_but_attention, selective
+from step01_single_gpu import RECOMPUTE, recompute_layers, recompute_nothing
 
 CHUNKS = 8
 
@@ -57,11 +59,17 @@ def pass_on(hidden: Tensor) -> Tensor:
     return hidden.view_as(hidden)
 
 
-def logits_in_chunks(model: Decoder, keep: Sequence[Callable] = ()):
-    """Move the head into the loss. In a pipeline, only the last stage has a head."""
+def logits_in_chunks(layers: Callable, model: Decoder, context_fn: Callable):
+    """Move the head into the loss. In a pipeline, only the last stage has a head. `layers`: another
+    entry of RECOMPUTE.
+    """
+    layers(model, context_fn)
     if model.lm_head is not None:
         model.loss = partial(loss_in_chunks, model.loss, model.lm_head)
         model.lm_head.forward = pass_on
 
 
-RECOMPUTE["logits"] = logits_in_chunks
+RECOMPUTE["logits"] = partial(logits_in_chunks, recompute_nothing)
+RECOMPUTE["full,logits"] = partial(logits_in_chunks, recompute_layers)
+RECOMPUTE["selective,logits"] = partial(logits_in_chunks, selective)
+RECOMPUTE["all-but-attention,logits"] = partial(logits_in_chunks, all_but_attention)

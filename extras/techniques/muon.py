@@ -56,8 +56,7 @@ from torch import Tensor, nn
 
 from common.comm import Group, all_gather, exchange
 from common.layout import layout_of
-from common.model import Decoder
-from step01_single_gpu import OPTIMIZERS, Config, adamw
+from step01_single_gpu import ADAMW, OPTIMIZERS, Optimizer, decay_groups
 
 MOMENTUM = 0.95
 A, B, C = 3.4445, -4.7750, 2.0315  # A x + B x^3 + C x^5 drives singular values to 0.7 ... 1.2
@@ -218,26 +217,30 @@ def stage_group(mesh: Any) -> Group:
 class Muon:
     """An optimizer like those of torch.optim: Muon for the hidden matrices, AdamW for the rest."""
 
-    def __init__(
-        self, masters: dict[str, Tensor], config: Config, optimizer: Any, model: Decoder, mesh: Any
-    ):
-        """`mesh`: None in step 1. All ranks of a pipeline stage call this together."""
+    def __init__(self, optimizer: Optimizer):
+        """`optimizer`: step 1's, or ZeRO. All ranks of a pipeline stage call this together."""
         self.hidden: dict[str, list[Matrix]] = {}
         for name, span in optimizer.spans().items():
             if name.endswith("_proj.weight"):
-                self.hidden[name] = matrices_of(model.get_parameter(name), span, mesh)
+                param = optimizer.model.get_parameter(name)
+                self.hidden[name] = matrices_of(param, span, optimizer.mesh)
         self.matrices = list(chain(*self.hidden.values()))
-        self.group = stage_group(mesh)
-        param = next(model.parameters())
+        self.group = stage_group(optimizer.mesh)
+        param = next(optimizer.model.parameters())
         choose_owners(self.matrices, self.group, param.device)
         dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16
         self.like = torch.empty(0, dtype=dtype, device=param.device)
 
-        self.masters = masters
-        own = [master for name, master in masters.items() if name in self.hidden]
-        rest = {name: master for name, master in masters.items() if name not in self.hidden}
-        self.adamw = adamw(rest, config)
-        self.rates = dict(params=own, weight_decay=config.weight_decay)
+        self.masters = optimizer.masters
+        own = []
+        rest = {}
+        for name, master in self.masters.items():
+            if name in self.hidden:
+                own.append(master)
+            else:
+                rest[name] = master
+        self.adamw = torch.optim.AdamW(decay_groups(rest, optimizer.config), **ADAMW)
+        self.rates = dict(params=own, weight_decay=optimizer.config.weight_decay)
         self.state = self.adamw.state
         self.param_groups = [*self.adamw.param_groups, self.rates]
 

@@ -42,16 +42,23 @@ from common import UserError
 from common.comm import Mesh
 from common.flags import flag
 from common.layout import note_layout
-from common.model import MLP, model_shape, wide
+from common.model import MLP, wide
+from common.shapes import model_shape
 from step04_tp_sp import gather_tokens
 from step05_cp_ring import CONTEXT
 from step07_moe_ep import BALANCE, BiasBalancedMoE, LossBalancedMoE, MoE
 
-WITH_LOSS = {"balance": ["loss", "capacity", "groups", "shared"]}
-WITH_BIAS = {"balance": ["bias", "deepseek"]}
-WITH_CAPACITY = {"balance": ["capacity"]}
-WITH_GROUPS = {"balance": ["groups", "deepseek"]}
-WITH_SHARED = {"balance": ["shared", "deepseek"]}
+
+def balance(*names: str) -> dict[str, list[str]]:
+    """A flag that needs one of these balances, also with hidden messages (expert_overlap.py)."""
+    return {"balance": [*names, *[f"{name}+overlap" for name in names]]}
+
+
+WITH_LOSS = balance("loss", "capacity", "groups", "shared")
+WITH_BIAS = balance("bias", "deepseek")
+WITH_CAPACITY = balance("capacity")
+WITH_GROUPS = balance("groups", "deepseek")
+WITH_SHARED = balance("shared", "deepseek")
 
 
 @dataclass
@@ -164,7 +171,10 @@ class DeepSeekMoE(SharedMoE, BiasBalancedMoE, GroupedMoE):
         return F.linear(x_TD.to(precise), self.router.weight.to(precise)).sigmoid()
 
 
-BALANCE["capacity"] = CapacityMoE
-BALANCE["groups"] = GroupedLossBalancedMoE
-BALANCE["shared"] = SharedLossBalancedMoE
-BALANCE["deepseek"] = DeepSeekMoE
+BALANCES = {
+    "capacity": CapacityMoE,
+    "groups": GroupedLossBalancedMoE,
+    "shared": SharedLossBalancedMoE,
+    "deepseek": DeepSeekMoE,
+}
+BALANCE.update(BALANCES)

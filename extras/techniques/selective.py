@@ -23,14 +23,16 @@ but these: for GPT-3, 34 h bytes in place of (34 + 80) h, for less than 3 % more
 kernel (FlashAttention) does this by itself, tile by tile.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 5; in PyTorch
-torch.utils.checkpoint.create_selective_checkpoint_contexts, which step 1 uses.
+torch.utils.checkpoint.create_selective_checkpoint_contexts, which step 7 uses, too.
 
 Run it:    python -m extras step01_single_gpu.py --recompute selective
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from common.model import Decoder
 from step01_single_gpu import RECOMPUTE, recompute_layers
@@ -45,14 +47,19 @@ ATTENTION = [  # one for each kind of kernel that F.scaled_dot_product_attention
 ]
 
 
-def selective(model: Decoder, keep: Sequence[Callable] = ()):
+CHOICES = [aten.topk.default]  # of step 7's router
+
+
+def selective(model: Decoder, context_fn: Callable):
     """Recompute what is computed number by number."""
-    recompute_layers(model, [*keep, *MATRIX_PRODUCTS, *ATTENTION])
+    kept = [*CHOICES, *MATRIX_PRODUCTS, *ATTENTION]
+    recompute_layers(model, partial(create_selective_checkpoint_contexts, kept))
 
 
-def all_but_attention(model: Decoder, keep: Sequence[Callable] = ()):
+def all_but_attention(model: Decoder, context_fn: Callable):
     """Recompute everything except attention."""
-    recompute_layers(model, [*keep, *ATTENTION])
+    kept = [*CHOICES, *ATTENTION]
+    recompute_layers(model, partial(create_selective_checkpoint_contexts, kept))
 
 
 RECOMPUTE["selective"] = selective

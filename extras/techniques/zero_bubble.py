@@ -53,10 +53,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from common.comm import Mesh
 from common.model import Decoder
 from common.schedules import Action
 from step02_ddp import trained_params
-from step06_pipeline import SCHEDULES, ListPipeline, Stage
+from step06_pipeline import SCHEDULES, Config, ListPipeline, Stage
 from step07_moe_ep import ExpertLinear, expert_product
 
 COSTS = {"F": 1, "B": 1, "W": 1}
@@ -186,6 +187,8 @@ class SplitStage(Stage):
         super().__init__(model, layers, positions, number)
         self.later = defaultdict(list)  # parameter -> functions that the running B leaves for W
         self.waiting: dict[int, tuple] = {}  # micro-batch -> gradients from its B, and its `later`
+        # A tied matrix that two stages of this rank share: the last stage's terms, by micro-batch
+        self.tied_terms: dict[int, list[Tensor]] | None = None
         for n in layers:
             for module in model.model.layers[str(n)].modules():
                 if isinstance(module, nn.Linear | ExpertLinear):
@@ -223,6 +226,11 @@ class SplitStage(Stage):
             for param in reversed(trained_params(self.model)):
                 terms = ready.pop(param, [])
                 terms += [function() for function in later.pop(param, [])]
+                if self.tied_terms is not None and param is self.model.lm_head.weight:
+                    if self.is_last:  # a sync waits for one gradient a micro-batch: it comes later
+                        self.tied_terms[i] = terms
+                        continue
+                    terms += self.tied_terms.pop(i)
                 if terms:
                     torch.autograd.backward((param,), (sum(terms[1:], terms[0]),))
 
@@ -258,6 +266,14 @@ class ZeroBubbleV(SplitPipeline):
     v = 2
     actions = staticmethod(partial(in_vee, zbv))
     ranks_of_stages = staticmethod(vee)
+
+    def __init__(self, config: Config, model: Decoder, mesh: Mesh, positions: Tensor):
+        """As `ListPipeline`. If embedding and head are tied, the two stages of rank 0 share them."""
+        super().__init__(config, model, mesh, positions)
+        if model.config.tied and self.group.rank == 0 and len(self.stages) > 1:
+            tied_terms = {}
+            for stage in self.stages.values():
+                stage.tied_terms = tied_terms
 
 
 class DualPipeV(ZeroBubbleV):

@@ -165,3 +165,11 @@ def test_links_of_a_page_lead_somewhere(page):
             titles = re.findall(r"^#+ (.*)", linked.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
             assert anchor in anchors, anchor
+
+
+def test_each_technique_is_in_the_table():
+    """A file of techniques/ or loops/ is named by a row of techniques/README.md."""
+    table = (ROOT / "extras/techniques/README.md").read_text()
+    for folder in ("techniques", "loops"):
+        for path in (ROOT / "extras" / folder).glob("[a-z]*.py"):
+            assert f"{path.name})" in table, path.name

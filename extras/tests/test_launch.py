@@ -82,7 +82,12 @@ def test_a_technique_trains_by_its_launch_line(tiny, tmp_path):
 
 
 MISTAKES = [  # command, ranks, a part of the error, environment
-    ("step02_ddp.py", 2, "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9")),
+    (
+        "step02_ddp.py",
+        2,
+        "error: the ranks do not find one another: ",
+        dict(GLOO_SOCKET_IFNAME="eth9"),
+    ),
     ("step04_tp_sp.py --tp 2", 0, "error: --tp 2 ", {}),
     ("step01_single_gpu.py", 2, "error: --nproc_per_node", {}),
     ("step02_ddp.py", 0, "LOCAL_RANK", dict(WORLD_SIZE="2", LOCAL_RANK="1")),

@@ -21,7 +21,7 @@ from extras.plan.__main__ import Config, main, shape_and_batch
 from extras.plan.gpus import GPUS, ROOM
 from extras.plan.layouts import (
     ORDERS,
-    RECOMPUTE_TRIES,
+    RECOMPUTE,
     Layout,
     Network,
     meshes,
@@ -219,7 +219,7 @@ def test_the_search_finds_what_trying_everything_finds():
     """On 8 GPUs, with experts: the same best times of meshes, and bounds below times."""
     m = named_shape("smollm-360m,n_layers=4", SimpleNamespace(experts=4, expert_dim=512))
     best = {}
-    for mesh, kind in product(meshes(m, 8, 16), RECOMPUTE_TRIES):
+    for mesh, kind in product(meshes(m, 8, 16), RECOMPUTE):
         for x in variants(m, replace(mesh, recompute=kind)):
             plan = evaluate(m, x, H100)
             assert step_seconds(m, x, H100, simulated=False).step <= plan.seconds.step * (1 + 1e-9)

@@ -392,13 +392,12 @@ def test_law_of_recomputation(recompute, numbers, statistics, repeated):
 
 
 @cases("recompute", ["selective", "all-but-attention"])
-def test_what_others_keep_is_kept(recompute):
-    """Operators that a step keeps, such as a router's topk, are kept besides those of the flag."""
-    topk = torch.ops.aten.topk.default
+def test_a_routers_choice_is_kept(recompute):
+    """topk is among the operators whose results are kept: experts are not chosen again."""
     with mock.patch("extras.techniques.selective.recompute_layers") as recompute_layers:
-        step01.RECOMPUTE[recompute](None, [topk])
-    (_, kept) = recompute_layers.call_args.args
-    assert topk in kept and len(kept) > 1
+        step01.RECOMPUTE[recompute](None, None)
+    context_fn = recompute_layers.call_args.args[1]
+    assert torch.ops.aten.topk.default in context_fn.args[0]
 
 
 def test_law_of_logits():

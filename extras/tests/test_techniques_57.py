@@ -89,8 +89,8 @@ ROWS = [  # ranks, flags of both runs, the layout
     (4, TIED, "--pp 2 --cp 2 --schedule dualpipev --zero 2 --cp-mode allgather"),
     (1, TIED, "--schedule zbv"),
     (2, PLAIN, "--pp 2 --schedule unrounded"),
-    (4, EXPERTS, "--ep 2 --ep-mode overlap --zero 2"),
-    (4, DEEPSEEK, f"--pp 2 --ep 2 --schedule zb-h1 --ep-mode overlap {FULL}"),
+    (4, EXPERTS, "--ep 2 --balance loss+overlap --zero 2"),
+    (4, DEEPSEEK, f"--pp 2 --ep 2 --schedule zb-h1 --balance deepseek+overlap {FULL}"),
     (4, DEEPSEEK, "--cp 2 --tp 2 --ep 4 --zero 1"),
     (4, CAPACITY, "--cp 2 --tp 2 --ep 2 --zero 2"),
     (4, SHARED, "--tp 2 --ep 2"),
@@ -117,7 +117,8 @@ def sweep() -> list[tuple]:
         rows.append((4, base, words))
         rows.append((4, base, words + " --recompute full"))
     for schedule, base in product(schedules, (EXPERTS, DEEPSEEK, CAPACITY, SHARED, GROUPS)):
-        words = f"--pp 2 --tp 2 --ep 2 --ep-mode overlap --schedule {schedule}"
+        overlap = f"{base.get('balance', 'loss')}+overlap"
+        words = f"--pp 2 --tp 2 --ep 2 --balance {overlap} --schedule {schedule}"
         rows.append((4, base, f"{words} {FULL}"))
         rows.append((4, base, f"{words} --zero 1"))
     return rows
@@ -357,14 +358,14 @@ def overlapping(tape: Tape) -> list[int]:
 @ranks(2)
 @cases("counts", [[3, 2, 4, 1], [0, 1, 0, 5]])
 def test_expert_messages_are_hidden(counts):
-    """All exchanges but the first and the last of each pass overlap. Bytes are alltoall's."""
-    group = Mesh(ep=2)["ep"]
-    experts = step07.Experts(2, 8, 12).double()
-    rows = numbers("rows", group.rank, sum(counts), 8).requires_grad_()
+    """All exchanges but the first and the last of each pass overlap. Bytes are step 7's."""
+    mesh = Mesh(ep=2)
+    rows = numbers("rows", mesh.rank, sum(counts), 8).requires_grad_()
     tapes = []
-    for mode in ("alltoall", "overlap"):
+    for balance in ("none", "none+overlap"):
+        moe = step07.BALANCE[balance](8, 12, Config(experts=2), mesh).double()
         with Tape() as tape:
-            step07.DISPATCH[mode](experts, group, rows, torch.tensor(counts)).sum().backward()
+            moe.run_experts(rows, torch.tensor(counts)).sum().backward()
         tapes.append(tape)
     usual, tape = tapes
     close((tape.sent, tape.left), (usual.sent, []), "bytes")
@@ -379,7 +380,7 @@ def layer(name: str, **flags) -> step07.MoE:
     """A layer of --balance `name` in groups of one rank, with 8 experts, of which 4 are chosen."""
     PRESETS["test"] = ModelConfig(**SHAPE | dict(dim=8, seq_len=8))
     flags = BASE | dict(model="test", balance=name, experts=8, experts_per_token=4) | flags
-    alone = {group: Group(group, 0, 1, None) for group in ("sequence", "stage", "cp")}
+    alone = {group: Group(group, 0, 1, None) for group in ("ep", "sequence", "stage", "cp")}
     moe = step07.BALANCE[name](8, 10, Config(**flags), alone)
     for key, param in moe.named_parameters():
         param.data = numbers(key, 0, *param.shape)

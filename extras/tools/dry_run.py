@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map_only
 from common import UserError, layout
 from common.comm import Mesh
 from common.flags import flag, parse
-from common.model import model_shape
+from common.shapes import model_shape
 from extras.__main__ import techniques, with_flags
 from extras.plan.gpus import GPUS, Gpu
 from extras.plan.shapes import flops_per_token, shape_of

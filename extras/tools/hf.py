@@ -38,8 +38,9 @@ from common import UserError
 from common.checkpoint import pieces_of, save
 from common.flags import Parser, spelled
 from common.layout import materialize
-from common.model import PRESETS, Decoder, ModelConfig, model_shape, wide
+from common.model import PRESETS, Decoder, ModelConfig, wide
 from common.ranks import Ranks
+from common.shapes import model_shape
 from common.trainer import report
 from extras.tools.saved import build_model, load_model
 from step01_single_gpu import Config, Optimizer

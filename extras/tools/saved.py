@@ -13,9 +13,16 @@ from common import UserError
 from common.checkpoint import Checkpoint, find
 from common.comm import Mesh
 from common.layout import materialize
-from common.model import Decoder, model_shape
+from common.model import Decoder
 from common.ranks import Ranks
+from common.shapes import model_shape
 from extras.__main__ import techniques, with_flags
+
+
+def whole_master(saved: Checkpoint, name: str) -> Tensor:
+    """A parameter's master, assembled from the pieces of all ranks."""
+    shape = saved.some_piece(name).place.whole
+    return saved.shard(name, "master", tuple((0, size) for size in shape), shape)
 
 
 def whole_parameters(where: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
@@ -28,7 +35,7 @@ def whole_parameters(where: Path) -> tuple[dict[str, Any], Iterator[tuple[str, T
     if folder is None:
         raise UserError(f"{where}: no checkpoint is there; a run saves some with --save-every")
     saved = Checkpoint(folder)
-    return saved.about["flags"], ((name, saved.whole(name)) for name in saved.pieces)
+    return saved.about["flags"], ((name, whole_master(saved, name)) for name in saved.pieces)
 
 
 def build_model(flags: dict[str, Any]) -> Decoder:
