@@ -183,7 +183,9 @@ FAULTS = [
     Fault(
         "step05_cp_ring",
         "for source, (source_k, source_v) in travel(own_kv, ctx.group):\n            own_term",
-        "for source, _ in travel(own_kv, ctx.group):\n            source_k, source_v = own_kv\n            own_term",
+        "for source, _ in travel(own_kv, ctx.group):\n"
+        "            source_k, source_v = own_kv\n"
+        "            own_term",
         "test_step05::test_ring_backward",
         "https://github.com/huggingface/diffusers/issues/14265",
         "backward uses the k and v of another hop, although forward is right",
@@ -199,7 +201,8 @@ FAULTS = [
     Fault(
         "step06_pipeline",
         "self.graphs.pop(i)\n",
-        "self.graphs.pop(i)\n        [p.grad.zero_() for p in self.model.parameters() if i and p.grad is not None]\n",
+        "self.graphs.pop(i)\n"
+        "        [p.grad.zero_() for p in self.model.parameters() if i and p.grad is not None]\n",
         "test_step06::test_a_step_equals_one_device",
         "https://github.com/NVIDIA-NeMo/Automodel/pull/3530",
         "gradients are cleared between micro-batches, although the loss is right",

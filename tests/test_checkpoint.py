@@ -260,7 +260,7 @@ def test_runs_do_not_mix(tmp_path, monkeypatch, name, text):
 
 
 def test_where_resume_looks(tmp_path, monkeypatch):
-    """`auto` starts anew without checkpoints; a link to --out, or to its newest, is --out itself."""
+    """`auto` starts anew without checkpoints; a link to --out, or its newest, is --out itself."""
     monkeypatch.chdir(tmp_path)
     close(choose_checkpoint("auto", Path("OUT"), Ranks()), None, "auto in an empty place")
     newest = Path("OUT/checkpoints/step-00000004")
@@ -329,7 +329,7 @@ def damage(folder: Path, random_: random.Random) -> str:
 
 @cases("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.exhaustive)])
 def test_a_damaged_checkpoint_is_skipped(pools, tmp_path, seeds):
-    """Whatever happens to the newest one, the run ends with the same weights, from the one before."""
+    """Whatever happens to the newest one, the run ends with the same weights, from an older one."""
     flags = dict(steps=6, save_every=2, zero="1", n_layers=1, global_batch_size=4)
     whole = pools(2).run(train, TWO, flags | dict(out=f"{tmp_path}/a"))
     for seed in seeds:

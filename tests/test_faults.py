@@ -17,7 +17,7 @@ NAMES = [f"{fault.module}: {fault.meaning}" for fault in FAULTS]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 def test_the_text_is_there(fault: Fault):
-    """The text that a fault replaces occurs once in its file, and the test that must fail exists."""
+    """A fault's text occurs once in its file, and the test that must fail exists."""
     file, test = fault.test.split("::")
     assert (ROOT / f"{fault.module.replace('.', '/')}.py").read_text().count(fault.old) == 1
     assert f"def {test.split('[')[0]}(" in (ROOT / "tests" / f"{file}.py").read_text()

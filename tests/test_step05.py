@@ -425,8 +425,8 @@ def test_what_is_given_to_the_model_and_sent(recompute, forwards):
     close(run.history[0]["sent"]["cp"], sent, "bytes over cp")
 
 
-# Micro-batches of 2, 2 and 1 sequences on each of two ranks of dp; or of 4, 4 and 2. All rows have 4
-# query heads and 2 kv heads.
+# Micro-batches of 2, 2 and 1 sequences on each of two ranks of dp; or of 4, 4 and 2. All rows have
+# 4 query heads and 2 kv heads.
 UNEVEN = dict(global_batch_size=10, micro_batch_size=2)
 LARGER = dict(global_batch_size=10, micro_batch_size=4)
 TIED = UNEVEN | dict(tied=True)

@@ -158,7 +158,7 @@ def test_simulate_refuses_a_deadlock(first, second):
         simulate([acts(first), acts(second)], round_robin(2, 1), COSTS)
 
 
-# --- What each rank keeps ---------------------------------------------------------------------------
+# --- What each rank keeps -------------------------------------------------------------------------
 
 STAGES = {  # of 5 layers: name -> the stages of each rank
     "chain": [[range(0, 1)], [range(1, 3)], [range(3, 5)]],
@@ -171,7 +171,7 @@ STAGES = {  # of 5 layers: name -> the stages of each rank
 @cases("tied", [False, True])
 @cases("name", STAGES)
 def test_keep_stages(tied, name):
-    """A rank keeps its stages' layers; the first stage has the embedding, the last norm and head."""
+    """A rank keeps its stages' layers; the first stage has the embedding, the last the head."""
     for rank, stages in enumerate(STAGES[name]):
         model = decoder(partial(step.keep_stages, stages=stages), tied=tied, n_layers=5)
         numbers = sorted(number for layers in stages for number in layers)
@@ -235,7 +235,7 @@ def test_too_many_stages_are_refused():
         step.Pipeline(step.Config(), model, mesh, torch.arange(6))
 
 
-# --- Stages -----------------------------------------------------------------------------------------
+# --- Stages ---------------------------------------------------------------------------------------
 
 
 def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
@@ -267,7 +267,7 @@ def test_stages_in_turn_are_the_model(dtype):
 
 @task("stage", 3)
 def test_a_stage_passes_gradients_on_and_frees_its_output():
-    """backward returns dx and adds to the weights' gradients; between the two, y's memory is free."""
+    """backward returns dx and adds to the weights' gradients; before it, y's memory is free."""
     xs, ys, n_targets, positions = batch(1)
     whole = decoder(n_layers=2)
     (whole(xs[0], ys[0], positions) / n_targets).backward()
@@ -289,7 +289,7 @@ def test_a_stage_passes_gradients_on_and_frees_its_output():
     close((len(first.graphs), len(last.graphs)), (0, 0), "graphs that stay")
 
 
-# --- Messages ---------------------------------------------------------------------------------------
+# --- Messages -------------------------------------------------------------------------------------
 
 
 class Recorder(step.Stage):
@@ -402,9 +402,10 @@ def test_steady_1f1b_waits_once_for_a_send_and_a_receive():
 @task("programs", 2)
 def test_add_messages_of_the_docstrings_example():
     """The whole program of rank 1 of 2, interleaved with 2 micro-batches."""
-    text = """receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2,
-        receive F1.3, compute F0.3, compute B0.3, send B0.2, compute F1.3, receive B0.1, compute B1.3,
-        send B1.2, receive B1.1, compute B0.1, send B0.0, compute B1.1, send B1.0"""
+    text = """
+        receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2,
+        receive F1.3, compute F0.3, compute B0.3, send B0.2, compute F1.3, receive B0.1,
+        compute B1.3, send B1.2, receive B1.1, compute B0.1, send B0.0, compute B1.1, send B1.0"""
     expected = []
     for line in text.split(","):
         verb, action = line.split()
@@ -426,7 +427,7 @@ def test_programs_run_their_lists_without_deadlock(name, costs):
         carry_out([[[tuple(line)] for line in program] for program in programs], p * v)
 
 
-# --- A whole step on all ranks ----------------------------------------------------------------------
+# --- A whole step on all ranks --------------------------------------------------------------------
 
 RUNS = [  # ranks; --schedule; sizes of the mesh; micro-batches; stages on a rank; layers
     (3, "afab", dict(pp=3), 4, 1, 5),
@@ -504,7 +505,7 @@ def test_each_x_and_dx_is_one_message(schedule, sizes, m, v, layers):
 @task("messages", 2)
 @cases("schedule, sizes, m, v, layers", CASES)
 def test_graphs_in_flight(schedule, sizes, m, v, layers):
-    """1F1B holds graphs of p - r micro-batches, AFAB of all; an output stays only until it is sent."""
+    """1F1B holds graphs of p - r micro-batches, AFAB of all; an output goes once it is sent."""
     xs, ys, n_targets, _ = batch(m)
     pipeline, _ = pipeline_of(schedule, sizes, m, v, layers)
     stages = list(pipeline.stages.values()) if hasattr(pipeline, "stages") else [pipeline.stage]

@@ -1,6 +1,6 @@
 """Run one measurement and print its table.
 
-    python -m extras.bench NAME [options]     without NAME, it lists the names; --help shows the options
+    python -m extras.bench NAME [options]     without NAME, it lists the names; --help: the options
 
 The table goes to stdout, everything else to stderr.
 """

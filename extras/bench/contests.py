@@ -302,5 +302,5 @@ def main(name: str, argv: list[str]):
         device = torch.cuda.get_device_name()
     print(f"{name}: {shared['model']}; ranks: {ranks}, on {device}\n\n{report(results, beside)}")
     print(
-        f"medians (and range) of {config.rounds} rounds in turns; a ratio divides times of the same round"
+        f"medians (and range) of {config.rounds} rounds in turns; a ratio is of one round's times"
     )

@@ -6,8 +6,8 @@
 It has three parts: the machine (card, versions, speed of a copy, of a matrix product and of an
 all-reduce); whole training steps of several layouts, beside the dry run's lower bound and the
 planner's prediction; and the steps beside PyTorch's own parallelism (contests.py). Each training
-run is started as a user starts it, has `--limit` seconds, and if it fails, its last line is shown in
-place of numbers. What does not fit into `--minutes` is named, and left out.
+run is started as a user starts it, has `--limit` seconds, and if it fails, its last line is shown
+in place of numbers. What does not fit into `--minutes` is named, and left out.
 """
 
 import json

@@ -54,13 +54,14 @@ def start(lab: int, folder: Path, student: str):
     for n, names in enumerate(TASKS[lab].values()):
         functions = ", ".join(f"`{name.rpartition(':')[2]}`" for name in names.split())
         tasks[n] += f"write {functions}." if functions else "the whole file; nothing to add."
+    launcher = "torchrun --nproc_per_node=2" if lab > 1 else "python"
     words = INTRODUCTION.format(
         lab=lab,
         step=step_of(lab),
         student=student,
         files=" and ".join(holes(lab)),
         tests=path_of_tests(lab),
-        launch=f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)}{FLAGS[lab]}",
+        launch=f"{launcher} {step_of(lab)}{FLAGS[lab]}",
         folder=folder.resolve(),
         tasks="\n".join(tasks),
         text=(Path(__file__).parent / f"lab{lab}.md").read_text().partition("\n\n")[2],

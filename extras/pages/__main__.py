@@ -38,7 +38,7 @@ TWINS = {  # step -> the function of bench/peers.py that does the same with PyTo
 
 
 def blocks(*lines: str) -> str:
-    """Put each line into a block of its own, so that a long line wraps under its own indentation."""
+    """Put each line into a block of its own: a long line wraps under its own indentation."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     return "".join(
         f'<span style="--in: {n}">{line.rstrip()}\n</span>'
@@ -82,7 +82,9 @@ class Pages:
                         for a in addresses
                         if self.names.homes.get(a) == place
                     ]
-                    html = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{" ".join(addresses)}">{html}</a>'
+                    pages = " ".join(addresses)
+                    link = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{pages}">'
+                    html = f"{link}{html}</a>"
                 lines[-1] += (
                     f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
                 )

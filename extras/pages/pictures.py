@@ -5,9 +5,10 @@ A picture is dict(title, id, choices=[(name, values, value shown first)], frames
 has a value of each choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its
 kind, which is table or boxes:
 
-    table    columns, states=[(text, {row: cells, one for each column or one across all})], and curve: see record.py
-    boxes    boxes, rows=names, width=number of columns, moments=a text for each. A box is (row, column, width, colour,
-             label, note, the first moment at which it is shown)
+    table    columns, states=[(text, {row: cells, one for each column or one across all})], and
+             curve: see record.py
+    boxes    boxes, rows=names, width=number of columns, moments=a text for each. A box is (row,
+             column, width, colour, label, note, the first moment at which it is shown)
 """
 
 import re
@@ -68,8 +69,9 @@ def schedule(name: str, p: int, m: int) -> dict:
         kinds = [action.kind for _, at, _, action in spans if at == rank]
         most.append(max(accumulate((kind == "F") - (kind == "BW"[split]) for kind in kinds)))
     idle = idle_fraction(spans, p)
-    text = f"F forward, B backward, W gradients of weights, R forward again. Ranks are idle for {idle:.1%} of {end} "
-    text += f"units of time. Most forwards whose backward is still to come, by rank: {' '.join(map(str, most))}."
+    text = "F forward, B backward, W gradients of weights, R forward again. Ranks are idle for "
+    text += f"{idle:.1%} of {end} units of time. Most forwards whose backward is still to come, "
+    text += f"by rank: {' '.join(map(str, most))}."
     moments = [f"Time {time}." for time in range(int(end) + 1)]
     return dict(
         text=text,
@@ -110,9 +112,14 @@ def ring(mode: str) -> dict:
         moments.append(
             f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}."
         )
-    text = "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank computes, "
-    text += f"it sends the keys that it has to the next. {len(boxes)} pairs in all, {len(boxes) / RANKS:g} a rank if "
-    text += f"shared evenly; they take the time of {slowest}, the slowest of each hop."
+    text = (
+        "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While "
+    )
+    text += (
+        f"a rank computes, it sends the keys that it has to the next. {len(boxes)} pairs in all, "
+    )
+    text += f"{len(boxes) / RANKS:g} a rank if shared evenly; "
+    text += f"they take the time of {slowest}, the slowest of each hop."
     rows = [
         f"{query}, rank {rank}"
         for query, rank in sorted((q, rank) for rank in range(RANKS) for q in own[rank])

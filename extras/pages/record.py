@@ -220,7 +220,7 @@ def shards(own: str, others: str) -> list:
 
 
 def held(stage: int, sync: step03.Zero1, unit: step03.Unit) -> dict[str, list]:
-    """Which shards of a unit this rank has now: of weights, gradient, summed gradient, optimizer."""
+    """Which shards of a unit this rank has now: weights, gradient, summed gradient, optimizer."""
     whole = shards("", "")
     own = shards("", "gone")
     gone = shards("gone", "gone")
@@ -241,7 +241,7 @@ def held(stage: int, sync: step03.Zero1, unit: step03.Unit) -> dict[str, list]:
 
 
 def zero(stage: int) -> dict:
-    """Step 3: record the second training step of `--zero stage`; the first one creates the moments."""
+    """Step 3: record the second training step of `--zero stage`; the first creates the moments."""
 
     def rows(film: Film) -> dict:
         table: dict[str, list] = {}
@@ -252,10 +252,9 @@ def zero(stage: int) -> dict:
         return table
 
     film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=str(stage), dtype="bf16")
-    text = "A box is a shard, with the number of the rank that updates it. Empty: absent. Dashed: under "
-    text += (
-        "way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the "
-    )
+    text = "A box is a shard, with the number of the rank that updates it. Empty: absent. Dashed: "
+    text += "under way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are "
+    text += "bf16; the "
     text += "optimizer has masters and two moments. Bars: bytes on rank 0, moment by moment."
     return dict(text=text, states=film.states, curve=film.curve)
 
@@ -303,10 +302,11 @@ def block(sp: bool) -> dict:
         states.append((text, dict(table)))
     last = states[-1][1]
     shown = [(text, {place: rows.get(place, [[]]) for place in last}) for text, rows in states]
-    text = "An MLP of step 4 on four ranks, forward; x is [1, 16, 16], gate and up have 32 columns. Whole: "
-    text += (
-        "as on one device. Shard: a part of that. Partial: a term, and the ranks' terms sum to it."
+    text = (
+        "An MLP of step 4 on four ranks, forward; x is [1, 16, 16], gate and up have 32 columns. "
     )
+    text += "Whole: as on one device. Shard: a part of that. Partial: a term, and the ranks' "
+    text += "terms sum to it."
     return dict(text=text, states=shown)
 
 
@@ -323,7 +323,7 @@ def kind_of(found: Tensor, expected: Tensor) -> str:
 
 ROUTES = {
     "sorted": "Sorted: a row for each choice of a token, in the order of the experts.",
-    "received": "Received: the all-to-all has brought the rows to the experts' ranks, sorted by expert.",
+    "received": "Received: the rows are on the experts' ranks, sorted by expert.",
     "returned": "Returned: the outputs are back, in the order in which the rows left.",
 }
 
@@ -373,12 +373,12 @@ def routing(mesh: Mesh, ep: int) -> dict:
         for number, name in enumerate(ROUTES):
             table[name] = [rows[name]] if number <= moment else [[]]
         states.append((text, table))
-    text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose "
-    return dict(text=text + "token it is.", states=states)
+    text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank "
+    return dict(text=text + "whose token it is.", states=states)
 
 
 def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Make all recordings of a rank, by picture and by frame ("fp32/none"). Step 1's: only rank 0."""
+    """Make all recordings of a rank, by picture and frame ("fp32/none"). Step 1's: only rank 0."""
     torch.set_num_threads(1)
     PRESETS["picture"] = SMALL
     where = f"file://{folder}/meet"

@@ -268,7 +268,7 @@ class ZeroBubbleV(SplitPipeline):
     ranks_of_stages = staticmethod(vee)
 
     def __init__(self, config: Config, model: Decoder, mesh: Mesh, positions: Tensor):
-        """As `ListPipeline`. If embedding and head are tied, the two stages of rank 0 share them."""
+        """As `ListPipeline`. If embedding and head are tied, rank 0's two stages share them."""
         super().__init__(config, model, mesh, positions)
         if model.config.tied and self.group.rank == 0 and len(self.stages) > 1:
             tied_terms = {}

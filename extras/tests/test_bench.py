@@ -1,4 +1,4 @@
-"""Tests of the benchmarks: rows are legal command lines, and ratios divide times of the same round."""
+"""Tests of the benchmarks: rows are legal command lines, and ratios divide times of one round."""
 
 import importlib
 import sys

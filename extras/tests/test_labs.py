@@ -276,8 +276,9 @@ STYLES = {
         4,
         ["collectives", "f and g"],
         {
-            "gather_tokens": """parts = [torch.empty_like(x.contiguous()) for _ in range(group.size)]
-torch.distributed.all_gather(parts, x.contiguous(), group=group.handle)
+            "gather_tokens": """own = x.contiguous()
+parts = [torch.empty_like(own) for _ in range(group.size)]
+torch.distributed.all_gather(parts, own, group=group.handle)
 return torch.cat(parts, 1)""",
             "sum_and_shard_tokens": """sent = torch.stack(x.chunk(group.size, 1))
 received = torch.empty_like(sent)

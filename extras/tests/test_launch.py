@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-TINY = "--model debug --dtype fp64 --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
+TINY = "--model debug --dtype fp64 --steps 3 --warmup-steps 1"
+TINY += " --global-batch-size 12 --micro-batch-size 2"
 TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_")
 
 

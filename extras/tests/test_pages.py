@@ -49,7 +49,8 @@ def pages(written):
 HAS = [  # page, a regular expression that its text contains
     (
         "index",
-        r'<img class=moving src="schedules.gif"[^>]*>\s*<p><a href="step01_single_gpu.html">Begin with step 1',
+        r'<img class=moving src="schedules.gif"[^>]*>\s*'
+        r'<p><a href="step01_single_gpu.html">Begin with step 1',
     ),
     ("index", r"Seven scripts in plain PyTorch"),
     *((step, r'<h2 id="picture-') for step in PICTURED),
@@ -178,7 +179,7 @@ def test_no_row_is_lost_and_outputs_return_in_order(recorded, ep):
 
 
 def test_what_train_changes(pages):
-    """The page of step 2 marks the new line that makes the mesh; that of step 1 has no such part."""
+    """The page of step 2 marks the new line that makes the mesh; step 1's has no such part."""
     assert "What <code>train</code> changes" not in pages["step01_single_gpu.html"]
     added = re.findall(r"<span class=added>([^<]*)", pages["step02_ddp.html"])
     assert any("mesh = Mesh(dp=join_ranks(device))" in line for line in added)

@@ -19,7 +19,8 @@ from extras.tests.test_launch import rows, run
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
-FLAGS = "--model debug,seq_len=32 --dtype fp64 --device cpu --steps 60 --global-batch-size 2 --micro-batch-size 1"
+FLAGS = "--model debug,seq_len=32 --dtype fp64 --device cpu --steps 60"
+FLAGS += " --global-batch-size 2 --micro-batch-size 1"
 CONF = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)

@@ -3,9 +3,9 @@ their cables' speed.
 
     python -m extras.tools.cluster --nodes 2 --ranks-per-node 2 --gbit 0.2 -- step04_tp_sp.py --tp 2
 
-                      switch (a bridge)                  a node: a host name, an address, processes of its own
-               port0 |                 | port1           a cable: each of its ends sends --gbit at most (tc's tbf)
-        node0  eth0  |                 |  eth0  node1    /etc/hosts: node0 is 10.0.0.1, node1 is 10.0.0.2, ...
+                      switch (a bridge)
+               port0 |                 | port1           a cable: each end sends --gbit at most
+        node0  eth0  |                 |  eth0  node1    /etc/hosts: node0 is 10.0.0.1, and so on
         rank 0   rank 1             rank 2   rank 3
 
 Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d
@@ -30,9 +30,11 @@ from common import UserError
 
 # Starts a command in new namespaces. If one process of this chain is killed, so are those that it
 # has started.
-ENTER = "setpriv --pdeathsig KILL unshare --map-root-user --net --uts --mount --mount-proc --pid --fork --kill-child"
+ENTER = "setpriv --pdeathsig KILL unshare --map-root-user --net --uts --mount --mount-proc --pid"
+ENTER += " --fork --kill-child"
 INSIDE = "import sys; from extras.tools import cluster; cluster.inside(cluster.parse(sys.argv[1:]))"
-TRY = "ip link add switch type bridge; tc qdisc add dev switch root tbf rate 1mbit burst 2kb limit 9kb"
+TRY = "ip link add switch type bridge; "
+TRY += "tc qdisc add dev switch root tbf rate 1mbit burst 2kb limit 9kb"
 NO_RIGHTS = (
     "a cluster needs Linux, iproute2, util-linux, and the right to create networks (try as root): "
 )
@@ -127,7 +129,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         or not 1e-6 <= args.gbit <= 1000
     ):
         raise UserError(
-            "--nodes is 1 to 200, --ranks-per-node 1 or more, --gbit 1e-6 to 1000; then: -- step02_ddp.py"
+            "--nodes is 1 to 200, --ranks-per-node 1 or more, --gbit 1e-6 to 1000; "
+            "then: -- step02_ddp.py"
         )
     return args
 
