@@ -123,8 +123,8 @@ def test_a_rank_finds_its_own_piece_first(tmp_path):
         close(found.tolist(), [rank, rank], f"rank {rank}")
 
 
-def test_of_copies_one_is_read(tmp_path):
-    """Also to assemble another shard, a rank reads its own file's copy, and no other."""
+def test_of_copies_a_rank_keeps_its_own(tmp_path):
+    """Of equal pieces only its own file's is kept, also to assemble another shard."""
     saved_copies(tmp_path, 3)
     saved = Checkpoint(tmp_path, 1)
     close(len(saved.pieces["weight"]), 1, "pieces")

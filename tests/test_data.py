@@ -87,7 +87,7 @@ def test_batches_do_not_depend_on_earlier_ones(numbered):
 
 
 def test_held_out_windows_are_the_last_twentieth(numbered):
-    """`held_out` returns the windows that no batch has: here two of 43, fewer than asked for."""
+    """`held_out` returns at most these, here two of 43, and fewer if asked for fewer."""
     tokens, targets = numbered().held_out(99)
     assert tokens.tolist() == [[*b"0041"], [*b"0042"]]
     assert targets.tolist() == [[*b"0410"[:3], *b"0"], [*b"042", END]]

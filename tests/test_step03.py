@@ -227,12 +227,12 @@ def expected_parts(
     return parts
 
 
-SUMS = [
-    (FP64, 1e-10, nothing, True),
-    (FP64, 1e-10, freeze("embed_tokens|0.mlp.up_proj|1.input_layernorm"), False),
-    (FP64, 1e-10, freeze("model"), False),  # only the head trains: one unit sums again and again
-    (BF16, 1e-6, use_experts, False),
-]
+SUMS = {
+    "tied": (FP64, 1e-10, nothing, True),
+    "frozen": (FP64, 1e-10, freeze("embed_tokens|0.mlp.up_proj|1.input_layernorm"), False),
+    "one unit, which sums again and again": (FP64, 1e-10, freeze("model"), False),
+    "bf16, and experts in groups [0], [1, 2]": (BF16, 1e-6, use_experts, False),
+}
 
 
 @contextmanager
@@ -245,9 +245,9 @@ def nan_in_new_memory():
 
 @ranks(3)
 @cases("stage", STAGES)
-@cases("case", range(len(SUMS)))
+@cases("case", SUMS)
 def test_a_rank_gets_its_parts_of_summed_gradients(stage, case):
-    """Over two micro-batches and the ranks of a group, in each of two steps; in fp32 for bf16."""
+    """Over two micro-batches and the ranks of its data_group, in each of two steps; in fp32."""
     dtype, bound, change, tied = SUMS[case]
     model, zero, _, mesh = zero_of(stage, 3, change, dtype, tied=tied)
     make_plain = partial(decoder, change, dtype, tied=tied)

@@ -225,6 +225,7 @@ RINGS = cases(
         ([[0, 2], [1, 3]], 6, 3, step.zigzag_visible, zigzag),
         ([[0], [1, 2, 3]], 4, 1, one_query_a_part, in_order),
     ],
+    ids=["zigzag on all ranks", "zigzag on 0 2 and 1 3", "in order on 0 and 1 2 3"],
 )
 
 
@@ -271,7 +272,7 @@ def run_ring(own: list[Tensor], *more: Any) -> tuple[list[Tensor], Tape, Tape]:
 @ranks(4)
 @task("ring", 4)
 def test_ring_forward(groups, heads, kv_heads, visible, place):
-    """Each rank gets the attention of its own queries to all ranks' keys."""
+    """Each rank gets causal attention of its own queries to the keys of all ranks of its group."""
     group, own, expected = shard_inputs(groups, heads, kv_heads, place)
     with Tape() as tape:
         o = forward(*own[:3], group, visible)

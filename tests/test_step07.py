@@ -223,7 +223,7 @@ def test_a_layer_of_bf16_routes_in_fp32():
 
 @task("layer", 2)
 def test_equal_scores():
-    """With equal p, each token chooses two experts, always the same, with weights 1/2."""
+    """With equal p, each token chooses two experts, the same in each call, with weights 1/2."""
     moe = layer()
     p = torch.full((7, 5), 0.2, dtype=FP64)
     ids = moe.choose(p)

@@ -376,7 +376,7 @@ def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, e
 
 
 def test_compare_shows_the_last_step(capsys):
-    """The differences are usually largest there."""
+    """Of the 38 rows every third is shown, and the last, where differences are usually largest."""
     compare.compare(ONE, OTHER, 40, 1e-3)
     lines = capsys.readouterr().out.splitlines()
     close(lines[-2].split()[0], "40", "the last step in the table")
