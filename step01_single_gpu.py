@@ -40,10 +40,10 @@ layer saves, for each token,
 In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a layer saves only
 its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the
 product with down_proj and the sum after it, whose results backward does not need. (RoPE's tables,
-which all layers share, are not counted. A CPU has no fused norm: each norm saves its normalised
-input, too, in fp32, 512 bytes, and in bf16 its input in fp32 instead of bf16, 256 more. So without
-recomputation a layer of tiny saves 4,648 + 2 x 768 = 6,184 bytes in bf16, and 4 x 2,304 + 40 + 2 x
-512 = 10,280 in fp32.)
+which all layers share, are not counted. On a CPU there is no fused norm. There a norm also saves
+its normalised input in fp32, 512 bytes for tiny; and with bf16 weights it saves its input in fp32
+instead of bf16, 256 bytes more. So a layer of tiny saves 4,648 + 2 x (512 + 256) = 6,184 bytes in
+bf16, and 4 x 2,304 + 4 x 10 + 2 x 512 = 10,280 in fp32.)
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
 (The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
@@ -126,8 +126,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 
 
 def recompute_nothing(model: Decoder, context_fn: Callable = noop_context_fn):
-    """Leave the model as it is: autograd saves all that backward needs. (`context_fn` has no
-    effect.)
+    """Leave the model as it is: autograd saves all that backward needs. (`context_fn`: see
+    `recompute_layers`.)
     """
 
 

@@ -45,9 +45,9 @@ You should see step 1's losses. Rounding differs, and its effects grow from step
 judges the first 20 steps:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
-rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends, so
-common/comm.py adds up this law. With --sync ring the messages of gradients are our own, and are
-counted one by one.
+rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends:
+common/comm.py computes it for each collective by this law, and adds up. With --sync ring the
+messages of gradients are our own, and each is counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -277,8 +277,9 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: from step 3 on there is a --zero, whose stages 1 to 3 sum the gradients themselves.
-    # If one of these two flags is given beside them, it is refused. (Here there is no --zero.)
+    # `needs`: --sync and --bucket-mb have an effect only with --zero 0, a flag that step 3 adds:
+    # ZeRO's stages 1 to 3 sum the gradients themselves. With one of these, the two flags are
+    # refused. (In this step there is no --zero.)
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,

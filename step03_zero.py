@@ -37,11 +37,12 @@ its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-(Stage 1: 2 + 4 whole, and of a shard 4 for the sum, in a buffer of its own, 4 and 8.) During a
-backward, stages 2 and 3 also hold the whole gradients of two units: the present one, and the one
-before, whose sum is in flight. Stage 3 also holds, in forward and in backward, the whole weights of
-two units: the present one and the next. Activations are not in the table: each rank has its own, of
-its own sequences.
+(Stage 1 in bf16: whole, 2 of the weight and 4 of this rank's own gradient; of one shard, 4 of the
+sum, which has a buffer of its own, 4 of the master and 8 of the moments.) During a backward, stages
+2 and 3 also hold the whole gradients of two units: the present one, and the one before, whose sum
+is in flight. Stage 3 also holds, in forward and in backward, the whole weights of two units: the
+present one and the next. Activations are not in the table: each rank has its own, of its own
+sequences.
 
 State is sharded first because it is the largest part and no more is sent: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
@@ -66,12 +67,12 @@ tiny on 4 ranks with m = 2 (32 sequences, 4 ranks, micro-batches of 4): 3/4 x 2 
 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two
 all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
 
-OTHER MODELS. If embedding and head are tied, the matrix is in E, and H is the last norm alone. E is
-gathered at its forward, and again with H, and stays until its own backward at the end: so besides
-the present unit and the next, E is whole, and e counts only the norm. (Autograd hands over a tied
-gradient once, when the head's part and the embedding's are added.) A unit with frozen weights
-(requires_grad=False) stays whole in stage 3 until the next forward has used it, or until the
-update: frozen weights have no hook that says that their backward is over.
+OTHER MODELS. If embedding and head are tied, their matrix is in E, and H is the last norm alone. E
+is gathered for the embedding, freed, and gathered again with H. Then it stays until the end of
+backward, because autograd adds the head's part of the gradient and the embedding's before it hands
+them over. So E is whole besides the present unit and the next, and e counts only the norm. A unit
+with frozen weights (requires_grad=False) stays whole in stage 3 until the next forward has used it,
+or until the update: frozen weights have no hook that says that their backward is over.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
@@ -180,7 +181,8 @@ class Unit:
 
     def allocate_grad(self):
         """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised. (In
-        stages 2 and 3 what is not a trained gradient is summed, too, and never read.)
+        stages 2 and 3 nothing fills the parts of frozen parameters and the padding. They are summed
+        as they are, and never read.)
         """
         self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
 
@@ -357,9 +359,9 @@ class Zero2(Zero1):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        # The unit's own sum of the last micro-batch may be in flight, and read the buffer that we
-        # are about to fill. (Only in step 6, if a rank has one unit alone: else another unit's
-        # `start_sum` has completed it long before)
+        # This unit's sum of the last micro-batch may still be reading the buffer that we are about
+        # to fill. (Only in step 6, on a rank with a single unit. Elsewhere another unit's
+        # `start_sum` came in between, and waited for it)
         if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
@@ -520,7 +522,9 @@ class Zero3(Zero2):
         gathered again before its backward.
         """
         is_last = number + 1 == len(self.segments)
-        if not is_last:  # the last segment's own backward follows at once
+        # The last segment's own backward follows at once. (Not on an earlier stage of step 6: there
+        # this keeps one layer more)
+        if not is_last:
             for unit in self.segments[number]:
                 self.free_after_use(unit)
         if output.requires_grad and number >= self.first_with_weights:

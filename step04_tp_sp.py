@@ -19,7 +19,8 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
 of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
 its own term of dx. (With dy = [1 1], rank 0's term is A_0 (B_0 dy) = [1 2] * 1, rank 1's A_1 (B_1
-dy) = [3 4] * 4, and their sum [13 18].) Shoeybi et al. call the operators that do this f and g. In
+dy) = [3 4] * 4, and their sum [13 18].) Two operators do this, named by Shoeybi et al.: f, where x
+enters the block, sums dx in backward; g, where the output leaves it, sums the terms in forward. In
 attention, for tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
@@ -79,9 +80,9 @@ tp (n-1)/n times
     SP, --recompute full --tp-overlap   13 S      4 S
     --no-sp --recompute full            10 S      4 S     forward again, except its last all-reduce
 
-and, for the loss, 2 numbers a token to each other rank. In a training step it also takes part in
-all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms' weights. For
-tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
+For the loss it also sends, in each micro-batch, 2 numbers a token to each other rank. Once in a
+training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
+gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
@@ -94,8 +95,8 @@ You should see step 1's losses: python -m common.compare runs/step01_single_gpu 
 PyTorch's own way: parallelize_module(block, device_mesh["tp"], {"q_proj": ColwiseParallel(),
 "o_proj": RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with
 loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, and
-output_layouts=Shard(1) where terms are reduce-scattered.
-Weights become DTensors: Shard(0) for q_proj, Shard(1) for o_proj, Replicate for a norm.
+output_layouts=Shard(1) where terms are reduce-scattered. Weights become DTensors: Shard(0) for
+q_proj, Shard(1) for o_proj, Replicate for a norm.
 
 Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
 tests/test_step04.py::test_f fails, and in torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
@@ -463,9 +464,9 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
             gradient.copy_(total.view_as(gradient))
 
 
-# --- For speed on GPUs, until `Config`: in each block's backward, --tp-overlap hides the
-# reduce-scatter of dx behind a matrix product. It saves memory, too, for one more all-gather, which
-# is hidden as well.
+# --- Optional, from here to `Config`, for speed on GPUs. In each block's backward, --tp-overlap
+# hides the reduce-scatter of dx behind a matrix product. It also saves memory, and costs one more
+# all-gather, which is hidden as well.
 
 
 class ColumnParallelOverlap(torch.autograd.Function):

@@ -40,9 +40,9 @@ the average of 1, 3, 5 and 7.) Not only in all, but in each hop all ranks have t
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
 
-(All ranks still work equally long, but our code takes twice as long in hop 0 as in a later one: it
-computes all four blocks of the two chunks, and then masks about half of them. A fused kernel skips
-most of that half.)
+(That counts useful work. In hop 0 our code computes all four blocks of its two chunks, and then
+masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused kernel
+skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. For each part it
 computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two parts
@@ -72,8 +72,8 @@ gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
 
-For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes) B = G =
-2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
+For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes)
+B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
 
 A rank's bytes grow like s, its FLOPs of attention like s^2/n: for long sequences messages hide
 behind computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU use
@@ -153,9 +153,7 @@ class Part(NamedTuple):
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """In order: rank r has shard r of n. Positions, int64 [s/n]. Raises UserError unless n
-    divides s.
-    """
+    """In order: rank r has shard r of n. Positions, int64 [s/n]. UserError unless n divides s."""
     if seq_len % n:
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {n}")
     return torch.arange(seq_len).chunk(n)[rank]
@@ -232,14 +230,13 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads,
     queries], in place.
 
-    (A query that has seen a key in neither would give -inf - -inf = nan. That cannot happen: our
-    own keys come first, and each query sees its own.)
-
     The weight of a key is exp(score), that of a part is the sum of its keys' weights, exp(lse). The
     o of a part is the average of its values, each with its key's weight. Let two keys weigh 3 and
     1, and have the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o =
     10, lse = log 3; part_o = 2, part_lse = log 1. Then part_o has the share 1 / (3+1) = sigmoid(log
-    1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
+    1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4. (If a query had seen no
+    key in either part, both lse would be -inf, and the share nan. That cannot happen: our own keys
+    come first, and each query sees its own.)
     """
     share = torch.sigmoid(part_lse - lse)[..., None]
     o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)

@@ -41,32 +41,31 @@ time:
 
 THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for p-1
 forwards and backwards. Here that is 9 units beside 18 of work: (p-1)/m of the working time, and
-(p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory: at any time rank r holds
-activations of at most p - r micro-batches (these are *in flight*: their forward is done, their
-backward is not), in AFAB of all m.
+(p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory. From its forward to its
+backward a micro-batch is *in flight*, and the rank holds its activations. In AFAB all m are in
+flight at once; in 1F1B, on rank r, at most p - r.
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (The interleaved
 schedule, at the end of this file, hides them behind work.)
 
-AUTOGRAD's graph covers one stage. The stage's input is a leaf, whose `.grad` is the dx to send. The
-simple way keeps x and y from the forward to the backward:
+AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
+is the dx to send. The simple way keeps x and y from the forward to the backward:
 
     x = received.requires_grad_()
     y = run(x)                           forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
 But backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
-use its result. It needs only the graph that computed y. So `Stage` keeps the last node of that
-graph (`get_gradient_edge(y)`), where backward can start, and not y, which is freed when the next y
-has been computed: a rank holds at most two, not one for each micro-batch. (Megatron-LM's
-deallocate_pipeline_outputs has the same aim.)
+use its result. It needs only the graph that computed y. So `Stage` keeps only the last node of that
+graph (`get_gradient_edge(y)`), where backward can start. y itself is freed when the next y has
+taken its place: a rank holds at most two outputs at a time, not one for each micro-batch in flight.
+(Megatron-LM's deallocate_pipeline_outputs has the same aim.)
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
-last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4
-bytes) and of the squared norm (8). If embedding and head are tied, the first rank and the last also
-send each other their gradient of that matrix, once a step. For tiny in fp32, pp 4 and 8
-micro-batches:
+last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
+of the squared norm (8). If embedding and head are tied, the first rank and the last also send each
+other their gradient of that matrix, once a step. For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 x 256 x 128 x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
@@ -355,8 +354,8 @@ class OneForwardOneBackward(Pipeline):
     """
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. When steady, y is sent while dy arrives, dx
-        while x arrives.
+        """At most p - rank micro-batches are in flight. In the steady part a rank sends y and
+        receives dy together, then sends dx and receives x together.
         """
         m = len(self.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
@@ -484,9 +483,10 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # The action that will use a tensor, on this rank or on another -> (the tensor, the message
-        # that brings it). "compute" takes out what it uses, "send" what an action of the peer uses.
-        # What this rank has computed needs no message: `Pending()`, nothing to wait for.
+        # The tensors that are there, or on their way, and not used yet. Key: the action that will
+        # use the tensor, on this rank or on the peer. Value: the tensor, and the message that
+        # brings it; `Pending()`, nothing to wait for, if this rank computed it. "compute" and
+        # "send" each take their tensor out.
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

@@ -20,8 +20,10 @@ Each choice of a token is a row:
     returned   e0(t0) e0(t1) | e2(t1) e3(t0)     e0(t3) e1(t2) | e2(t2) e3(t3)   from rank 0 | 1
 
 `dispatch` goes from "sorted" to "by expert", `combine` from "outputs" to "returned". Each is an
-all-to-all, in which every rank sends rows to every other, and each is the other's backward. How
-many rows a rank gets depends on the tokens; so numbers of rows travel before the rows.
+all-to-all, in which every rank sends rows to every other, and a reordering (`transpose_blocks`) on
+the experts' ranks: after the all-to-all in `dispatch`, before it in `combine`. Each is the other's
+backward. How many rows a rank gets depends on the tokens; so numbers of rows travel before the
+rows.
 
 WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
 weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
@@ -39,14 +41,14 @@ Transformer's, for K choices of a token),
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
 0.0625) = 1.15; if all f and all P are 1/E, it is 1. Where f is high, P is pushed down. (The loss
-that you see excludes this one.) With it, layouts train alike if their --micro-batch-size is the
-same, unless rounding decides between two almost equal p. --balance bias uses no loss: see
-`BiasBalancedMoE`.
+that you see excludes this one.) f_e and P_e are those of a micro-batch, so two layouts train alike
+only if their --micro-batch-size is the same. (And where two p are almost equal, rounding may
+decide, in any layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
 
 GROUPS. All dp x cp x tp ranks route different tokens, those of tp because of sequence parallelism.
 (Without it they would route the same ones: --no-sp is refused.) So the experts can be spread over
-all of them ("MoE parallel folding", Liu et al. 2025), tp shards no expert, and experts need no f
-and g of step 4. On 16 ranks:
+all of them ("MoE parallel folding", Liu et al. 2025): then tp shards no expert, and around the
+experts there is no f and no g (step 4). On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
     dp           0 4 8 12                            different sequences            shard the batch
@@ -121,8 +123,9 @@ from step06_pipeline import SCHEDULES, sum_tied
 
 
 def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: rows [n, in], weight [experts, out, in] ->
-    [n, out].
+    """Multiply each expert's rows by its matrix.
+
+    rows [n, in], weight [experts, out, in] -> [n, out].
 
     The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
     1, else R.
@@ -320,8 +323,9 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (With --recompute full the second forward stops before this line. With --compile, too, it
-        does not: then all loads double, which changes no sign of load - mean.)
+        (With --recompute full a layer's forward runs twice. The second run stops before this line,
+        unless --compile is given besides: then all loads double, which changes no sign of load -
+        mean.)
         """
         self.load_E += counts_E
         return out

@@ -1,5 +1,5 @@
-"""From step 2 on: ranks, the mesh that they form, and their messages: torch.distributed with
-named dimensions.
+"""From step 2 on: ranks, the mesh that they form, and their messages: torch.distributed with named
+dimensions.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
 memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*, calls
@@ -72,7 +72,7 @@ class Group:
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None
-    # Bytes that this rank has sent, by (group's name, operation): one for all groups of a mesh
+    # Bytes that this rank has sent, by (group's name, operation). All groups of a mesh share this
     sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, what: str) -> slice:
@@ -134,15 +134,14 @@ class Mesh:
         return rows
 
     def add_groups(self, name: str, rows: np.ndarray, queue: str):
-        """Create a group for each row of ranks [groups, size], which must ascend; keep ours. A
-        group's handle is PyTorch's ProcessGroup.
+        """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
+        that has this rank becomes `self.groups[name]`. A group's handle is PyTorch's ProcessGroup.
 
-        Why there are two queues, from step 4 on: with NCCL the messages of a handle are kernels in
-        one queue. A message begins when, on every rank of the group, the computation that was
-        launched before it and the earlier messages of its handle have ended; it does not wait for
-        messages of other handles. So groups for gradients and groups for activations never share a
-        handle, also if their ranks are the same: activations, which are needed at once, would wait
-        for gradients.
+        Why there are two queues, from step 4 on. With NCCL each handle has a queue of messages. A
+        message waits, on every rank of the group, for the computation launched before it and for
+        the earlier messages of its handle, but not for those of other handles. On a shared handle,
+        activations, which are needed at once, would wait for gradients. So gradients and
+        activations never share one, even if their groups have the same ranks.
         """
         for members in rows.tolist():
             row = tuple(members)
@@ -212,9 +211,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [k] with this rank's shard of the sum of all ranks' `tensor`
-    [n k].
-    """
+    """From step 3 on: sum all ranks' `tensor` [n k]; `output` [k] gets this rank's shard."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -267,8 +264,9 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives come first. Inside `isend`, gloo writes a message for which the peer already waits; a
-    # receive listed behind it would be posted only then, so that the peer's own message would wait
+    # Receives come first. If the peer already waits for a message, gloo writes it inside `isend`,
+    # which returns only afterwards. A receive behind it would be posted late, and the peer's
+    # message to us would wait for that
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

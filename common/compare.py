@@ -1,15 +1,16 @@
 """Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
-The first is the reference. Two layouts of one training have the same losses and gradient norms, up
-to rounding, which grows from step to step. So only the first steps are judged (--first 20). In
-fp32, the default on CPUs, a relative difference above 1e-3 there (--bound) is almost certainly a
-bug. (Between step 1 and step04_tp_sp.py --tp 2 nothing is wrong, and yet their norms differ by
-1.5e-5 in step 19, and by a tenth in step 79. In step 7, rounding may also send a token to another
-expert.) In bf16 rounding alone gives more: compare runs with --dtype fp32.
+The first is called the reference; the order changes only the columns. Two layouts of one training
+have the same losses and gradient norms, up to rounding, which grows from step to step. So only the
+first steps are judged (--first 20). In fp32, the default on CPUs, a relative difference above 1e-3
+there (--bound) is almost certainly a bug. (Between step 1 and step04_tp_sp.py --tp 2 nothing is
+wrong, and yet their norms differ by 1.5e-5 in step 19, and by a tenth in step 79. In step 7,
+rounding may also send a token to another expert.) In bf16 rounding alone gives more: compare runs
+with --dtype fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
-Flags that decide what is computed, such as --seed, are printed if they differ; they do not change
-the status.
+Flags that decide what is computed, such as --seed, are printed if they differ, but a difference
+does not change the status.
 """
 
 import argparse
@@ -29,9 +30,9 @@ def other_flags(reference: str, run: str) -> list[str]:
     """
     reference_flags = json.loads((Path(reference) / "config.json").read_text())
     flags = json.loads((Path(run) / "config.json").read_text())
-    # Not reported: flags that a resumed run may change (resume.py), because they change only
-    # rounding. Two of these are reported: dtype, which changes much rounding, and dataset, because
-    # here no fingerprint shows whether two paths have the same tokens
+    # Not reported: flags that a resumed run may change (resume.py), because they change at most the
+    # rounding. Two of these are reported: dtype, because it changes the rounding a lot, and
+    # dataset, because here no fingerprint shows whether two paths have the same tokens
     free = (may_change(flags) & may_change(reference_flags)) - {"dataset", "dtype"}
     found = []
     for name in sorted((flags.keys() | reference_flags.keys()) - free):
@@ -48,7 +49,7 @@ def read_metrics(run: str) -> list[dict]:
 
 
 def relative(value: float | None, reference: float | None) -> float:
-    """The relative difference of two numbers. Raises ValueError if one is missing."""
+    """|a - b| / max(|a|, |b|). Raises ValueError if one is missing or not finite."""
     if value is None or reference is None or not math.isfinite(value + reference):
         raise ValueError("one of the runs has no loss or norm, or it is not finite")
     if value == reference:
@@ -59,7 +60,8 @@ def relative(value: float | None, reference: float | None) -> float:
 def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
     """The rows of the steps up to `first` that both runs have.
 
-    Raises ValueError if there is none, or if one run ended before that step and before the other.
+    Raises ValueError if there is none, or if one run has fewer steps than the other and ends before
+    step `first`.
     """
     by_step = {row["step"]: row for row in reference_rows}
     pairs = []

@@ -1,5 +1,5 @@
-"""--compile: torch.compile fuses norms, RoPE, SiLU and additions into a few kernels. No step needs
-this file to be understood.
+"""--compile: torch.compile fuses norms, RoPE, SiLU and additions into a few kernels. You can follow
+every step without this file.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,13 @@ from common.model import Decoder, DecoderLayer, summed_cross_entropy
 def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    From the second micro-batch on, weights have a `.grad`. torch.compile looks at it, too, and if
-    that of a bf16 weight is fp32 it compiles the layer only in pieces. (Hiding it is safe also when
-    recomputation calls this inside backward: it is back before backward adds to it.)
+    When a layer runs, its weights may have a `.grad`: in step 1 from the second micro-batch on,
+    with buckets or ZeRO 1 from the first. torch.compile looks at it, too, and if that of a bf16
+    weight is fp32 it compiles the layer only in pieces. (This is safe also when recomputation calls
+    this function inside backward: the `.grad` is back before backward adds to it.)
     """
-    params = list(layer.parameters())  # at each call: from step 3 on they are replaced later
+    # Not once and for all: from step 3 on, parameters are replaced after the layer is compiled
+    params = list(layer.parameters())
     gradients = [param.grad for param in params]
     for param in params:
         param.grad = None

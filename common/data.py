@@ -7,11 +7,12 @@ same on every rank and in every layout.
     targets 5-8
 
 The last twentieth of the windows (at least one) is held out: no batch has them, and `Data.held_out`
-returns them. (No script of the course evaluates them; they are for tools.) The other n windows are
-for training. A step takes the next B samples, B the global batch size. Each epoch has all n windows
-once, in a random order of its own, drawn from (seed, epoch): sample i, counted over all steps, is
-the window at place i mod n in the order of epoch i // n. With n = 10 and B = 4, the third step has
-samples 8 to 11 (both count from 0): places 8, 9 of epoch 0, then 0, 1 of epoch 1.
+returns them. (The steps do not evaluate them. They are for optional tools.) The other n windows are
+for training. Each epoch goes through all n of them once, in a random order of its own, drawn from
+(seed, epoch). Number the windows in this order through all epochs, from 0, and call them samples:
+sample i is the window at place i mod n of epoch i // n. Training step s takes samples s B to s B +
+B - 1, B the global batch size. With n = 10 and B = 4, number 2 has samples 8 to 11: places 8 and 9
+of epoch 0, then 0 and 1 of epoch 1. (Steps, places and epochs count from 0, too.)
 
 Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
@@ -19,7 +20,8 @@ on its share.
 
 readers.py reads files and data sets. Text becomes bytes even if the model's vocabulary is larger,
 and each rank holds the whole stream, two bytes a token. A .bin file of token ids is mapped into
-memory, so a large corpus should be one. (At the start each rank reads it once, for its largest id.)
+memory, so a large corpus should be one. (At the start each rank reads it for its largest id, and up
+to 2**27 tokens for the fingerprint.)
 """
 
 import hashlib
@@ -124,8 +126,8 @@ class Data:
         return rows[:, :-1], rows[:, 1:]
 
     def fingerprint(self) -> str:
-        """A short hash of the stream. By it ranks, and a resumed run, know that they read the same
-        tokens.
+        """A short hash of the stream. Ranks compare it with one another, and a resumed run with the
+        saved one, to know that they read the same tokens.
 
         SHA-256 of its length and of the first BLOCK tokens (as stored) of each of 64 nearly equal
         parts. Up to 64 BLOCK = 2**27 tokens that is the whole stream, and of a longer one a sample:

@@ -8,8 +8,8 @@
 
 makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The first line of
 the class's docstring is the title of its flags in --help. `needs` says which values other flags
-must have for this flag to have an effect (here --zero 0, in steps that have a --zero); else giving
-it is refused.
+must have for this flag to have an effect: here --zero 0, in steps that have a --zero. If a user
+gives --sync beside --zero 1, it is refused.
 """
 
 import argparse
@@ -108,12 +108,13 @@ def in_words(name: str, values: Collection) -> str:
 
 def check_needs(name: str, config: Any, metadata: Any):
     """Raise UserError if the flag has no effect beside the values of the other flags."""
-    own = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
+    # As the user wrote it: a False can only have come from --no-...
+    written = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
     for other, values in metadata["needs"].items():
         value = getattr(config, other, None)
         if value is not None and value not in values:  # None: this step has no such flag
             need = in_words(other, values)
-            raise UserError(f"{own} has no effect without {need}: leave it out")
+            raise UserError(f"{written} has no effect without {need}: leave it out")
 
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:
@@ -121,6 +122,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
 
     `argv`: the words after the script's name; None: those of this process.
     """
+    # --help begins with the first paragraph of the script's docstring
     about = inspect.getmodule(cls).__doc__.partition("\n\n")[0]
     parser = Parser(description=about, allow_abbrev=False)
     add_flags(parser, cls)

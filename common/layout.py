@@ -61,8 +61,8 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Draw whole parameters, as many at a time as this rank has CPU cores: so no rank ever holds
-    all of them in fp32.
+    """Draw whole parameters in fp32, in batches of one for each CPU core of this rank: it holds no
+    more of them at a time.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -125,8 +125,9 @@ def materialize_buffers(model: nn.Module, device: torch.device):
 
 @dataclass(frozen=True)
 class Shard:
-    """From step 4 on: this rank holds the indices start to stop - 1 of dimension `dim`; those from
-    `full` on are padding. (If a dimension is sharded twice, the second counts from the start of the
+    """From step 4 on: this rank holds the indices `start` to `stop` - 1 of dimension `dim`, which
+    had `full` of them. Shards are equally long, so the last ones may go beyond: from index `full`
+    on they are padding. (If a dimension is sharded twice, the second counts from the start of the
     first one's shard.)
     """
 
@@ -197,12 +198,11 @@ def global_norm(
     """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards. Call it after
     all sums over ranks.
 
-    If c ranks hold an element, each adds 1/c of its square, so each element counts once in total:
-
-        c = all ranks / different parts
-
-    Step 3, 8 ranks of dp: without ZeRO all hold every element, c = 8; with ZeRO each element is on
-    one rank, c = 1. From step 4 on, for example with tp 2 and dp 4:
+    If c ranks hold an element, each adds 1/c of its square, so that each element counts once in
+    total. Let the ranks together hold a parameter in k different parts (`distinct_parts`). Then
+    each part is on c = (number of ranks) / k ranks. Step 3, 8 ranks of dp: without ZeRO all hold
+    every element, c = 8; with ZeRO each element is on one rank, c = 1. From step 4 on, for example
+    with tp 2 and dp 4:
 
                                  a matrix, sharded over tp    the weight of a norm
         without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
@@ -225,8 +225,9 @@ def global_norm(
 
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """From step 3 on: in how many different parts the ranks hold this gradient; 1 if every rank
-    holds the same elements. (A stage of pp holds other parameters, so stages count as different.)
+    """From step 3 on: the number of different parts of this gradient that ranks hold: 1 if all hold
+    the same elements, 4 if tp 2 and ZeRO over dp 2 shard it. (A stage of pp holds other parameters:
+    that counts like shards over pp.)
 
     `sharded`: by ZeRO, so that the ranks of `data_group` hold different elements.
     """

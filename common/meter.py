@@ -54,7 +54,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter, and what the first rank that holds it has of it.
+    """A row of the table: a parameter, whole and as the first rank has it that has any of it.
 
     What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
     rank keeps fewer bytes, except while it uses a parameter.
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
     whole: tuple[int, ...]  # shape
     shard: tuple[int, ...]  # shape on this rank
-    nbytes: int  # of the shard, while --zero 3 has it gathered
+    nbytes: int  # of the shard (with --zero 3: while it is gathered)
     sharded: str  # for example "dim 0 over tp 2"
     summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
 
@@ -126,7 +126,7 @@ class Meter:
     """
 
     def __init__(self, param: Tensor, flops_per_token: float, world: int):
-        """`param`: of the model. `world`: the number of ranks, all with the same GPU."""
+        """`param`: of the model. `world`: the number of ranks, each with a GPU of this model."""
         self.is_gpu = param.is_cuda
         self.device = torch.cuda.get_device_name(param.device) if self.is_gpu else "cpu"
         self.peak = world * peak_flops(self.device, param.dtype)
@@ -156,11 +156,11 @@ def check_profile(n: int, steps: int):
 def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
     """Trace n steps, after two that are not traced. Yields a function to call after each step.
 
-    OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators and messages, and
-    ranges: `wait tp` (for messages), in steps 6 and 7 F0.1 (the forward of micro-batch 0 through
-    stage 1), the optimizer's step. On a GPU, OUT/memory-RANK.pickle has the last 200,000
-    allocations and frees before the trace ended, for https://pytorch.org/memory_viz. A signal may
-    end the trace early.
+    OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
+    ranges: the optimizer's step; `wait tp`, while a rank waits for a message over tp; and in steps
+    6 and 7 `F0.1`, the forward of micro-batch 0 through stage 1. On a GPU, OUT/memory-RANK.pickle
+    has the last 200,000 allocations and frees before the trace ended, for
+    https://pytorch.org/memory_viz. A signal may end the trace early.
     """
 
     def do_nothing():

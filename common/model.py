@@ -105,8 +105,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RoPE(torch.autograd.Function):
     """`rotate`, with a backward of its own: the rotation by the opposite angle, whose sine is -sin.
 
-    (Autograd would differentiate `rotate` as well, but it rounds a 16-bit gradient's two terms, and
-    then their sum. This rounds once, and makes fewer passes over memory.)
+    (Autograd could differentiate `rotate`, too. But for a 16-bit x it would round each of the
+    gradient's two terms, and then their sum. This rounds once, and makes fewer passes over memory.)
     """
 
     @staticmethod
@@ -207,8 +207,8 @@ class Trunk(nn.Module):
     """The decoder without its head: Hugging Face's `model`. It only groups modules, to give them
     Hugging Face's names; `Decoder.forward` calls them.
 
-    The keys of `layers` are layer numbers in the whole model. (Step 6 deletes the layers of other
-    ranks; the others keep their numbers.)
+    The keys of `layers` are layer numbers in the whole model. (Step 6 deletes the layers that other
+    ranks hold. Those that stay keep their numbers.)
     """
 
     def __init__(self, config: ModelConfig):

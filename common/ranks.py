@@ -1,9 +1,10 @@
 """From step 2 on: what all ranks must agree on, at the launch and during a run.
 
-A launcher (torchrun) starts the same script on every rank, perhaps on several machines. If one has
-other flags or another version of the code, messages no longer match: the run hangs, or trains on
-nonsense. So ranks compare how they were started as soon as they can communicate, before they create
-the groups of the mesh. With step 2, read `Ranks.require_same`, `compare_launches` and `initialise`.
+A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
+rank has other flags or another version of the code, messages no longer match: the run hangs, or
+trains on nonsense. So ranks compare how they were started as soon as they can communicate, before
+they create the groups of the mesh. With step 2, read `Ranks.require_same`, `compare_launches` and
+`initialise`.
 
 Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
 `Ranks` lets all know, so that all decide alike. Its messages are so small that the steps' laws of
@@ -50,7 +51,9 @@ class Ranks:
         return values
 
     def require_same(self, value: Any, what: str):
-        """Raise UserError on all ranks, naming the first that differs, unless all are equal."""
+        """Unless the values of all ranks are equal, raise UserError on all. It names the first rank
+        that differs from rank 0.
+        """
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -72,9 +75,10 @@ class Ranks:
 
 
 def check_environment():
-    """Raise UserError if a launcher other than torchrun seems to have started this process: each
-    would train alone, into the same directory. Also if only some of torchrun's variables are set,
-    perhaps left over in a shell: the processes would not find one another.
+    """Raise UserError if a launcher other than torchrun seems to have started several processes:
+    each would train alone, and all would write to the same directory. Raise it, too, if only some
+    of torchrun's variables are set (they may be left over in the shell): the processes would not
+    find one another.
     """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     missing = sorted(NEEDED - os.environ.keys())
@@ -127,7 +131,8 @@ def compare_launches():
 
 
 def store_of_restart() -> dict[str, Any]:
-    """Arguments of init_process_group, if torchrun has started this job again after a failure.
+    """Arguments of init_process_group, if torchrun has started this job again after a failure; else
+    none.
 
     torchrun keeps one store for all starts of a job, which still has the addresses of processes
     that are gone. So each start after the first puts a prefix of its own before its keys.

@@ -1,5 +1,5 @@
-"""Readers turn the value of --dataset into texts, or into an array of token ids. No step needs this
-to be understood.
+"""Readers turn the value of --dataset into texts, or into an array of token ids. You can follow
+every step without this file.
 
     --dataset            what is read
     (nothing)            the source code of Python's standard library, without its tests and IDLE
@@ -12,7 +12,8 @@ to be understood.
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
-Beside a.bin, a file a.bin.json may hold {"dtype": "uint32", "tokens": N}.
+A file a.bin.json beside it may hold {"dtype": "uint32", "tokens": N}: ids above 65,535 need uint32,
+and N shows whether a.bin is complete.
 """
 
 import gzip
@@ -88,7 +89,12 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
                 raise ValueError(f"a document needs a string `text`, not {text!r:.40}")
             n_characters += len(text)
             yield text
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: of json and pyarrow
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+    ) as error:  # ValueError: ours, json's, pyarrow's
         raise UserError(
             f"--dataset {source}: unreadable near document {number}: {error}"
         ) from error
@@ -116,8 +122,8 @@ def read_library(source: str) -> Contents:
 def visible_files(path: Path, around: tuple[Path, ...] = ()) -> list[Path]:
     """A file itself, or all files in a folder and its subfolders, sorted, except hidden ones.
 
-    `around`: the folders that it is in. Raises UserError for a link to one of them, which would
-    have no end.
+    `around`: the folders through which the recursion came to `path`. Raises UserError for a link to
+    one of them, which would have no end.
     """
     if not path.is_dir():
         return [path]
@@ -195,7 +201,7 @@ def read_bin(source: str) -> Contents:
     return f"{tokens.dtype} ids of {source}", tokens
 
 
-# A kind, which `kind_of` finds for a value of --dataset -> its reader
+# The reader of each kind of --dataset (`kind_of` says of which kind a value is)
 READERS: dict[str, Callable[[str], Contents]] = {
     "": read_library,
     **{suffix: read_files for suffix in FORMATS},

@@ -8,23 +8,22 @@ from common.checkpoint import Checkpoint, find, seen_by_rank_0
 from common.flags import spelled
 from common.ranks import Ranks
 
-# A resumed run keeps the flags that both scripts have (also --steps, because the learning rate
-# follows it), but for these.
+# A resumed run must keep each flag that both scripts have (also --steps: the learning rate depends
+# on it), except those of these three sets.
 
-# Always free: where a run computes and writes, when it saves, how it is watched. (--dataset may be
-# another path, if its fingerprint is the same. --dtype changes only the rounding.)
+# Where a run computes and writes, when it saves, how it is watched. (dataset: another path may have
+# the same tokens, which the fingerprint shows. dtype: only the rounding changes.)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# Free in all runs of the course. (A technique may save state that fits only its own rank, such as
-# the errors of a sync that compresses gradients. Then these two sets must be kept.)
-
 # In which pieces, with how much memory and in which messages the work is done
 WORK = {"micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"}
 # On which ranks (`ranks` is no flag, but their number, which `Run` adds)
 LAYOUT = {"ranks", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep"}
+# (An optional technique may save state that fits only its own rank, such as the errors of a sync
+# that compresses gradients. Then only FREE is free: `has_state` in `check_flags`.)
 
 
 def refuse_to_mix(out: Path):
-    """Raise UserError: --out has checkpoints of a run that would not be continued."""
+    """Raise UserError: this run would write its checkpoints among those of another run in --out."""
     raise UserError(
         f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or another "
         "--out"
@@ -60,7 +59,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 def may_change(flags: dict[str, Any]) -> set[str]:
     """The flags that do not change what is computed, but for rounding."""
     free = FREE | WORK | LAYOUT
-    # Step 7's --balance loss averages over each micro-batch, so its size decides what is computed
+    # An auxiliary loss (step 7's --balance loss, and those of optional balances) is a mean over
+    # each micro-batch, so the size of a micro-batch decides what is computed
     if flags.get("balance", "none") not in ("none", "bias"):
         free.remove("micro_batch_size")
     return free
@@ -74,5 +74,6 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
         if before != value and name not in free:
             what = "the number of ranks" if name == "ranks" else spelled(name)
             raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
+    # "": it was converted from other weights, and has read no data
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

@@ -1,5 +1,5 @@
-"""For the second half of step 6: pipeline schedules as data. Each rank has a list of actions,
-which can be drawn, checked or run.
+"""For the second half of step 6: pipeline schedules as data. Each rank has a list of actions, which
+can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
 a function that returns the list of one rank, given p ranks, m micro-batches, v stages on each rank,
@@ -112,8 +112,9 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
-    """Each action, and the one that waits for it, or None: its `consumer`; for the last stage's
-    forward, which has none, the same micro-batch's backward, which waits for the loss.
+    """For each action, the one that waits for it, or None. This is its `consumer`; but the last
+    stage's forward has none, and for it waits the backward of the same micro-batch, which needs the
+    loss.
     """
     consumers = {}
     for actions in lists:
@@ -187,21 +188,23 @@ def add_messages(
 
     Go through all actions in the order in which they end in a simulation. Append each to its rank's
     program. If another rank needs the output, append a send to this program, and a receive to that
-    rank's program. Example: rank 1 of 2, interleaved with 2 stages a
-    rank, 2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
+    rank's program.
+
+    An example: the program of rank 1, of 2, interleaved with 2 stages a rank, for 2 micro-batches.
+    Its stages are 1 and 3. (F1.2: the forward of micro-batch 1 through stage 2.)
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
     (Rank 0's F1.0 and rank 1's F0.1 end together; rank 0's comes first, so its message does.)
 
-    Even if a send blocks until it is received, there is no deadlock. Number the actions and
-    messages in the order in which the loop below meets them: a send has the number of its receive,
-    and the numbers in each program increase. Suppose that some ranks wait for ever. Take the
-    smallest number that is not done. All smaller ones are done, so each rank that takes part in it
-    has reached it. If it is an action, its input is there, too: the action that made the input
-    ended earlier (all costs are above 0), so that action and the message have smaller numbers.
-    Nothing is left to wait for: a contradiction.
+    No deadlock is possible, even if a send blocks until it is received. Number actions and messages
+    in the order in which the loop below meets them; a send and its receive are one message, with
+    one number. So the numbers in each program increase. Suppose that some ranks wait for ever, and
+    take the smallest number that is not done. Each rank that takes part in it has reached it,
+    because all smaller ones are done. A message can then pass. An action has its input, because the
+    action that made it ended earlier (all costs are above 0), so that this one and its message have
+    smaller numbers. Nothing is left to wait for: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, ranks, costs):

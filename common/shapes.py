@@ -1,5 +1,5 @@
-"""The value of --model: a preset of common/model.py, perhaps with changes. No step needs this file
-to be understood.
+"""The value of --model: a preset of common/model.py, perhaps with changes. You can follow every
+step without this file.
 """
 
 from dataclasses import fields, replace
@@ -31,8 +31,8 @@ def model_shape(text: str) -> ModelConfig:
             else:
                 raise ValueError
         except ValueError:
-            kinds_of = "True or False" if kind is bool else f"of type {kind.__name__}"
-            raise UserError(f"--model {text}: {name} must be {kinds_of}, not {value!r}") from None
+            expected = "True or False" if kind is bool else f"of type {kind.__name__}"
+            raise UserError(f"--model {text}: {name} must be {expected}, not {value!r}") from None
     shape = replace(PRESETS[preset], **values)
     check_shape(shape, text)
     return shape

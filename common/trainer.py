@@ -89,8 +89,8 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
 
 
 class Run:
-    """The files and progress bar of a run. Each rank saves its shards and traces; rank 0 writes the
-    rest.
+    """The files and progress bar of a run. Each rank writes its own checkpoint file, trace and
+    record of a hang; rank 0 writes the rest.
     """
 
     def __init__(self, config: Any):
@@ -103,7 +103,7 @@ class Run:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.history = []  # a dict for each step; on rank 0 the rows of metrics.jsonl
-        self.began = 0.0  # when the present step began; 0: none has begun, which `main` asks
+        self.began = 0.0  # when the present step began; 0 before the first: see `main`
         self.watch = HangWatch(config.timeout, self.out)
 
     def __enter__(self) -> "Run":
@@ -124,8 +124,8 @@ class Run:
             after some          save a checkpoint (--save-every)
             after a signal      save one, and end
 
-        `parts`, by name: model, optimizer and data (which a test may lack); from step 2 on also
-        sync and mesh.
+        `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh,
+        and sync, of which only `save` takes note: an optional sync may have state.
         """
         self.parts = parts
         done = self.set_up()
@@ -185,7 +185,8 @@ class Run:
         saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        for name, state in saved.own_state.items():  # see `save`: no step has any
+        # State besides parameters, which an optional technique may save (see `save`)
+        for name, state in saved.own_state.items():
             if name not in self.parts:
                 raise UserError(
                     f"--resume {folder}: this script has no {name}, whose state it holds"
@@ -241,8 +242,9 @@ class Run:
     def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
 
-        (A part may have methods `state` and `load_state`, for state besides parameters: a dict of
-        tensors, which is restored in the same layout only. No step has one.)
+        (An optional technique may pass a part with methods `state` and `load_state`, for state
+        besides parameters: a dict of tensors, which is restored in the same layout only. No part of
+        a step has them.)
         """
         state = {}
         for name, part in self.parts.items():
@@ -266,8 +268,8 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        All ranks must pass the same numbers, so that all raise or none: for the message,
-        `gradients_not_finite` asks all ranks, which is a collective.
+        All ranks must pass the same numbers. Then either all raise or none, and a rank that raises
+        may ask all others for the message (`gradients_not_finite` is a collective).
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:

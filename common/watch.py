@@ -19,12 +19,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 
 class Signals(AbstractContextManager):
-    """In this context the signals of SIGNALS do not end the process: they are noted, so that the
-    run can save.
+    """In this context Ctrl-C, SIGTERM and SIGUSR1 do not end the process: they are noted, so that
+    the run can save.
 
-    Others end it without a checkpoint. One is SIGHUP, which a terminal sends when it is closed.
-    (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run, unless it is
-    started with --signals-to-handle SIGTERM,SIGINT.)
+    Others end it without a checkpoint, for example SIGHUP, which a terminal sends when it is
+    closed. (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run,
+    unless it is started with --signals-to-handle SIGTERM,SIGINT.)
     """
 
     def __init__(self):
@@ -39,8 +39,10 @@ class Signals(AbstractContextManager):
             signal.signal(number, handler)
 
     def note(self, number: int, frame: Any):
-        """Handle a signal. A later Ctrl-C ends the process at once, if it comes more than a second
-        after the first signal. (Within a second it may be the same one, passed on by torchrun.)
+        """Handle a signal. A later Ctrl-C ends the process without saving, if it comes more than a
+        second after the first signal. (Within a second it may be the same one, passed on by
+        torchrun. Python calls this only between its own instructions: a rank that hangs in a
+        collective ends when torchrun kills it, or by --timeout.)
         """
         now = time.monotonic()
         if not self.received:
@@ -50,7 +52,8 @@ class Signals(AbstractContextManager):
 
 
 class HangWatch:
-    """Prints where this rank waits, and ends it, if a step takes longer than `seconds` (0: never).
+    """If a step takes longer than `seconds` (0: never), print where this rank waits, and end its
+    process.
 
     If one rank waits for ever, the others soon wait for it in a collective, so all print their
     stacks at about the same time. The rank whose stack differs is usually the one that the others
