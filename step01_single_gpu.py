@@ -10,7 +10,7 @@ are then simply added; nothing is averaged again. A mean of means is not the mea
 have different numbers of target tokens: if one has a token with the loss 1, and another has three
 with 3, 3, 3, the mean of all four is 2.5, while that of the two means 1 and 3 is 2. (The texts that
 this course trains on make every token a target. Data for fine-tuning do not: they mark the tokens
-of a prompt with IGNORE, as the tests do.)
+of a prompt with IGNORE. The tests mark some at random.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
@@ -39,11 +39,12 @@ layer saves, for each token,
 
 In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a layer saves only
 its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the
-product with down_proj and the sum after it, whose results backward does not need. (RoPE's tables,
-which all layers share, are not counted. On a CPU there is no fused norm. There a norm also saves
-its normalised input in fp32, 512 bytes for tiny; and with bf16 weights it saves its input in fp32
-instead of bf16, 256 bytes more. So a layer of tiny saves 4,648 + 2 x (512 + 256) = 6,184 bytes in
-bf16, and 4 x 2,304 + 4 x 10 + 2 x 512 = 10,280 in fp32.)
+product with down_proj and the sum after it, whose results backward does not need.
+
+RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of a
+layer's two norms saves more: its normalised input in fp32 (tiny: 512 bytes), and with bf16 weights
+its input in fp32, not bf16 (256 bytes more). So a layer of tiny saves 4,648 + 2 x (512 + 256) =
+6,184 bytes in bf16, and 4 x 2,304 + 4 x 10 + 2 x 512 = 10,280 in fp32.
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
 (The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
@@ -68,9 +69,9 @@ PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights sta
 masters are needed, and each forward casts the weights of matrix products to bf16. Recomputation
 here is PyTorch's own: torch.utils.checkpoint.
 
-Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum() * len(xs)`: the mean of
-means. tests/test_step01.py::test_train fails, because its micro-batches have different numbers of
-targets.
+Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum().clamp(min=1) * len(xs)`:
+the mean of means. tests/test_step01.py::test_train fails where micro-batches have different numbers
+of targets. (On the default data the losses stay the same: there every token is a target.)
 """
 
 import math
@@ -159,8 +160,9 @@ def set_up_layers(model: Decoder, config: "Config", context_fn: Callable = noop_
 class Config:
     """Flags of the trainer.
 
-    Each is a `flag(default, help, allowed values or a menu of them)`. `least`: the smallest allowed
-    number; by default 1 for an int whose default is above 0, else 0.
+    Each is a `flag(default, help, choices)`: `choices`, if given, are the allowed values, or a dict
+    (a menu) whose keys they are. For a number, `least` is the smallest allowed value: by default 1
+    for an int whose default is above 0, else 0.
     """
 
     model: str = flag(

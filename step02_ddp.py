@@ -36,9 +36,9 @@ broadcasts rank 0's weights.)
     inside a layer: tiny's bucket 1 also has layer 1's down_proj, and bucket 2 layer 0's down_proj
     and up_proj. With naive, all messages would follow after the last backward.)
 
-THE LAW. In a ring, a rank sends in a training step 2 (n-1)/n times the bytes of all gradients and
-of the loss. For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350
-bytes.
+THE LAW. In a ring, a rank sends 2 (n-1) messages, each 1/n of a gradient (`RingSync` below): in a
+training step 2 (n-1)/n times the bytes of all gradients and of the loss. For tiny on 4 ranks
+(804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses. Rounding differs, and its effects grow from step to step; so this
@@ -277,9 +277,8 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: --sync and --bucket-mb have an effect only with --zero 0, a flag that step 3 adds:
-    # ZeRO's stages 1 to 3 sum the gradients themselves. With one of these, the two flags are
-    # refused. (In this step there is no --zero.)
+    # `needs` is for step 3 and later. Their flag --zero chooses ZeRO's stage; stages 1 to 3 sum the
+    # gradients themselves, so --sync and --bucket-mb are refused unless it is 0. Here it is absent
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,

@@ -71,8 +71,9 @@ OTHER MODELS. If embedding and head are tied, their matrix is in E, and H is the
 is gathered for the embedding, freed, and gathered again with H. Then it stays until the end of
 backward, because autograd adds the head's part of the gradient and the embedding's before it hands
 them over. So E is whole besides the present unit and the next, and e counts only the norm. A unit
-with frozen weights (requires_grad=False) stays whole in stage 3 until the next forward has used it,
-or until the update: frozen weights have no hook that says that their backward is over.
+with frozen weights (requires_grad=False) that was gathered for backward stays whole in stage 3
+until the next forward has used it, or until the update: frozen weights have no hook that says that
+their backward is over.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
@@ -254,7 +255,8 @@ class Zero1:
             unit.allocate_grad()
             unit.local_grad.zero_()
             unit.missing = n_micro_batches * len(unit.trained)
-            # `.grad` in fp32. (Not in `__init__`: in stages 2 and 3 it has the weight's dtype)
+            # `.grad` in fp32. (Not in `__init__`, which stages 2 and 3 inherit: their `.grad` keeps
+            # the weight's dtype)
             accumulate_wide(unit.trained.values())
             for name, param in unit.trained.items():
                 param.grad = unit.view(unit.local_grad, name)
@@ -591,7 +593,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)
+    set_up_layers(model, config)  # before weights are drawn: it only wraps methods
     # new: it draws the weights, too, unit by unit, and keeps what the stage of ZeRO says
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 

@@ -1,12 +1,13 @@
-"""Step 4: tensor and sequence parallelism. Ranks share each matrix, and tokens between blocks.
+"""Step 4: tensor and sequence parallelism. Ranks share each matrix and, between blocks, the tokens.
 
 A *block*, attention or the MLP, is two matrix products with something between: h(x A) B. In the
 MLP, A is gate_proj and up_proj side by side, B is down_proj, and h = silu(gate) up works on each
 channel alone. In attention, A is q_proj, k_proj and v_proj, B is o_proj, and h, attention itself,
 works on each key/value head with its query heads alone. In Megatron-LM (Shoeybi et al. 2019) A is
-sharded by columns (outputs), between channels or heads, and B by the same rows (inputs). So rank i
-can compute its term h(x A_i) B_i without the others, and the block's output is the sum of these
-terms. (nn.Linear has weights [out, in]: columns of A are rows of its weight.)
+sharded by columns (outputs), between channels or heads, and B by rows (inputs): a rank has the rows
+of B that its columns of A feed. So rank i can compute its term h(x A_i) B_i without the others, and
+the block's output is the sum of these terms. (nn.Linear has weights [out, in]: columns of A are
+rows of its weight.)
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -36,8 +37,9 @@ after g all ranks have the same dy, each takes it through its own term alone, an
 different terms.
 
 embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code, g
-is a forward hook of the block. f is in `column_parallel`, which takes the place of the block's
-`project` (common/model.py): one f serves q, k and v. RoPE comes after f: it sees all positions.
+is a forward hook, of the block or of embed_tokens. A block's f is in `column_parallel`, which takes
+the place of its `project` (common/model.py), so that one f serves q, k and v. lm_head's f is a
+forward pre-hook. RoPE comes after f: it sees all positions.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, and a
 micro-batch sends the same bytes (without recomputation). An all-reduce is a reduce-scatter, then an
@@ -50,6 +52,8 @@ these terms up over tp, once in a training step.
                       forward                             backward
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
+
+(Korthikanti et al. call this f g, and this g g-bar.)
 
 WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
 Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
@@ -80,7 +84,7 @@ tp (n-1)/n times
     SP, --recompute full --tp-overlap   13 S      4 S
     --no-sp --recompute full            10 S      4 S     forward again, except its last all-reduce
 
-For the loss it also sends, in each micro-batch, 2 numbers a token to each other rank. Once in a
+For the loss it also sends, in each micro-batch, 2 numbers a token to every other rank. Once in a
 training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
 gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
@@ -277,9 +281,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         rank 1    logit  log 4           log sum exp: log 4                    0
         both                             log(4 + 4) = log 8           log 3 + 0 = log 3
 
-    The loss is log 8 - log 3, and -log(3/8), too: the softmax is 1/8 3/8 4/8. The gradient of the
-    logits is softmax - one-hot, for which a rank needs nothing more from others. Forward computes
-    it at once, and saves it in place of the logits.
+    The loss is log 8 - log 3 = -log(3/8): the softmax is 1/8 3/8 4/8. The gradient of the logits is
+    softmax - one-hot, for which a rank needs nothing more from others. Forward computes it at once,
+    and saves it in place of the logits.
     """
 
     @staticmethod
@@ -448,7 +452,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     the same part of each norm, and the parts can be added.
     """
     params = dict(model.named_parameters())
-    for group in mesh.groups.values():
+    for group in mesh.groups.values():  # here only tp; an optional technique adds a group
         if group.size == 1:
             continue
         partial_grads = []

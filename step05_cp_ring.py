@@ -32,8 +32,8 @@ but gathers the k and v of a whole sequence before a layer's attention; Dubey et
               its chunk 4     # # # # + . . .
 
 16 units on each rank. (A block is here a quarter as large: 16 of these units are 4 of those above,
-the average of 1, 3, 5 and 7.) Not only in all, but in each hop all ranks have the same work. Rank
-1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+the average of 1, 3, 5 and 7.) The work is equal not only in total but in each hop. Rank 1, for
+example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
@@ -52,10 +52,10 @@ Gimelshein 2018; `merge` has an example):
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
 BACKWARD. k and v travel a second time. Behind those of each rank travels dkv, the sum so far of
-their gradients: each rank that they visit adds the term of its queries, and sends dkv on. So dkv
-makes n steps, one more than k and v; the last returns it to its owner, and no computation hides
-that one. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2 {2 0} has the terms of
-rank 2, then rank 0:
+their gradients: each rank that they visit adds the term of its queries, and sends dkv on. So k and
+v are sent n-1 times, and dkv n times. The last time returns it to its owner, and no computation
+hides that message. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2 {2 0} has the
+terms of rank 2, then rank 0:
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -72,8 +72,8 @@ gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
 
-For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes)
-B = G = 2 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
+For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes) B = G = 2
+x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
 
 A rank's bytes grow like s, its FLOPs of attention like s^2/n: for long sequences messages hide
 behind computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU use
@@ -88,7 +88,8 @@ PyTorch's own way: context_parallel of torch.distributed.tensor.experimental. Ar
 backward, `with context_parallel(mesh["cp"], buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0,
 0]):` shards the buffers, zigzag if 2n divides s, and replaces SDPA. (RoPE's tables must be among
 them, or each rank's positions begin at 0.) By default it gathers k and v;
-set_rotate_method("alltoall") sends them round a ring.
+set_rotate_method("alltoall"), of torch.distributed.tensor.experimental._attention, sends them round
+a ring.
 
 Try this: in `merge`, average the two outputs: share = 0.5. pytest tests/test_step05.py -k merge
 fails.
@@ -319,8 +320,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward. dkv, in wide(q.dtype), follows: it leaves a rank when that
-        has added its term, and arrives while the next one computes its own.
+        """k and v travel as in forward. dkv, in wide(q.dtype), follows: a rank adds its term and
+        sends dkv on, and it arrives while the next rank computes its own term.
         """
         q, own_kv, o, lse = ctx.saved_tensors
         left, right = neighbours(ctx.group)

@@ -259,7 +259,7 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 class Pipeline:
     """AFAB (all forward, all backward), one stage on each rank. Subclasses replace `execute`."""
 
-    stage_type = Stage
+    stage_type = Stage  # an optional technique may use another
 
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
         """Cut the model, on the meta device, down to this rank's layers. `positions`: of this
@@ -400,10 +400,10 @@ class OneForwardOneBackward(Pipeline):
 #     F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 #
 # A character is now half as long, because the stages are. Each rank is idle for 3 units beside 24
-# of work, (p-1)/(v m) = 1/8; with 1F1B it would be 6 of these units, 1/4. The price: of each
+# of work, (p-1)/(v m) = 1/8; with 1F1B it would be 6 of these units, 1/4. The price: for each
 # micro-batch the first rank sends v y and v-1 dx, the last v-1 y and v dx, the others v of each.
 # And on rank r up to (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's
-# layers: on rank 0 above 5 halves of a micro-batch, with 1F1B 2 whole ones.
+# layers: in the picture, on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
 #
 # LISTS CAN DEADLOCK. An example:
 #
@@ -413,16 +413,17 @@ class OneForwardOneBackward(Pipeline):
 # Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which comes
 # after B0. `simulate` (common/schedules.py) notices that no rank can go on, and raises ValueError.
 #
-# MESSAGES CAN DEADLOCK, too. Below, both ranks do their work in the order of 1F1B. But at `send!`
-# rank 0 sends F1's output while rank 1 sends B0's. (`exchange` returns at once. But with NCCL the
-# messages of a group are one queue: behind a send that waits for its receive, no receive begins. So
-# count with sends that block until they are received.) Both then wait for ever:
+# MESSAGES CAN DEADLOCK, too. `exchange` returns at once, but with NCCL the messages of a group are
+# one queue: behind a send that waits for its receive, no receive begins. So assume that a send
+# blocks until it is received. Below, both ranks do their work in the order of 1F1B. At `send!` rank
+# 0 sends F1's output while rank 1 sends B0's, and both wait for ever:
 #
 #     rank 0    F0, send, F1, send!, receive, B0, ...
 #     rank 1    receive, F0, B0, send!, receive, F1, ...
 #
 # `add_messages` (common/schedules.py) finds an order in which that cannot happen. Here rank 1
-# receives F1's input before it computes F0, so that rank 0's second send finds its receive:
+# begins to receive F1's input before it computes F0 (and waits for it only before F1), so that rank
+# 0's second send finds its receive:
 #
 #     rank 0    F0, send, F1, send, receive, B0, ...
 #     rank 1    receive, receive, F0, B0, send, F1, ...

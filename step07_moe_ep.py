@@ -9,14 +9,14 @@ Transformer").
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
 WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks of cp or tp), K = 2, four experts.
-Each choice of a token is a row:
+Each choice of a token is a row; the right margin says what a bar separates:
 
                rank 0 has experts e0 e1          rank 1 has experts e2 e3
     routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
     sorted     e0:t0 e0:t1 | e2:t1 e3:t0         e0:t3 e1:t2 | e2:t2 e3:t3       to rank 0 | 1
     received   e0:t0 e0:t1 | e0:t3 e1:t2         e2:t1 e3:t0 | e2:t2 e3:t3       from rank 0 | 1
-    by expert  e0:t0 e0:t1 e0:t3 | e1:t2         e2:t1 e2:t2 | e3:t0 e3:t3       for the experts
-    outputs    e0(t0) e0(t1) e0(t3) | e1(t2)     e2(t1) e2(t2) | e3(t0) e3(t3)
+    by expert  e0:t0 e0:t1 e0:t3 | e1:t2         e2:t1 e2:t2 | e3:t0 e3:t3       of e0 | e1, e2 | e3
+    outputs    e0(t0) e0(t1) e0(t3) | e1(t2)     e2(t1) e2(t2) | e3(t0) e3(t3)   the same
     returned   e0(t0) e0(t1) | e2(t1) e3(t0)     e0(t3) e1(t2) | e2(t2) e3(t3)   from rank 0 | 1
 
 `dispatch` goes from "sorted" to "by expert", `combine` from "outputs" to "returned". Each is an
@@ -50,9 +50,9 @@ GROUPS. All dp x cp x tp ranks route different tokens, those of tp because of se
 all of them ("MoE parallel folding", Liu et al. 2025): then tp shards no expert, and around the
 experts there is no f and no g (step 4). On 16 ranks:
 
-    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks hold                 it is used to
+    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks have                 it is used to
     dp           0 4 8 12                            different sequences            shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       the same weights (no experts)  sum gradients
+    data         0 2 4 6 8 10 12 14  (dp x cp)       the same, except experts       sum gradients
     sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
     ep           0 1 2 3 4 5 6 7     (neighbours)    together all experts           exchange rows
     expert_data  0 8                                 the same experts               sum gradients
@@ -62,23 +62,25 @@ WHY expert_data suffices. An expert's gradient already has the tokens of all ran
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
 expert_data adds them. (Gradients of norms and routers are also summed over tp, as in step 4.)
 
-THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If experts are equally busy,
-it sends over ep, in each layer and for each micro-batch, (ep-1)/ep times
+THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If each rank's choices are
+spread evenly over the experts, it sends over ep, in each layer and for each micro-batch, (ep-1)/ep
+times
 
-    forward     2 T K dim elements, and counts, 8 E bytes      (twice with --recompute full)
+    forward     2 T K dim elements, and 8 E bytes of counts
     backward    2 T K dim elements
 
-and with --balance loss, for each forward, an all-reduce of 8 E bytes of counts over `sequence`
-(with --balance bias over `stage`, once in a training step). For tiny as launched below, in fp32, in
-each layer and for each micro-batch:
+With --recompute full forward counts twice. With --balance loss each forward also all-reduces 8 E
+bytes of counts over `sequence`; with --balance bias a layer does so over `stage`, once in a
+training step. For tiny as launched below, in fp32, in each layer and for each micro-batch:
 
     ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
     ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
     sequence        2 x 3/4 x 8 x 8                       = 96
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
-You should see the losses of one process: python step07_moe_ep.py --out runs/one, then
-python -m common.compare runs/one runs/step07_moe_ep
+You should see the losses of one process:
+    python step07_moe_ep.py --out runs/one
+    python -m common.compare runs/one runs/step07_moe_ep
 
 PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan. PyTorch
 itself has the pieces: F.grouped_mm, and all_to_all_single_autograd in
@@ -339,7 +341,7 @@ class BiasBalancedMoE(MoE):
         self.load_E.zero_()
 
 
-BALANCE: dict[str, Callable[..., MoE]] = {
+BALANCE: dict[str, type[MoE]] = {
     "loss": LossBalancedMoE,
     "bias": BiasBalancedMoE,
     "none": MoE,

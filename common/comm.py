@@ -18,7 +18,7 @@ On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and m
     all_gather        1              2                   1 2                 1 2
     all_to_all        1 2            10 20               1 10                2 20
 
-Each function below that communicates returns a `Pending` at once, and the work goes on:
+Each function below that communicates starts its messages and returns a `Pending`; the work goes on:
 
     pending = all_reduce(gradient, mesh["dp"])
     ...                                            computation that overlaps the message
@@ -51,9 +51,8 @@ from torch.profiler import record_function
 
 from common import UserError
 
-# torch 2.13 renamed two collectives, and warns of the old names. With these lines older versions,
-# which some clusters have, work as well. (requirements.txt has the version that the tests ran
-# with.)
+# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
+# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
 if hasattr(dist, "all_gather_single"):
     _all_gather = dist.all_gather_single
     _reduce_scatter = dist.reduce_scatter_single
@@ -137,11 +136,12 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes `self.groups[name]`. A group's handle is PyTorch's ProcessGroup.
 
-        Why there are two queues, from step 4 on. With NCCL each handle has a queue of messages. A
-        message waits, on every rank of the group, for the computation launched before it and for
-        the earlier messages of its handle, but not for those of other handles. On a shared handle,
-        activations, which are needed at once, would wait for gradients. So gradients and
-        activations never share one, even if their groups have the same ranks.
+        Why there are two queues, from step 4 on. With NCCL each handle has a queue of messages of
+        its own. A message starts when, on every rank of the group, the computation launched before
+        it and the earlier messages of the same handle are done. Messages of other handles do not
+        hold it up. If both shared a handle, activations, which are needed at once, would wait for
+        gradients. So gradients and activations never share one, even if their groups have the same
+        ranks.
         """
         for members in rows.tolist():
             row = tuple(members)
@@ -264,9 +264,9 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives come first. If the peer already waits for a message, gloo writes it inside `isend`,
-    # which returns only afterwards. A receive behind it would be posted late, and the peer's
-    # message to us would wait for that
+    # Receives first. With gloo, `isend` to a peer that already waits writes the whole message
+    # before it returns. If our receive were posted only after that, the peer's message to us would
+    # have to wait
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

@@ -1,8 +1,9 @@
 """Initial values, and one small record per parameter: how it is sharded, and over which ranks its
 gradient is summed.
 
-In steps 1 to 3 all records are alike, the first row below, and each gradient is summed over its
-`data_group`: skip the rest of this docstring until step 4.
+In steps 1 to 3 all records are alike, the first row below. In steps 2 and 3 each gradient is summed
+over the ranks of its `data_group`, dp; in step 1 there are none. Skip the rest of this docstring
+until step 4.
 
 From then on, each dimension of parallelism notes in a parameter's record what it changes. Initial
 weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
@@ -43,7 +44,8 @@ from common.model import Decoder
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
     function of seed, name, shape and number of layers, whatever the layout. (On another kind of CPU
-    the last bits can differ: so `compare_launches` compares the kinds of the ranks' CPUs.)
+    the last bits can differ; from step 2 on, `compare_launches` in ranks.py refuses ranks on
+    different kinds.)
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
     n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
@@ -61,8 +63,8 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Draw whole parameters in fp32, in batches of one for each CPU core of this rank: it holds no
-    more of them at a time.
+    """Yield the initial values of whole parameters, in fp32, in order. As many as this rank has CPU
+    cores are drawn at once, a thread each, and the next ones only when these have been taken.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -181,7 +183,7 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 
 
 def full_shape(param: Tensor) -> list[int]:
-    """The shape of the whole parameter, of which this rank has a shard (in steps 1 to 3 all)."""
+    """The shape of the whole parameter. (From step 4 on this rank may hold only a shard of it.)"""
     shape = list(param.shape)
     # In reverse order: if a dimension was sharded twice, the first Shard has its whole size
     for shard in reversed(layout_of(param).shards):
@@ -198,11 +200,11 @@ def global_norm(
     """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards. Call it after
     all sums over ranks.
 
-    If c ranks hold an element, each adds 1/c of its square, so that each element counts once in
-    total. Let the ranks together hold a parameter in k different parts (`distinct_parts`). Then
-    each part is on c = (number of ranks) / k ranks. Step 3, 8 ranks of dp: without ZeRO all hold
-    every element, c = 8; with ZeRO each element is on one rank, c = 1. From step 4 on, for example
-    with tp 2 and dp 4:
+    An element that c ranks hold must count once: so each of them adds 1/c of its square. To find c:
+    if the ranks together hold a parameter in k different parts (`distinct_parts`), each part is on
+    c = (number of ranks) / k of them. Step 3, 8 ranks of dp: without ZeRO all hold every element, c
+    = 8; with ZeRO each element is on one rank, c = 1. From step 4 on, for example with tp 2 and dp
+    4:
 
                                  a matrix, sharded over tp    the weight of a norm
         without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8

@@ -47,7 +47,7 @@ class ModelConfig:
 
 # SmolLM, not SmolLM2, whose rope_theta is larger
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
-# seq_len is that of Llama 3; those with rope_scaling are Llama 3.2 (1b) and 3.1 (405b)
+# Llama 3's own seq_len for all four. Those with rope_scaling are Llama 3.2 (1b) and 3.1 (405b)
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
 PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
     "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
@@ -63,8 +63,8 @@ PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what 16 bits are too few for: sums, RoPE's angles, the optimizer's copies of
-    weights. bf16 and fp32 -> fp32; fp64 -> fp64.
+    """`dtype`, but at least fp32: for sums, RoPE's angles and the optimizer's copies of weights,
+    for which 16 bits are too few. bf16 and fp32 -> fp32; fp64 -> fp64.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -127,10 +127,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q.
     """
-    # [batch, heads, seq, head_dim]; enable_gqa: query head h uses kv head h // (heads / kv_heads)
+    # -> [batch, heads, seq, head_dim]
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
+    # enable_gqa: query head h uses key/value head h // (heads / kv_heads)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2)
 

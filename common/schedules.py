@@ -112,9 +112,8 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
-    """For each action, the one that waits for it, or None. This is its `consumer`; but the last
-    stage's forward has none, and for it waits the backward of the same micro-batch, which needs the
-    loss.
+    """For each action, the one that waits for it, or None: its `consumer`, except that the backward
+    of the same micro-batch waits for the last stage's forward, whose loss it needs.
     """
     consumers = {}
     for actions in lists:
@@ -168,8 +167,9 @@ def simulate(
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: compute `action`; or receive, from `peer`, what `action` will
-    use on this rank; or send, to `peer`, what `action` will use there.
+    """One line of a rank's program: compute `action`, when its input is there; or begin to receive,
+    from `peer`, what `action` will use on this rank; or send, to `peer`, what `action` will use
+    there.
 
     "send F0.2" and "receive F0.2" are the two ends of one message, the output of F0.1, from the
     rank of stage 1 to that of stage 2.
@@ -202,9 +202,9 @@ def add_messages(
     in the order in which the loop below meets them; a send and its receive are one message, with
     one number. So the numbers in each program increase. Suppose that some ranks wait for ever, and
     take the smallest number that is not done. Each rank that takes part in it has reached it,
-    because all smaller ones are done. A message can then pass. An action has its input, because the
-    action that made it ended earlier (all costs are above 0), so that this one and its message have
-    smaller numbers. Nothing is left to wait for: a contradiction.
+    because all smaller ones are done. A message can then pass. An action has its input: the action
+    that made it ended earlier (all costs are above 0), so both that earlier action and the message
+    have smaller numbers, and are done. Nothing is left to wait for: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, ranks, costs):

@@ -534,7 +534,7 @@ RUNS = [
 def test_train(flags, rates):
     """Training equals a loop of torch alone, on whole batches, with the mean over all targets.
 
-    Except on "all-count", about a third of the targets are IGNORE, unevenly."""
+    Except on "all-count", more than half of the targets are IGNORE, unevenly."""
     losses, norms, gradients, weights = train_whole(STEP1, flags)
     flags = BASE | flags
     model = on_meta(tied=flags.pop("tied", False))
