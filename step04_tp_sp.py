@@ -306,8 +306,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = received[:, 0].logsumexp(0)
         target_logit = received[:, 1].sum(0)
 
-        softmax = (logits - log_sum[..., None]).exp_()  # our shard of it
-        gradient = softmax  # in place, because logits are large: softmax - one-hot
+        # Our shard of the softmax; in place, because logits are large, it becomes softmax - one-hot
+        gradient = (logits - log_sum[..., None]).exp_()
         gradient[..., len(ids) :] = 0.0
         ours = held[..., None].type_as(gradient)  # 1 if the target's column is ours, else 0
         gradient.scatter_add_(-1, column, -ours)
