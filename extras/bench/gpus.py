@@ -186,11 +186,14 @@ def dry(row: Row, ranks: int, config: Config, limit: float) -> list[str]:
 
 
 def planned(row: Row, ranks: int, config: Config) -> list[str]:
-    """What the planner predicts: MFU and memory."""
+    """What the planner predicts: MFU and memory, or why it cannot."""
     if row.step == "step01_single_gpu" and "--compile" in row.flags:
         return ["-", "-"]  # it does not know compiled layers
     shape = shape_of(model_shape(config.model), Experts())
-    layout = read_layout(f"{row.flags} --micro-batch-size 4", shape, ranks, 16 * ranks)
+    try:
+        layout = read_layout(f"{row.flags} --micro-batch-size 4", shape, ranks, 16 * ranks)
+    except UserError as error:  # such as too few layers for the stages
+        return [f"error: {error}", ""]
     plan = evaluate(shape, layout, GPUS[config.gpu])
     return [f"{rates(shape, plan, GPUS[config.gpu])[0]:.1%}", human(plan.held.total)]
 

@@ -61,6 +61,13 @@ def test_a_run_for_gpus_is_legal_and_planned(ranks, row):
         assert 5 < float(mfu.rstrip("%")) < 70 and memory.endswith("GiB"), (mfu, memory)
 
 
+def test_a_row_that_cannot_be_planned_says_why():
+    """A model of 2 layers on 4 stages: the other rows of the table still get numbers."""
+    row = gpus.Row("step06_pipeline", "--pp 4")
+    found = gpus.planned(row, 4, gpus.Config(model="debug"))
+    assert found[0].startswith("error: --pp 4: 2 layers for 4 stages")
+
+
 def test_a_run_that_hangs_ends_with_its_children():
     """After its limit; otherwise a child would keep its GPU."""
     child = "import time; time.sleep(50)"
