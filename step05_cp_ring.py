@@ -119,9 +119,14 @@ from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
-def neighbours(group: Group) -> tuple[int, int]:
-    """The ranks on the left and on the right of this one, in a ring."""
-    return (group.rank - 1) % group.size, (group.rank + 1) % group.size
+def pass_on(x: Tensor, group: Group) -> tuple[Tensor, Pending]:
+    """Send x to the right neighbour in the ring. Returns the memory in which the left one's x will
+    arrive, and the message.
+    """
+    left = (group.rank - 1) % group.size
+    right = (group.rank + 1) % group.size
+    received = torch.empty_like(x)
+    return received, exchange([(x, right)], [(received, left)], group)
 
 
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
@@ -131,11 +136,9 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     While the caller computes with one k and v, they are sent to the right, and the next ones are
     received from the left. The last ones are not sent.
     """
-    left, right = neighbours(group)
     source = group.rank
     for _ in range(group.size - 1):
-        next_kv = torch.empty_like(kv)
-        passing = exchange([(kv, right)], [(next_kv, left)], group)
+        next_kv, passing = pass_on(kv, group)
         yield source, kv  # the caller computes; we go on when it asks for the next pair
         passing.wait()
         kv = next_kv
@@ -324,7 +327,6 @@ class RingAttention(torch.autograd.Function):
         sends dkv on, and it arrives while the next rank computes its own term.
         """
         q, own_kv, o, lse = ctx.saved_tensors
-        left, right = neighbours(ctx.group)
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         arriving = Pending()  # the message that brings `received`: none in hop 0
         received = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # the source's dkv, as sent to us
@@ -346,8 +348,7 @@ class RingAttention(torch.autograd.Function):
                 own_dv[:, :, keys] += part_dv
             arriving.wait()
             dkv = own_term.add_(received)  # with the terms of earlier ranks
-            received = torch.empty_like(dkv)
-            arriving = exchange([(dkv, right)], [(received, left)], ctx.group)
+            received, arriving = pass_on(dkv, ctx.group)
         arriving.wait()  # the gradient of our own k and v is back, complete
         dk, dv = received.to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None, None

@@ -243,13 +243,19 @@ def test_aux_loss_of_the_figure():
     close(loss, 1.15, "the auxiliary loss")
 
 
+def four_that_share_a_micro_batch() -> Mesh:
+    """A mesh of four ranks of cp and tp; each of them holds all experts."""
+    mesh = Mesh(cp=2, tp=2)
+    mesh.join("sequence", "cp", "tp", queue="gradients")
+    mesh.add_groups("ep", mesh.ranks.reshape(-1, 1), queue="gradients")
+    return mesh
+
+
 @ranks(4)
 @task("balance", 6)
 def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
-    mesh = Mesh(cp=2, tp=2)
-    mesh.join("sequence", "cp", "tp", queue="gradients")
-    mesh.add_groups("ep", mesh.ranks.reshape(-1, 1), queue="gradients")  # each rank alone
+    mesh = four_that_share_a_micro_batch()
     moe = step.LossBalancedMoE(6, 10, config(), mesh)
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)

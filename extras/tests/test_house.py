@@ -131,18 +131,12 @@ def test_code_is_limited(rooms, most):
     assert size <= most, f"{size} nodes"
 
 
-LONGER = {  # functions of the course that are still to be split
-    ("step05_cp_ring", "backward"),
-}
-
-
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in COURSE])
 def test_functions_of_the_course_are_short(module):
-    """At most 200 nodes, but for `train` and those of LONGER, which have at most 260."""
+    """At most 200 nodes, but for `train`."""
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.FunctionDef) and node.name != "train":
-            most = 260 if (module, node.name) in LONGER else 200
-            assert nodes_of(node) <= most, f"{node.name}: {nodes_of(node)} nodes"
+            assert nodes_of(node) <= 200, f"{node.name}: {nodes_of(node)} nodes"
 
 
 PAGES = [
