@@ -6,8 +6,8 @@ channel alone. In attention, A is q_proj, k_proj and v_proj, B is o_proj, and h,
 works on each key/value head with its query heads alone. In Megatron-LM (Shoeybi et al. 2019) A is
 sharded by columns (outputs), between channels or heads, and B by rows (inputs): a rank has the rows
 of B that its columns of A feed. So rank i can compute its term h(x A_i) B_i without the others, and
-the block's output is the sum of these terms. (nn.Linear has weights [out, in]: columns of A are
-rows of its weight.)
+the block's output is the sum of these terms. (In the code a matrix lies transposed: nn.Linear has
+weights [out, in]. So `shard_param` cuts dim 0 for columns of A, dim 1 for rows of B.)
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -36,10 +36,14 @@ Each of the n ranks calls backward on the same loss. Still gradients are not n t
 after g all ranks have the same dy, each takes it through its own term alone, and f adds these n
 different terms.
 
-embed_tokens has a g (each rank embeds the tokens whose rows it holds), lm_head an f. In the code, g
-is a forward hook, of the block or of embed_tokens. A block's f is in `column_parallel`, which takes
-the place of its `project` (common/model.py), so that one f serves q, k and v. lm_head's f is a
-forward pre-hook. RoPE comes after f: it sees all positions.
+Where f and g are in the code:
+
+    embed_tokens                      g: a forward hook (each rank embeds the tokens of its rows)
+    attention, MLP     f: in `column_parallel`, which takes the place of the block's `project`
+                                      g: a forward hook
+    lm_head            f: a forward pre-hook            (no g: its logits stay sharded)
+
+So one f serves q, k and v, another one gate and up. RoPE comes after f: it sees all positions.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, and a
 micro-batch sends the same bytes (without recomputation). An all-reduce is a reduce-scatter, then an
@@ -84,6 +88,9 @@ tp (n-1)/n times
     SP, --recompute full --tp-overlap   13 S      4 S
     --no-sp --recompute full            10 S      4 S     forward again, except its last all-reduce
 
+(Why except the last: recomputation stops as soon as it has all that backward needs, and the output
+of a layer's last g is not needed.)
+
 For the loss it also sends, in each micro-batch, 2 numbers a token to every other rank. Once in a
 training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
 gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
@@ -103,8 +110,8 @@ output_layouts=Shard(1) where terms are reduce-scattered. Weights become DTensor
 q_proj, Shard(1) for o_proj, Replicate for a norm.
 
 Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
-tests/test_step04.py::test_f fails, and in torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
---no-sp the losses leave step 1's after the first update.
+tests/test_step04.py::test_f fails, and the losses leave step 1's after the first update in
+    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2 --no-sp
 """
 
 import math
@@ -371,8 +378,8 @@ def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
     0 has the columns of A.
 
     Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
-    RowParallelLinear one whose weight has fewer columns (inputs). q_proj needs no rule: tp divides
-    n_kv_heads, which divides n_heads.
+    RowParallelLinear one whose weight has fewer columns (inputs). q_proj needs no rule of its own:
+    if tp divides n_kv_heads, it divides n_heads, too.
     """
     for name, linear in block.named_children():
         if name in ("k_proj", "v_proj"):
@@ -407,7 +414,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g
     around each block.
 
-    `overlap`: use `column_parallel_overlap` in place of `column_parallel`. Raises UserError.
+    `overlap`: use `column_parallel_overlap` in place of `column_parallel`. Raises UserError if tp
+    does not divide the key/value heads or, with SP, the tokens of a sequence.
     """
     config = model.config
     group = mesh["tp"]
@@ -447,12 +455,13 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one
     all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. Ranks of
-    a tp group have units of equal lengths, and the same place in dp. So their ZeRO shards contain
-    the same part of each norm, and the parts can be added.
+    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each: of a
+    unit of k elements for each rank, rank r of dp has elements r k to (r+1) k - 1. The ranks of a
+    tp group have the same r, and units cut alike. So they have the same elements of each norm, and
+    can add them up.
     """
     params = dict(model.named_parameters())
-    for group in mesh.groups.values():  # here only tp; an optional technique adds a group
+    for group in mesh.groups.values():  # in the course, records name only tp in `partial_over`
         if group.size == 1:
             continue
         partial_grads = []

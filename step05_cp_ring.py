@@ -3,9 +3,10 @@ ranks.
 
 Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token
 alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
-have. Queries stay on their rank, and keys and values travel round a ring (Liu et al. 2023, "Ring
-Attention"): in each of n *hops*, a rank computes with the k and v that it holds, while (except in
-the last hop) it receives the next.
+have. Queries stay on their rank, and keys and values travel round a ring, to the next higher rank
+(Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank computes with the k and v that it
+holds, while (except in the last hop) it receives the next. In hop h, rank r has those of rank r - h
+(mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
 `#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
@@ -31,8 +32,8 @@ but gathers the k and v of a whole sequence before a layer's attention; Dubey et
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-16 units on each rank. (A block is here a quarter as large: 16 of these units are 4 of those above,
-the average of 1, 3, 5 and 7.) The work is equal not only in total but in each hop. Rank 1, for
+16 units on each rank. (A block has here a quarter of the area of a block above. So 16 of these
+units are 4 of those above: the average of 1, 3, 5 and 7.) The work is equal not only in total but in each hop. Rank 1, for
 example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
@@ -63,11 +64,13 @@ terms of rank 2, then rank 0:
     rank 2       kv2   dkv2 {2}      kv1   dkv1 {1 2}      kv0   dkv0 {0 1 2}       dkv2 {2 0 1}
 
 TARGETS are shifted before the sequence is sharded (common/data.py). Suppose that ranks shifted
-their own tokens, with 16 tokens and 2 ranks. Rank 0 has tokens 0 to 3 and 12 to 15. So token 3
-would get token 12 as its target instead of token 4, in silence, and token 15 would have none.
+their own tokens, with 16 tokens on 2 ranks, in zigzag. Rank 0 has chunks 0 and 3, tokens 0 to 3 and
+12 to 15. So token 3 would get token 12 as its target instead of token 4, without any error, and
+token 15 would have none.
 
 THE LAW. B: the bytes of k and v of one layer, of a micro-batch, on one rank. G: the bytes of their
-gradients, which are fp32 or wider. In each layer, for each micro-batch, a rank sends
+gradients, which are fp32 or wider (in bf16 G is 2 B, else B). In each layer, for each micro-batch,
+a rank sends
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
@@ -76,8 +79,9 @@ For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels
 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
 
 A rank's bytes grow like s, its FLOPs of attention like s^2/n: for long sequences messages hide
-behind computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU use
---cp-mode flash, the same ring with a fused kernel: README, "Launch each step".)
+behind computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU there
+is an optional technique, --cp-mode flash, the same ring with a fused kernel: README, "Launch each
+step".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
@@ -287,7 +291,8 @@ def part_gradients(
 class RingAttention(torch.autograd.Function):
     """Causal ring attention: queries stay on their rank, keys and values travel.
 
-    `attention` and `gradients` compute one part: the two functions above, or a fused kernel.
+    `attention` and `gradients` compute one part. Read them as `part_attention` and
+    `part_gradients`; only an optional technique passes others, with a fused kernel.
     """
 
     @staticmethod
@@ -328,8 +333,10 @@ class RingAttention(torch.autograd.Function):
         """
         q, own_kv, o, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        arriving = Pending()  # the message that brings `received`: none in hop 0
-        received = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # the source's dkv, as sent to us
+        # In each hop: compute our term of the source's dkv; take the sum so far, which the left
+        # rank sent; send the new sum to the right
+        received = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # hop 0: nobody has added yet
+        arriving = Pending()  # the message that brings `received`; in hop 0 there is none
         for source, (source_k, source_v) in travel(own_kv, ctx.group):
             own_term = torch.zeros_like(received)
             own_dk, own_dv = own_term  # views

@@ -57,9 +57,9 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
 But backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
-use its result. It needs only the graph that computed y. So `Stage` keeps only the last node of that
-graph (`get_gradient_edge(y)`), where backward can start. y itself is freed when the next y has
-taken its place: a rank holds at most two outputs at a time, not one for each micro-batch in flight.
+use its result. What backward needs is the graph that computed y. So `Stage` keeps the last node of
+this graph, where backward starts (`get_gradient_edge(y)`), without y itself. y is freed when the
+next y has taken its place: a rank holds at most two outputs at a time, not one for each micro-batch in flight.
 (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
@@ -221,7 +221,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
     their terms.
 
-    Under ZeRO both have a shard, of the same elements: the embedding is a unit of its own (step 3).
+    Under ZeRO each has a shard, of the same elements: on both ranks the matrix is a unit of its own
+    (step 3), cut alike, and both have the same place in dp.
     """
     if TIED not in gradients or layout_of(model.get_parameter(TIED)).stage_copies == 1:
         return
@@ -257,7 +258,9 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 
 
 class Pipeline:
-    """AFAB (all forward, all backward), one stage on each rank. Subclasses replace `execute`."""
+    """One stage on each rank; `send_receive` and its short forms, for loops of one schedule each.
+    `execute` is here AFAB (all forward, all backward), and subclasses replace it.
+    """
 
     stage_type = Stage  # an optional technique may use another
 
@@ -326,9 +329,9 @@ class Pipeline:
         """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
         nothing, and return None.
 
-        `receive_of`: receive the x or dy of this micro-batch. (Messages carry no number: the k-th
-        receive gets this peer's k-th send. The number only tells how large the tensor is, because
-        the last micro-batch may have fewer sequences.)
+        `receive_of`: the micro-batch that has the size of the tensor to receive (the last one may
+        have fewer sequences). It does not select a message: the k-th receive from a peer gets its
+        k-th send.
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
@@ -386,8 +389,8 @@ class OneForwardOneBackward(Pipeline):
 # --- For a second evening, until `Config`: a schedule is a list of actions for each rank, and one
 # class runs any lists of forwards and backwards.
 #
-# INTERLEAVED (--pp 2 --schedule interleaved). Cut the model into v p shorter stages, and give rank
-# r the v stages r, r + p, r + 2p, ... The pipeline still fills and drains over p-1 stages, but each
+# INTERLEAVED (--pp 2 --schedule interleaved). Cut the model into v times p shorter stages, and give
+# rank r the v stages r, r + p, r + 2p, ... The pipeline still fills and drains over p-1 stages, but each
 # is 1/v as long: the bubble is (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2
 # stages a rank, the last picture that `python -m common.schedules 2 4 2` draws is
 #
@@ -400,8 +403,9 @@ class OneForwardOneBackward(Pipeline):
 #     F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 #
 # A character is now half as long, because the stages are. Each rank is idle for 3 units beside 24
-# of work, (p-1)/(v m) = 1/8; with 1F1B it would be 6 of these units, 1/4. The price: for each
-# micro-batch the first rank sends v y and v-1 dx, the last v-1 y and v dx, the others v of each.
+# of work, (p-1)/(v m) = 1/8; with 1F1B it would be 6 of these units, 1/4. The price is more
+# messages: for each micro-batch the first rank sends v outputs y and v-1 gradients dx, the last one
+# v-1 y and v dx, every other rank v of each.
 # And on rank r up to (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's
 # layers: in the picture, on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
 #
@@ -484,10 +488,9 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # The tensors that are there, or on their way, and not used yet. Key: the action that will
-        # use the tensor, on this rank or on the peer. Value: the tensor, and the message that
-        # brings it; `Pending()`, nothing to wait for, if this rank computed it. "compute" and
-        # "send" each take their tensor out.
+        # What an action will use, by this action: the x of a forward, the dy of a backward. If the
+        # action is this rank's, "compute" takes it out; if it is a peer's, "send" does. With the
+        # tensor comes the message that brings it, or Pending() if this rank computed it
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

@@ -2,13 +2,14 @@
 can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
-a function that returns the list of one rank, given p ranks, m micro-batches, v stages on each rank,
-and the rank: `afab`, `one_f_one_b` and `interleaved`. All three call one function, each with
-another `warm_up`, the number of forwards before forwards and backwards alternate.
+a function that returns the list of one rank, given p ranks, m micro-batches, v stages on each rank
+(only `interleaved` takes more than one), and the rank: `afab`, `one_f_one_b` and `interleaved`. All
+three call one function, each with another `warm_up`, the number of forwards before forwards and
+backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
-                                          then interleaved with 2 stages a rank. (These are half as
-                                          long, so a character is half as long, too.)
+                                          then interleaved with 2 stages a rank. (A stage is then
+                                          half as long, so a character stands for half the time.)
 """
 
 import argparse
@@ -93,8 +94,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
     # With (v-1) p forwards, the first p micro-batches have passed all of this rank's stages but the
-    # last. Add the number of ranks behind this one, as in 1F1B, but twice: an output then has time
-    # to travel before it is needed. (If messages took no time, once would give the same bubble.)
+    # last. Then 1F1B's warm-up of that last stage: one more for each rank behind this one; here
+    # twice as many, so that each output has time to travel before it is needed. (If messages took
+    # no time, once would give the same bubble.)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -196,7 +198,8 @@ def add_messages(
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    (Rank 0's F1.0 and rank 1's F0.1 end together; rank 0's comes first, so its message does.)
+    (Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2. Of equals the lower rank comes first.
+    So F1.0's message comes before F0.1: rank 1 begins to receive it before it computes F0.1.)
 
     No deadlock is possible, even if a send blocks until it is received. Number actions and messages
     in the order in which the loop below meets them; a send and its receive are one message, with

@@ -216,14 +216,15 @@ def expected_parts(
     model: Decoder, rank: int, number: int, make_plain: Callable[[], Decoder], stage: int
 ) -> dict[str, Tensor]:
     """A rank's part of each gradient, summed over the group of its unit."""
+    members = dict(dp=[0, 1, 2], experts=[1, 2] if rank > 0 else [0])
+    sums = {}
+    for group, ranks_of_group in members.items():
+        sums[group] = summed_gradients(ranks_of_group, number, make_plain(), stage)
     parts = {}
     for names in step.unit_names(model):
-        members = [0, 1, 2]
-        if layout_of(model.get_parameter(names[0])).data_group == "experts":
-            members = [1, 2] if rank > 0 else [0]
-        sums = summed_gradients(members, number, make_plain(), stage)
-        whole = {name: sums[name] for name in names}
-        parts |= own_parts(whole, members.index(rank), len(members))
+        group = layout_of(model.get_parameter(names[0])).data_group
+        whole = {name: sums[group][name] for name in names}
+        parts |= own_parts(whole, members[group].index(rank), len(members[group]))
     return parts
 
 
