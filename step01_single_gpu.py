@@ -37,22 +37,21 @@ layer saves, for each token,
                                                                               sum 2,304
     n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
 
-In bf16 these are 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a layer saves only
-its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward, except the
-product with down_proj and the sum after it, whose results backward does not need.
+(From log sum exp, backward computes the attention probabilities again, so that they need not be
+saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a layer
+saves only its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward,
+except the product with down_proj and the sum after it, whose results backward does not need.
 
-RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of a
-layer's two norms saves more: its normalised input in fp32 (tiny: 512 bytes), and with bf16 weights
-its input in fp32, not bf16 (256 bytes more). So a layer of tiny saves 4,648 + 2 x (512 + 256) =
-6,184 bytes in bf16, and 4 x 2,304 + 4 x 10 + 2 x 512 = 10,280 in fp32.
+(RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of
+the two norms also saves its normalised input in fp32, and a bf16 input as fp32: a layer of tiny
+saves 6,184 bytes in bf16, 10,280 in fp32.)
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
 (The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
-average (nearly). Its scores with the keys of these tokens cost 2 x dim x seq/2 = seq x dim, and
-each other product of attention costs as much. Forward has two products (scores, output), and
-backward five: the scores once more, as in FlashAttention, and the gradients of the attention
-probabilities, of v, q and k. Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices
-without the embedding:
+average (nearly), so one product of attention costs it 2 x dim x seq/2 = seq x dim. There are seven:
+in forward the scores and the output; in backward the scores once more, as in FlashAttention, and
+the gradients of the attention probabilities, of v, q and k. Tiny has 804,224 - 257 x 128 - 9 x 128
+= 770,176 weights in matrices without the embedding:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
@@ -160,9 +159,7 @@ def set_up_layers(model: Decoder, config: "Config", context_fn: Callable = noop_
 class Config:
     """Flags of the trainer.
 
-    Each is a `flag(default, help, choices)`: `choices`, if given, are the allowed values, or a dict
-    (a menu) whose keys they are. For a number, `least` is the smallest allowed value: by default 1
-    for an int whose default is above 0, else 0.
+    Each is a `flag(default, help, allowed values)`: see common/flags.py.
     """
 
     model: str = flag(
@@ -224,8 +221,8 @@ class Optimizer:
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`.
 
-        `mesh`: from step 2 on, the ranks. (AdamW and SGD update each number by itself, and do not
-        look at it; an added optimizer that needs whole matrices would.)
+        (`mesh`, `sharded` and `spans` may be skipped here: they are for optimizers that need whole
+        matrices, for step 3, and for checkpoints.)
         """
         self.model = model
         self.config = config

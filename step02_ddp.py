@@ -23,10 +23,11 @@ broadcasts rank 0's weights.)
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: gradients are views of flat buffers, *buckets*, of at most
-                     --bucket-mb 1 MiB. A bucket counts the additions to its gradients that are
-                     still to come, at first micro-batches x parameters. Its all-reduce starts,
-                     during the last backward, when its count and those of all buckets before it
-                     are 0 (Li et al. 2020, "PyTorch Distributed"):
+                     --bucket-mb 1 MiB. Each bucket counts down the additions to its gradients that
+                     are still to come: with 2 micro-batches, tiny's first bucket, of 11 parameters,
+                     begins with 22. Its all-reduce starts, during the last backward, when its count
+                     and those of all buckets before it are 0 (Li et al. 2020, "PyTorch
+                     Distributed"):
 
         backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
         its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -41,8 +42,8 @@ training step 2 (n-1)/n times the bytes of all gradients and of the loss. For ti
 (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses. Rounding differs, and its effects grow from step to step; so this
-judges the first 20 steps:
+You should see step 1's losses, up to rounding. The effects of rounding grow from step to step, so
+this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
 rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends:
@@ -140,7 +141,7 @@ class RingSync(NaiveSync):
         after round 0    d30            a01            b12            c23      rank r sent shard r
         after round 1    c230           d301           a012           b123     each sent its new sum
         after round 2    b1230          c2301          d3012          a0123    each has one sum
-        rounds 3, 4, 5   a d c          b a d          c b a          d c b    each gets all sums
+        rounds 3, 4, 5   gets a d c     gets b a d     gets c b a     gets d c b    (all sums)
 
     Rounds 0 to 2 are a reduce-scatter, rounds 3 to 5 an all-gather: rank 0 gets the sum of a in
     round 3, of d in round 4, of c in round 5. In round s rank r sends shard r-s and receives shard
@@ -220,7 +221,7 @@ class BucketSync:
         """Fill buckets, and add hooks. The optimizer must exist already: it sets the gradients'
         dtype.
         """
-        params_in_backward = trained_params(model)[::-1]
+        params_in_backward = trained_params(model)[::-1]  # roughly the order of backward
         self.buckets = fill_buckets(params_in_backward, mesh, config.bucket_mb * 2**20)
         self.unsent: list[Bucket] = []
         self.pending: list[Pending] = []
@@ -277,8 +278,7 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs` is for step 3 and later. Their flag --zero chooses ZeRO's stage; stages 1 to 3 sum the
-    # gradients themselves, so --sync and --bucket-mb are refused unless it is 0. Here it is absent
+    # `needs` matters from step 3 on: there these flags have an effect only with --zero 0
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,

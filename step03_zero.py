@@ -31,7 +31,8 @@ weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
 
-    stage   whole on every rank             bytes, bf16    n = 8    bytes, fp32    n = 8
+                                            bf16                    fp32
+    stage   whole on every rank             bytes          n = 8    bytes          n = 8
     0       weights, gradients, state       18             18       16             16
     1       weights, gradients              6 + 16/n       8        8 + 12/n       9.5
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
@@ -67,14 +68,6 @@ tiny on 4 ranks with m = 2 (32 sequences, 4 ranks, micro-batches of 4): 3/4 x 2 
 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two
 all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
 
-OTHER MODELS. If embedding and head are tied, their matrix is in E, and H is the last norm alone. E
-is gathered for the embedding, freed, and gathered again with H. Then it stays until the end of
-backward, because autograd adds the head's part of the gradient and the embedding's before it hands
-them over. So E is whole besides the present unit and the next, and e counts only the norm. A unit
-with frozen weights (requires_grad=False) that was gathered for backward stays whole in stage 3
-until the next forward has used it, or until the update: frozen weights have no hook that says that
-their backward is over.
-
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
 
@@ -82,7 +75,7 @@ PyTorch's own way: ZeroRedundancyOptimizer shards state, but is used with Distri
 which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
 
     for layer in layers: fully_shard(layer)      # parameters become DTensors, Shard(0)
-    fully_shard(model)                           # what is not in a layer
+    fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
 With reshard_after_forward=False, fully_shard keeps weights from forward to backward, and with
@@ -361,9 +354,8 @@ class Zero2(Zero1):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        # This unit's sum of the last micro-batch may still be reading the buffer that we are about
-        # to fill. (Only in step 6, on a rank with a single unit. Elsewhere another unit's
-        # `start_sum` came in between, and waited for it)
+        # For step 6, a rank with a single unit: its sum of the last micro-batch may still be
+        # reading the buffer. (Else another unit's `start_sum` has waited for it)
         if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
@@ -418,10 +410,10 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Backward refuses a saved tensor that was changed in place since: autograd counts changes in a
-    version number, which a tensor shares with its views. A gather raises that of `flat`. But
-    `param.data = view`, in `Unit`, gave the parameters the memory alone: their version does not
-    rise, and backward accepts them.)
+    (Autograd refuses a saved tensor that was changed in place after it was saved. It notices by a
+    version number, which a tensor shares with its views. A gather writes to `flat`, and raises
+    flat's number. The parameters do not share it: `param.data = view`, in `Unit`, gave them the
+    memory of `flat`, but not its number.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -466,8 +458,16 @@ class Zero3(Zero2):
     are whole at a time. With --keep, a unit is freed only at the update.
 
     A unit is freed when its last gradient has arrived; in a layer that is the one of
-    input_layernorm.weight. At most a part of that norm's dx is still to be computed then, and it
-    reads no weights.
+    input_layernorm.weight. The layer's backward is then over, except for the rest of this norm's
+    own, which reads no weights of the unit.
+
+    Skip at first: tied or frozen weights. If embedding and head are tied, their matrix is in E, and
+    H is the last norm alone. E is gathered for the embedding, freed, and gathered again with H.
+    Then it stays until the end of backward, because autograd adds the head's part of the gradient
+    and the embedding's before it hands them over. So E is whole besides the present unit and the
+    next, and the law's e counts only the norm. A unit with frozen weights (requires_grad=False)
+    that was gathered for backward stays whole until the next forward has used it, or until the
+    update: frozen weights have no hook that says that their backward is over.
     """
 
     unit_type = ShardedUnit
@@ -507,7 +507,8 @@ class Zero3(Zero2):
         """
         for unit in self.segments[number]:
             unit.gather()
-        # Backward does not prefetch the embedding, and there is nothing behind either end
+        # `ahead` may be beyond the last segment, in forward; or, in backward, the embedding's,
+        # whose backward needs no weights, or before the first: then there is nothing to prefetch
         if self.first_with_weights <= ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()

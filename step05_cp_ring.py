@@ -33,8 +33,9 @@ but gathers the k and v of a whole sequence before a layer's attention; Dubey et
               its chunk 4     # # # # + . . .
 
 16 units on each rank. (A block has here a quarter of the area of a block above. So 16 of these
-units are 4 of those above: the average of 1, 3, 5 and 7.) The work is equal not only in total but in each hop. Rank 1, for
-example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+units are 4 of those above: the average of 1, 3, 5 and 7.) The work is equal not only in total but
+in each hop. Rank 1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries,
+chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #

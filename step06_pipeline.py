@@ -59,8 +59,8 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
 But backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
 use its result. What backward needs is the graph that computed y. So `Stage` keeps the last node of
 this graph, where backward starts (`get_gradient_edge(y)`), without y itself. y is freed when the
-next y has taken its place: a rank holds at most two outputs at a time, not one for each micro-batch in flight.
-(Megatron-LM's deallocate_pipeline_outputs has the same aim.)
+next y has taken its place: a rank holds at most two outputs at a time, not one for each micro-batch
+in flight. (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
 last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
@@ -390,9 +390,9 @@ class OneForwardOneBackward(Pipeline):
 # class runs any lists of forwards and backwards.
 #
 # INTERLEAVED (--pp 2 --schedule interleaved). Cut the model into v times p shorter stages, and give
-# rank r the v stages r, r + p, r + 2p, ... The pipeline still fills and drains over p-1 stages, but each
-# is 1/v as long: the bubble is (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2
-# stages a rank, the last picture that `python -m common.schedules 2 4 2` draws is
+# rank r the v stages r, r + p, r + 2p, ... The pipeline still fills and drains over p-1 stages, but
+# each is 1/v as long: the bubble is (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches
+# and 2 stages a rank, the last picture that `python -m common.schedules 2 4 2` draws is
 #
 #     rank 0    01012.aa3bb2aa3bb.cc.ddccdd
 #     rank 1    .010aa1bb2aa3bb2cc3ddccdd..

@@ -136,12 +136,12 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes `self.groups[name]`. A group's handle is PyTorch's ProcessGroup.
 
-        Why there are two queues, from step 4 on. With NCCL each handle has a queue of messages of
-        its own. A message starts when, on every rank of the group, the computation launched before
-        it and the earlier messages of the same handle are done. Messages of other handles do not
-        hold it up. If both shared a handle, activations, which are needed at once, would wait for
-        gradients. So gradients and activations never share one, even if their groups have the same
-        ranks.
+        From step 4 on: why there are two queues. With NCCL each handle has a queue of messages of
+        its own. A message starts when, on every rank that takes part in it, the computation
+        launched before it and the earlier messages of the same handle are done. Messages of other
+        handles do not hold it up. If both shared a handle, activations, which are needed at once,
+        would wait for gradients. So gradients and activations never share one, even if their groups
+        have the same ranks.
         """
         for members in rows.tolist():
             row = tuple(members)
@@ -167,8 +167,8 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: those that are being sent, kept alive here, because the work of a send does
-        not keep them. `then`: called after the wait, if there are works.
+        """`tensors`: those that are being sent, kept alive here, because PyTorch does not promise
+        that the work of a send keeps them. `then`: called after the wait, if there are works.
         """
         self.group = group
         self.works = works
@@ -200,8 +200,8 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], which may be this
-    rank's part of `output`.
+    """From step 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]. `tensor` may be a
+    view of this rank's own rows of `output`.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -243,11 +243,11 @@ def all_to_all(
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    stays = tensor.nbytes / group.size
+    own_bytes = tensor.nbytes / group.size  # for this rank itself: they are not sent
     if sent_rows is not None:
-        bytes_of_a_row = tensor[:1].nbytes  # 0 if there are none
-        stays = sent_rows[group.rank] * bytes_of_a_row
-    note("all_to_all", group, tensor.nbytes - stays)
+        bytes_of_a_row = tensor[:1].nbytes  # 0 if there are no rows
+        own_bytes = sent_rows[group.rank] * bytes_of_a_row
+    note("all_to_all", group, tensor.nbytes - own_bytes)
     work = dist.all_to_all_single(
         output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
     )
@@ -265,8 +265,8 @@ def exchange(
             received.copy_(sent)
         return Pending()
     # Receives first. With gloo, `isend` to a peer that already waits writes the whole message
-    # before it returns. If our receive were posted only after that, the peer's message to us would
-    # have to wait
+    # before it returns. If our receive were posted only after that, two ranks would not send at the
+    # same time, but one after the other
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

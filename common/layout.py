@@ -63,8 +63,8 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield the initial values of whole parameters, in fp32, in order. As many as this rank has CPU
-    cores are drawn at once, a thread each, and the next ones only when these have been taken.
+    """Yield the initial values of whole parameters, in fp32, in order. They are drawn in threads,
+    one for each CPU core of this rank, and at most this many whole parameters exist at a time.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -86,7 +86,8 @@ def materialize(
     only: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
-    New parameters take the place of the old ones: add hooks on parameters after this call.
+    New parameters take the place of the old ones: add hooks on parameters after this call. (Hooks
+    on modules may come before.)
 
     A rank draws each whole parameter, and keeps the shards that the record describes. (In steps 1
     to 3 there are none.)
@@ -165,8 +166,9 @@ def note_layout(param: Tensor, **changes: Any):
 
 def data_group_of(param: Tensor, mesh: Mesh) -> Group:
     """From step 2 on: the ranks over which a parameter's gradient is summed by step 2's sync or by
-    ZeRO. They hold the same weights, and have other sequences (from step 5 on, other tokens): in
-    steps 2 to 4 `mesh["dp"]`. (What must still be summed over tp is in `partial_over`.)
+    ZeRO. They train the same weights (with ZeRO, shards of them) on other sequences, or from step 5
+    on other tokens: in steps 2 to 4 they are `mesh["dp"]`. (What must still be summed over tp is in
+    `partial_over`.)
     """
     return mesh[layout_of(param).data_group]
 
@@ -200,11 +202,11 @@ def global_norm(
     """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards. Call it after
     all sums over ranks.
 
-    An element that c ranks hold must count once: so each of them adds 1/c of its square. To find c:
-    if the ranks together hold a parameter in k different parts (`distinct_parts`), each part is on
-    c = (number of ranks) / k of them. Step 3, 8 ranks of dp: without ZeRO all hold every element, c
-    = 8; with ZeRO each element is on one rank, c = 1. From step 4 on, for example with tp 2 and dp
-    4:
+    An element that c ranks hold must count once, so each of them adds 1/c of its square. c is the
+    number of ranks, divided by the number of different parts into which they cut the parameter
+    (`distinct_parts`). Step 3, 8 ranks of dp: without ZeRO all hold the whole parameter, one part,
+    so c = 8 / 1; with ZeRO there are 8 parts, and c = 1. From step 4 on, for example with tp 2 and
+    dp 4:
 
                                  a matrix, sharded over tp    the weight of a norm
         without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
@@ -228,14 +230,13 @@ def global_norm(
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
     """From step 3 on: the number of different parts of this gradient that ranks hold: 1 if all hold
-    the same elements, 4 if tp 2 and ZeRO over dp 2 shard it. (A stage of pp holds other parameters:
-    that counts like shards over pp.)
+    the same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
 
     `sharded`: by ZeRO, so that the ranks of `data_group` hold different elements.
     """
     groups = {shard.over for shard in record.shards}
     if "pp" in mesh.groups:
-        groups.add("pp")  # another stage has other parameters
+        groups.add("pp")  # another stage has other parameters: that counts like shards
     if sharded:
         groups.add(record.data_group)
     return math.prod(mesh[name].size for name in groups)
