@@ -38,8 +38,8 @@ layer saves, for each token,
     n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
 
 (From log sum exp, backward computes the attention probabilities again, so that they need not be
-saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a layer
-saves only its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward,
+saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a
+layer saves only its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward,
 except the product with down_proj and the sum after it, whose results backward does not need.
 
 (RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of

@@ -9,7 +9,8 @@ Transformer").
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
 WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks of cp or tp), K = 2, four experts.
-Each choice of a token is a row; the right margin says what a bar separates:
+Each choice of a token is a row. A bar separates rows by rank or by expert; the right margin says
+which:
 
                rank 0 has experts e0 e1          rank 1 has experts e2 e3
     routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
@@ -21,9 +22,9 @@ Each choice of a token is a row; the right margin says what a bar separates:
 
 `dispatch` goes from "sorted" to "by expert", `combine` from "outputs" to "returned". Each is an
 all-to-all, in which every rank sends rows to every other, and a reordering (`transpose_blocks`) on
-the experts' ranks: after the all-to-all in `dispatch`, before it in `combine`. Each is the other's
-backward. How many rows a rank gets depends on the tokens; so numbers of rows travel before the
-rows.
+the experts' ranks: after the all-to-all in `dispatch`, before it in `combine`. In backward the
+rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens; so
+numbers of rows travel before the rows.
 
 WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
 weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
@@ -50,24 +51,25 @@ GROUPS. All dp x cp x tp ranks route different tokens, those of tp because of se
 all of them ("MoE parallel folding", Liu et al. 2025): then tp shards no expert, and around the
 experts there is no f and no g (step 4). On 16 ranks:
 
-    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks have                 it is used to
-    dp           0 4 8 12                            different sequences            shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       the same, except experts       sum gradients
-    sequence     0 1 2 3             (cp x tp)       tokens of one micro-batch      sum counts: f_e
-    ep           0 1 2 3 4 5 6 7     (neighbours)    together all experts           exchange rows
-    expert_data  0 8                                 the same experts               sum gradients
-    stage        0 1 2 ... 15        (dp x cp x tp)  the same layers                sum counts: bias
+    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks                  to
+    dp           0 4 8 12                            have different sequences   shard the batch
+    data         0 2 4 6 8 10 12 14  (dp x cp)       hold the same weights,     sum the gradients
+                                                     except those of experts    of these weights
+    sequence     0 1 2 3             (cp x tp)       share each micro-batch     count for f_e
+    ep           0 1 2 3 4 5 6 7     (neighbours)    hold all experts together  exchange rows
+    expert_data  0 8                                 hold the same experts      sum their gradients
+    stage        0 1 2 ... 15        (dp x cp x tp)  hold the same layers       count for the biases
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
 expert_data adds them. (Gradients of norms and routers are also summed over tp, as in step 4.)
 
-THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch. If each rank's choices are
-spread evenly over the experts, it sends over ep, in each layer and for each micro-batch, (ep-1)/ep
-times
+THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch, so T K rows of dim elements,
+which go to the experts and back, in forward and in backward. If each rank's choices are spread
+evenly over the experts, it sends over ep, in each layer and for each micro-batch,
 
-    forward     2 T K dim elements, and 8 E bytes of counts
-    backward    2 T K dim elements
+    forward     (ep-1)/ep of 2 T K dim elements, and of 8 E bytes of counts
+    backward    (ep-1)/ep of 2 T K dim elements
 
 With --recompute full forward counts twice. With --balance loss each forward also all-reduces 8 E
 bytes of counts over `sequence`; with --balance bias a layer does so over `stage`, once in a
@@ -132,7 +134,7 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
     1, else R.
     """
-    # One kernel for all experts. It needs rows whose bytes are a multiple of 16.
+    # One call for all experts, on a recent GPU one kernel. Rows must be a multiple of 16 bytes
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.mT, offs=ends)
@@ -200,6 +202,7 @@ class MoE(nn.Module):
 
     def visit(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Each token's rows through its experts: x [T, D] -> outputs [T, K, D]."""
+        # On rank 0 of the figure ids are [[3, 0], [0, 2]], so order is 1 2 3 0, and token 0 1 1 0
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
@@ -231,8 +234,10 @@ class MoE(nn.Module):
         return self.balance(out_TD.view_as(x), p_TE, counts_E)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """For subclasses: called at the end of forward with the layer's output [batch, seq, dim],
-        which it returns, all probabilities, and how many of this rank's choices each expert got.
+        """For subclasses, at the end of forward: return `out`, the layer's output [batch, seq,
+        dim].
+
+        p [T, E]: all probabilities. counts int64 [E]: how many of this rank's choices each got.
         """
         return out
 
@@ -282,8 +287,9 @@ class LossBalancedMoE(MoE):
         """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
         that share the micro-batch add up to it.
 
-        f_e is that of the whole micro-batch, by an all-reduce of counts. Of the mean P_e this rank
-        has its share: the sum over its own tokens, divided by the number of all.
+        f_e is that of the whole micro-batch, by an all-reduce of counts. P_e is the sum of p_e over
+        all its tokens, divided by their number; this rank has the sum over its own tokens, divided
+        by the number of all.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.group).wait()
@@ -325,9 +331,9 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (With --recompute full a layer's forward runs twice. The second run stops before this line,
-        unless --compile is given besides: then all loads double, which changes no sign of load -
-        mean.)
+        (Recomputation does not count twice: it stops at the last tensor that backward needs, the
+        product with the scores, before this line. With --compile it does run this line: then all
+        loads double, and load - mean keeps its sign.)
         """
         self.load_E += counts_E
         return out
@@ -363,22 +369,33 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(transposed)
 
 
-def send_rows(rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-    """An all-to-all of rows, sorted by the rank to which they go -> the rows received [n, D],
-    sorted by the rank from which they come.
-    """
-    sent_rows = leaving_GL.sum(1).tolist()
-    received_rows = arriving_GL.sum(1).tolist()
-    received = rows.new_empty(sum(received_rows), rows.shape[1])
-    all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
-    return received
+class SendRows(torch.autograd.Function):
+    """An all-to-all of rows. In backward their gradients go back the way they came."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+        """rows [n, D], sorted by the rank to which they go -> the rows received, sorted by the rank
+        from which they come.
+        """
+        ctx.route = (group, leaving_GL, arriving_GL)
+        sent_rows = leaving_GL.sum(1).tolist()
+        received_rows = arriving_GL.sum(1).tolist()
+        received = rows.new_empty(sum(received_rows), rows.shape[1])
+        all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradients of the rows received -> those of the rows sent."""
+        group, leaving_GL, arriving_GL = ctx.route
+        return SendRows.apply(grad, group, arriving_GL, leaving_GL), None, None, None
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
     sorted by expert.
     """
-    received_RD = send_rows(sorted_ND, group, leaving_GL, arriving_GL)
+    received_RD = SendRows.apply(sorted_ND, group, leaving_GL, arriving_GL)
     # These are sorted by rank, then by expert
     return transpose_blocks(received_RD, arriving_GL)
 
@@ -388,43 +405,7 @@ def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tenso
     our rows, [N, D].
     """
     by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
-    return send_rows(by_rank_RD, group, arriving_GL, leaving_GL)
-
-
-class Dispatch(torch.autograd.Function):
-    """`dispatch`, whose backward is `combine`: a row's gradient goes back the way the row came."""
-
-    @staticmethod
-    def forward(
-        ctx, sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor
-    ) -> Tensor:
-        """Rows [N, D], sorted by expert -> the rows of this rank's experts, [R, D]."""
-        ctx.route = (group, leaving_GL, arriving_GL)
-        return dispatch(sorted_ND, group, leaving_GL, arriving_GL)
-
-    @staticmethod
-    def backward(ctx, grad_RD: Tensor):
-        """[R, D] -> [N, D]."""
-        group, leaving_GL, arriving_GL = ctx.route
-        return combine(grad_RD, group, leaving_GL, arriving_GL), None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """`combine`, whose backward is `dispatch`."""
-
-    @staticmethod
-    def forward(
-        ctx, out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor
-    ) -> Tensor:
-        """Outputs of this rank's experts, [R, D] -> the outputs of this rank's rows, [N, D]."""
-        ctx.route = (group, leaving_GL, arriving_GL)
-        return combine(out_RD, group, leaving_GL, arriving_GL)
-
-    @staticmethod
-    def backward(ctx, grad_ND: Tensor):
-        """[N, D] -> [R, D]."""
-        group, leaving_GL, arriving_GL = ctx.route
-        return dispatch(grad_ND, group, leaving_GL, arriving_GL), None, None, None
+    return SendRows.apply(by_rank_RD, group, arriving_GL, leaving_GL)
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -438,8 +419,8 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     leaving_GL = counts_E.view(group.size, -1)
     arriving_GL = torch.empty_like(leaving_GL)
     all_to_all(arriving_GL, leaving_GL, group).wait()
-    # Split sizes: the CPU waits for the GPU here, once for both. (With grouped_mm, in bf16, nothing
-    # else waits.)
+    # Split sizes: the CPU waits for the GPU here, once for both. (On a GPU with a kernel for
+    # grouped_mm nothing else waits.)
     leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
     return leaving_on_cpu, arriving_on_cpu, arriving_GL.sum(0)
 
@@ -449,9 +430,9 @@ def run_experts_on_their_ranks(
 ) -> Tensor:
     """Experts on several ranks: rows [N, D], sorted by expert -> their outputs [N, D]."""
     leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, group)
-    rows_RD = Dispatch.apply(sorted_ND, group, leaving_GL, arriving_GL)
+    rows_RD = dispatch(sorted_ND, group, leaving_GL, arriving_GL)
     out_RD = experts(rows_RD, counts_L)
-    return Combine.apply(out_RD, group, leaving_GL, arriving_GL)
+    return combine(out_RD, group, leaving_GL, arriving_GL)
 
 
 @dataclass

@@ -113,17 +113,18 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     return None
 
 
-def consumers_of(lists: list[list[Action]], n_stages: int) -> dict[Action, Action | None]:
-    """For each action, the one that waits for it, or None: its `consumer`, except that the backward
-    of the same micro-batch waits for the last stage's forward, whose loss it needs.
+def needed_by(action: Action, n_stages: int) -> Action | None:
+    """The action whose output this one needs, or None: the forward of the stage before, or the
+    backward of the stage behind. The last stage's backward needs its own forward, which ends with
+    the loss.
     """
-    consumers = {}
-    for actions in lists:
-        for action in actions:
-            consumers[action] = consumer(action, n_stages)
-            if action.kind == "F" and action.stage == n_stages - 1:
-                consumers[action] = action._replace(kind="B")
-    return consumers
+    if action.kind == "F" and action.stage > 0:
+        return action._replace(stage=action.stage - 1)
+    if action.kind == "B" and action.stage + 1 < n_stages:
+        return action._replace(stage=action.stage + 1)
+    if action.kind == "B":
+        return action._replace(kind="F")
+    return None
 
 
 class Span(NamedTuple):
@@ -143,26 +144,26 @@ def simulate(
     `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
     between two ranks. Raises ValueError if the lists deadlock.
     """
-    consumers = consumers_of(lists, len(ranks))  # action -> the one that waits for its output
-    need_input = set(consumers.values())
-    arrival: dict[Action, float] = {}  # action -> when its input is there
+    ends: dict[Action, float] = {}  # when an action ended
     idle_from = [0.0] * len(lists)  # when each rank has finished its last action
     queues = [deque(actions) for actions in lists]
     spans = []
     while any(queues):
         n_before = len(spans)
         for rank, queue in enumerate(queues):
-            # The next action can be timed if it needs no input, or if this input's time is known
-            while queue and (queue[0] in arrival or queue[0] not in need_input):
-                action = queue.popleft()
-                start = max(idle_from[rank], arrival.get(action, 0))
-                end = start + costs[action.kind]
-                idle_from[rank] = end
-                next_action = consumers[action]
-                if next_action is not None:
-                    crosses = ranks[next_action.stage] != rank
-                    arrival[next_action] = end + (message if crosses else 0)
-                spans.append(Span(end, rank, start, action))
+            while queue:
+                action = queue[0]
+                start = idle_from[rank]
+                needed = needed_by(action, len(ranks))
+                if needed is not None:
+                    if needed not in ends:  # not simulated yet: see to the other ranks first
+                        break
+                    crosses = ranks[needed.stage] != rank
+                    start = max(start, ends[needed] + (message if crosses else 0))
+                queue.popleft()
+                ends[action] = start + costs[action.kind]
+                idle_from[rank] = ends[action]
+                spans.append(Span(ends[action], rank, start, action))
         if len(spans) == n_before:
             raise ValueError(f"each rank waits for ever: {[queue[0] for queue in queues if queue]}")
     return sorted(spans)

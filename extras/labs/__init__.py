@@ -85,9 +85,8 @@ TASKS: dict[int, dict[str, str]] = {
         "balance": "AddLoss.forward AddLoss.backward LossBalancedMoE.aux_loss "
         "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
         "BiasBalancedMoE.end_step",
-        "dispatch": "transpose_blocks send_rows dispatch combine Dispatch.forward "
-        "Dispatch.backward Combine.forward Combine.backward exchange_counts "
-        "run_experts_on_their_ranks",
+        "dispatch": "transpose_blocks SendRows.forward SendRows.backward dispatch combine "
+        "exchange_counts run_experts_on_their_ranks",
         "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },
