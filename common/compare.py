@@ -1,12 +1,17 @@
 """Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
+      step   reference        loss  loss diff.  norm diff.  (relative)
+         1    5.568047    5.568047     0.0e+00     1.2e-07
+       ...
+    20 steps; largest difference: 1.5e-05; none above 0.001
+
 The first is called the reference; the order changes only the columns. Two layouts of one training
-have the same losses and gradient norms, up to rounding, which grows from step to step. So only the
-first steps are judged (--first 20). In fp32, the default on CPUs, a relative difference above 1e-3
-there (--bound) is almost certainly a bug. (Between step 1 and step04_tp_sp.py --tp 2 nothing is
-wrong, and yet their norms differ by 1.5e-5 in step 19, and by a tenth in step 79. In step 7,
-rounding may also send a token to another expert.) In bf16 rounding alone gives more: compare runs
-with --dtype fp32.
+have the same losses and gradient norms, up to rounding, whose effects grow from step to step. So
+only the first steps are judged (--first 20). In fp32, the default on CPUs, a relative difference
+above 1e-3 there (--bound) is almost certainly a bug. (Step 1 and step04_tp_sp.py --tp 2, both
+right: their norms differ by 1.5e-5 in step 19, and by a tenth in step 79. In step 7, rounding may
+also send a token to another expert.) In bf16 rounding alone gives more: compare runs with --dtype
+fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
 Flags that decide what is computed, such as --seed, are printed if they differ, but a difference
@@ -30,9 +35,9 @@ def other_flags(reference: str, run: str) -> list[str]:
     """
     reference_flags = json.loads((Path(reference) / "config.json").read_text())
     flags = json.loads((Path(run) / "config.json").read_text())
-    # Not reported: flags that a resumed run may change (resume.py), because they change at most the
-    # rounding. Two of these are reported: dtype, because it changes the rounding a lot, and
-    # dataset, because here no fingerprint shows whether two paths have the same tokens
+    # Flags that a resumed run may change (resume.py) change at most the rounding, and are not
+    # reported; except dtype, which changes the rounding a lot, and dataset, because here no
+    # fingerprint shows whether two paths have the same tokens
     free = (may_change(flags) & may_change(reference_flags)) - {"dataset", "dtype"}
     found = []
     for name in sorted((flags.keys() | reference_flags.keys()) - free):
@@ -49,7 +54,9 @@ def read_metrics(run: str) -> list[dict]:
 
 
 def relative(value: float | None, reference: float | None) -> float:
-    """|a - b| / max(|a|, |b|). Raises ValueError if one is missing or not finite."""
+    """|value - reference| / the larger of |value| and |reference|. Raises ValueError if one is
+    missing or not finite.
+    """
     if value is None or reference is None or not math.isfinite(value + reference):
         raise ValueError("one of the runs has no loss or norm, or it is not finite")
     if value == reference:
@@ -57,52 +64,39 @@ def relative(value: float | None, reference: float | None) -> float:
     return abs(value - reference) / max(abs(value), abs(reference))
 
 
-def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
-    """The rows of the steps up to `first` that both runs have.
-
-    Raises ValueError if there is none, or if one run has fewer steps than the other and ends before
-    step `first`.
-    """
-    by_step = {row["step"]: row for row in reference_rows}
-    pairs = []
-    for row in rows:
-        if row["step"] in by_step and row["step"] <= first:
-            pairs.append((by_step[row["step"]], row))
-    if not pairs:
-        raise ValueError(f"the runs have none of the first {first} steps in common")
-    last = pairs[-1][1]["step"]
-    longest = max(max(by_step), rows[-1]["step"])
-    if last < min(first, longest):
-        raise ValueError(f"one run has ended in step {last}: --first {last} judges what both have")
-    return pairs
-
-
 def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
     """Print a table of the steps up to `first`; return whether they are within `bound`.
 
-    Raises ValueError as `pair_up` and `relative` do.
+    Raises ValueError if one run has ended before that, and the other has not; or if they have no
+    steps; or as `relative` does.
     """
-    pairs = pair_up(reference_rows, rows, first)
-    every = 1 + len(pairs) // 16  # a table that fits on a screen
+    shorter = min(len(reference_rows), len(rows))
+    longer = max(len(reference_rows), len(rows))
+    if shorter < min(first, longer):
+        raise ValueError(
+            f"one run has ended in step {shorter}: --first {shorter} judges what both have"
+        )
+    pairs = list(zip(reference_rows[:first], rows[:first], strict=True))
+    if not pairs:
+        raise ValueError("the runs have no steps to compare")
     largest = 0.0
-    first_beyond = None
+    first_above = None
     print("  step   reference        loss  loss diff.  norm diff.  (relative)")
-    for i, (reference, row) in enumerate(pairs):
+    for reference, row in pairs:
         of_losses = relative(row.get("loss"), reference.get("loss"))
         of_norms = relative(row.get("grad_norm"), reference.get("grad_norm"))
         largest = max(largest, of_losses, of_norms)
-        if max(of_losses, of_norms) > bound and first_beyond is None:
-            first_beyond = row["step"]
-        if i % every == 0 or i == len(pairs) - 1 or row["step"] == first_beyond:
-            print(
-                f"{row['step']:6}{reference['loss']:12.6f}{row['loss']:12.6f}"
-                f"{of_losses:12.1e}{of_norms:12.1e}"
-            )
-    beyond = f"none above {bound}"
-    if first_beyond is not None:
-        beyond = f"first above {bound} in step {first_beyond}"
-    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {beyond}")
-    return first_beyond is None
+        if max(of_losses, of_norms) > bound and first_above is None:
+            first_above = row["step"]
+        print(
+            f"{row['step']:6}{reference['loss']:12.6f}{row['loss']:12.6f}"
+            f"{of_losses:12.1e}{of_norms:12.1e}"
+        )
+    verdict = f"none above {bound}"
+    if first_above is not None:
+        verdict = f"first above {bound} in step {first_above}"
+    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {verdict}")
+    return first_above is None
 
 
 def main():

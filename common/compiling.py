@@ -14,12 +14,13 @@ from common.model import Decoder, DecoderLayer, summed_cross_entropy
 def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    When a layer runs, its weights may have a `.grad`: in step 1 from the second micro-batch on,
-    with buckets or ZeRO 1 from the first. torch.compile looks at it, too, and if that of a bf16
-    weight is fp32 it compiles the layer only in pieces. (This is safe also when recomputation calls
-    this function inside backward: the `.grad` is back before backward adds to it.)
+    While it traces a layer, torch.compile also looks at the `.grad` of each weight. If the weight
+    is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it compiles the layer only in
+    pieces. Weights have a `.grad` in step 1 from the second micro-batch on, with buckets or ZeRO 1
+    from the first. So it is put aside while the layer runs. (Recomputation calls this function
+    inside backward: the `.grad` is back before backward adds to it.)
     """
-    # Not once and for all: from step 3 on, parameters are replaced after the layer is compiled
+    # Listed at each call: from step 3 on, parameters are replaced after `compile_model`
     params = list(layer.parameters())
     gradients = [param.grad for param in params]
     for param in params:
@@ -32,7 +33,9 @@ def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -
 
 
 def compile_model(model: Decoder):
-    """Compile the forward of each layer, and the loss unless ranks share the vocabulary."""
+    """Compile the forward of each layer, and the loss, unless step 4 has replaced it by that of a
+    sharded vocabulary.
+    """
     for layer in model.model.layers.values():
         layer.forward = partial(without_gradients, layer, torch.compile(layer.forward))
     if model.loss is summed_cross_entropy:

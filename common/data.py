@@ -1,27 +1,29 @@
-"""Token batches: for given data and sequence length, a function of (seed, batch size, step), the
-same on every rank and in every layout.
+"""Batches of tokens. Which tokens a step trains on depends only on the data, --seed, the sequence
+length, the global batch size and the step: never on ranks or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
     the targets. With seq 4: window 0 has tokens 0-3 and targets 1-4, window 1 tokens 4-7 and
     targets 5-8
 
-The last twentieth of the windows (at least one) is held out: no batch has them, and `Data.held_out`
-returns them. (The steps do not evaluate them. They are for optional tools.) The other n windows are
-for training. Each epoch goes through all n of them once, in a random order of its own, drawn from
-(seed, epoch). Number the windows in this order through all epochs, from 0, and call them samples:
-sample i is the window at place i mod n of epoch i // n. Training step s takes samples s B to s B +
-B - 1, B the global batch size. With n = 10 and B = 4, number 2 has samples 8 to 11: places 8 and 9
-of epoch 0, then 0 and 1 of epoch 1. (Steps, places and epochs count from 0, too.)
+The last twentieth of the windows (at least one) is held out: no step trains on them, and
+`Data.held_out` returns them to optional tools. Each epoch goes through the other n windows once, in
+a random order of its own, drawn from (seed, epoch):
+
+    sample i    the window at place i mod n in the order of epoch i // n
+    step s      samples s B to s B + B - 1            (B: the global batch size; all count from 0)
+
+With n = 10 and B = 4, step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then places 0 and
+1 of epoch 1.
 
 Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
 on its share.
 
 readers.py reads files and data sets. Text becomes bytes even if the model's vocabulary is larger,
-and each rank holds the whole stream, two bytes a token. A .bin file of token ids is mapped into
-memory, so a large corpus should be one. (At the start each rank reads it for its largest id, and up
-to 2**27 tokens for the fingerprint.)
+and each rank holds all of it in memory, two bytes a token. A .bin file of token ids is mapped, so
+that a rank holds nothing of it: convert a large corpus. (At the start each rank reads the whole
+file once, for its largest id.)
 """
 
 import hashlib
@@ -44,7 +46,7 @@ def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced). tokens: one stream of ids, uint16: the bytes of each text, then
     END. replaced: the number of U+FFFD in them, which `read_txt` puts for bytes that are not UTF-8.
     """
-    streams = []
+    streams = [np.array([], np.uint16)]  # of no texts at all
     replaced = 0
     for text in texts:
         # A string of a JSON file may hold half of a surrogate pair, which becomes "?"
@@ -104,9 +106,9 @@ class Data:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step: tokens and targets, int64 [batch_size, seq].
 
-        (PyTorch's DistributedSampler deals a shuffled list out to the ranks. Its order changes only
-        if `set_epoch` is called; and at the end of an epoch it repeats some sequences, so that all
-        ranks have equally many.)
+        (Why not PyTorch's DistributedSampler: it deals a shuffled list out to the ranks. Its order
+        changes only if `set_epoch` is called, and at the end of an epoch it repeats sequences, so
+        that all ranks have equally many.)
         """
         windows = []
         for sample in range(step * self.batch_size, (step + 1) * self.batch_size):
@@ -130,8 +132,8 @@ class Data:
         saved one, to know that they read the same tokens.
 
         SHA-256 of its length and of the first BLOCK tokens (as stored) of each of 64 nearly equal
-        parts. Up to 64 BLOCK = 2**27 tokens that is the whole stream, and of a longer one a sample:
-        so it takes about a second at most.
+        parts. Up to 64 BLOCK = 2**27 tokens (256 MiB in uint16) that is the whole stream, and of a
+        longer one a sample.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):

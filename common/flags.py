@@ -8,8 +8,10 @@
 
 makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The first line of
 the class's docstring is the title of its flags in --help. `needs` says which values other flags
-must have for this flag to have an effect: here --zero 0, in steps that have a --zero. If a user
-gives --sync beside --zero 1, it is refused.
+must have, because else this flag would do nothing: here --zero 0, in steps that have a --zero.
+
+    $ torchrun step03_zero.py --zero 1 --sync ring
+    error: --sync has no effect without --zero 0: leave it out
 """
 
 import argparse
@@ -34,9 +36,10 @@ def flag(
     """A field of a Config.
 
     help     what --help says of the flag
-    choices  the allowed values; or a menu, a dict that has them as keys
+    choices  the allowed values; or a menu, a dict from each of them to the class or function that
+             it selects
     least    the smallest value of a number; by default 1 for an int with a default above 0, else 0
-    needs    another flag -> the values that it must have for this flag to have an effect:
+    needs    another flag -> the values that it must have, because else this flag does nothing:
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     if least is None:
@@ -68,7 +71,7 @@ def add_flags(parser: Parser, cls: type):
         group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
             field = remaining.pop(name, None)
-            if field is None:  # listed already, by a subclass that declares it again
+            if field is None:  # a subclass declares this flag, too, and has listed it
                 continue
             # argparse formats a help text with %
             help_text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")

@@ -1,11 +1,12 @@
 """What a run reports of itself: MFU and memory, a table of its parameters, a profile.
 
-MFU (model FLOPs utilisation) is the part of the GPUs' peak that a step's FLOPs take, by step 1's
-law: 6 for each token and weight of a matrix, except the embedding's (of the experts, only those
-that a token visits), and 7 x seq x dim for each token and layer, for causal attention. (One of
-these 7 products, the scores in backward, is a repetition; what --recompute repeats is not counted.)
-PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not
-over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %.
+MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
+are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's
+(of the experts, only those that it visits), and 7 x seq x dim for each layer's causal attention.
+(One of these 7 products, the scores in backward, is a repetition. What --recompute repeats is not
+counted.) PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of
+tokens, not over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it
+is 6.4 %.
 """
 
 import math
@@ -54,7 +55,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter, whole and as the first rank has it that has any of it.
+    """A row of the table: a parameter's whole shape, and what the first rank holds that holds any.
 
     What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
     rank keeps fewer bytes, except while it uses a parameter.
@@ -62,7 +63,7 @@ class Row(NamedTuple):
 
     whole: tuple[int, ...]  # shape
     shard: tuple[int, ...]  # shape on this rank
-    nbytes: int  # of the shard (with --zero 3: while it is gathered)
+    nbytes: int  # of the shard
     sharded: str  # for example "dim 0 over tp 2"
     summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
 
@@ -121,9 +122,7 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
 
 
 class Meter:
-    """Compares each step with the best FLOP/s of the GPUs, and reads how much memory this GPU has
-    used.
-    """
+    """Compares each step with the GPUs' peak, and reads how much memory this GPU has used."""
 
     def __init__(self, param: Tensor, flops_per_token: float, world: int):
         """`param`: of the model. `world`: the number of ranks, each with a GPU of this model."""
@@ -145,8 +144,8 @@ class Meter:
 
 
 def check_profile(n: int, steps: int):
-    """Raise UserError if `steps` steps are too few to trace n. No steps left is no error: a resumed
-    run may be done.
+    """Raise UserError if `steps` steps are too few to trace n. (0 are allowed: a resumed run may
+    already be done.)
     """
     if n and 0 < steps < n + 2:
         raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
@@ -154,7 +153,8 @@ def check_profile(n: int, steps: int):
 
 @contextmanager
 def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
-    """Trace n steps, after two that are not traced. Yields a function to call after each step.
+    """Trace n steps, after two that are not: the first step is unlike others, and in the second the
+    profiler warms up. Yields a function to call after each step.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
     ranges: the optimizer's step; `wait tp`, while a rank waits for a message over tp; and in steps

@@ -6,8 +6,9 @@ trains on nonsense. So ranks compare how they were started as soon as they can c
 they create the groups of the mesh. With step 2, read `Ranks.require_same`, `compare_launches` and
 `initialise`.
 
-Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file.
-`Ranks` lets all know, so that all decide alike. Its messages are so small that the steps' laws of
+Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file. If
+only that rank stopped or saved, the next collective would hang. `Ranks` lets all know, so that all
+decide alike. Its messages are so small that the steps' laws of
 bytes, and `sent` in metrics.jsonl, do not count them.
 """
 
@@ -23,14 +24,16 @@ import torch.distributed as dist
 
 from common import UserError
 
-# What init_process_group needs
-NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# What init_process_group needs, and, to choose a GPU, `choose_device`
+NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Set by other launchers (SLURM, Open MPI, MPICH), to the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class Ranks:
-    """All ranks of a run. Every method is a collective, and with NCCL so is making a `Ranks`."""
+    """All ranks of a run. Every method is a collective; so is the constructor on GPUs, where it
+    creates a group.
+    """
 
     def __init__(self):
         """On GPUs, create a gloo group: its messages go between CPUs, and wait for no kernel."""
@@ -44,7 +47,9 @@ class Ranks:
                 self.group = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank."""
+        """The values of all ranks, by rank: any that can be pickled. (Slow: for decisions, not for
+        tensors.)
+        """
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value, self.group)
@@ -104,6 +109,7 @@ def own_sources() -> list[Path]:
     found = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
+        # "site-packages": a virtual environment may lie inside the project
         if file is not None and "site-packages" not in file:
             path = Path(file).resolve()  # the script's own may be a link
             if path.is_relative_to(root) and path.is_file():
@@ -112,8 +118,9 @@ def own_sources() -> list[Path]:
 
 
 def compare_launches():
-    """Raise UserError on all ranks unless all have the same script, flags (spelled alike), source
-    files and torch, and CPUs that draw the same numbers.
+    """Raise UserError on all ranks unless all agree on: the script's name and its flags, as typed;
+    the version of torch; the source files of this project that are loaded; and the instruction set
+    of the CPU, on which initial weights are drawn.
     """
     ranks = Ranks()
     script = Path(sys.argv[0]).name  # nodes may have it in different places
@@ -134,8 +141,9 @@ def store_of_restart() -> dict[str, Any]:
     """Arguments of init_process_group, if torchrun has started this job again after a failure; else
     none.
 
-    torchrun keeps one store for all starts of a job, which still has the addresses of processes
-    that are gone. So each start after the first puts a prefix of its own before its keys.
+    All starts of a job share one store of keys and values, through which ranks find one another.
+    After a failure it still has the addresses of the processes that are gone. So each start after
+    the first puts a prefix of its own before its keys.
 
     (On one node. Each node's torchrun counts its own failures, so that on several nodes the
     prefixes can differ: PyTorch's issue 135712. There set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,

@@ -7,8 +7,8 @@ every step without this file.
     a.txt                one document (\\r\\n is read as \\n)
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
-    a folder             all files in it and its subfolders, all with the same suffix of those above
-                         (hidden files are skipped)
+    a folder             every file in it and in its subfolders; all must be of one of the kinds
+                         above (hidden files are skipped, links to folders are not followed)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
@@ -22,7 +22,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ import numpy as np
 
 from common import UserError
 
+# What a damaged file raises: the system, gzip and zlib; ValueError: json, pyarrow, `checked`
+DAMAGED = (OSError, EOFError, zlib.error, ValueError)
 # Folders of the standard library that are not read: not every Python has its tests and IDLE
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
@@ -76,65 +78,47 @@ FORMATS: dict[str, Callable] = {
 
 
 def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
-    """Yield the texts of a file or data set, and check them.
-
-    Raises UserError if the source is damaged, if a text is not a string, or if all are empty.
+    """Yield the texts of a file or data set. Raises UserError if it is damaged, or if a text is not
+    a string.
     """
     number = 0
-    n_characters = 0
     try:
         for text in texts:
             number += 1
             if not isinstance(text, str):
                 raise ValueError(f"a document needs a string `text`, not {text!r:.40}")
-            n_characters += len(text)
             yield text
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        ValueError,
-    ) as error:  # ValueError: ours, json's, pyarrow's
+    except DAMAGED as error:
         raise UserError(
             f"--dataset {source}: unreadable near document {number}: {error}"
         ) from error
-    if not n_characters:
-        raise UserError(f"--dataset {source}: it has no text")
 
 
 def in_random_order(paths: list[Path]) -> list[Path]:
-    """Shuffle files, always in the same way: neighbours are alike, and the held-out tail should
-    resemble the whole.
+    """Shuffle files, always in the same order. (Neighbours are alike, but the tail, which is held
+    out, should be like the rest.)
     """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
 
+def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
+    """The files in a folder and its subfolders, in a fixed order, but for hidden ones and the
+    folders called as `skipped` says. Links to folders are not followed.
+    """
+    paths = []
+    for where, inside, names in os.walk(folder):
+        # os.walk enters only these
+        inside[:] = sorted(name for name in inside if name not in skipped and name[0] != ".")
+        paths += [Path(where, name) for name in sorted(names) if name[0] != "."]
+    return paths
+
+
 def read_library(source: str) -> Contents:
     """Read the source code of Python's standard library. (`source` is "": it has no name.)"""
-    paths = []
-    for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inside[:] = sorted(set(inside) - SKIPPED)  # os.walk enters only these
-        paths += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-    texts = (text for path in in_random_order(paths) for text in read_txt(path))
+    paths = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
+    paths = in_random_order([path for path in paths if path.suffix == ".py"])
+    texts = (text for path in paths for text in read_txt(path))
     return f"{len(paths):,} files of Python's standard library", checked(texts, "(default)")
-
-
-def visible_files(path: Path, around: tuple[Path, ...] = ()) -> list[Path]:
-    """A file itself, or all files in a folder and its subfolders, sorted, except hidden ones.
-
-    `around`: the folders through which the recursion came to `path`. Raises UserError for a link to
-    one of them, which would have no end.
-    """
-    if not path.is_dir():
-        return [path]
-    folder = path.resolve()
-    if folder in around:
-        raise UserError(f"--dataset {path}: it is a link to a folder that it is in: remove it")
-    paths = []
-    for entry in sorted(path.iterdir()):
-        if not entry.name.startswith("."):
-            paths += visible_files(entry, (*around, folder))
-    return paths
 
 
 def texts_of(paths: list[Path]) -> Iterator[str]:
@@ -148,7 +132,7 @@ def read_files(source: str) -> Contents:
     """Read a file, or all files of a folder. Raises UserError unless they have one suffix of
     FORMATS.
     """
-    paths = visible_files(Path(source))
+    paths = files_in(source) if Path(source).is_dir() else [Path(source)]
     examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
         raise UserError(
@@ -203,7 +187,7 @@ def read_bin(source: str) -> Contents:
 
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
 READERS: dict[str, Callable[[str], Contents]] = {
-    "": read_library,
+    "": read_library,  # no --dataset
     **{suffix: read_files for suffix in FORMATS},
     "folder": read_files,
     ".bin": read_bin,
@@ -212,7 +196,7 @@ READERS: dict[str, Callable[[str], Contents]] = {
 
 
 def suffix_of(path: Path) -> str:
-    """The key of READERS that is a suffix of a file's name, or "" if there is none."""
+    """The suffix of a file's name, if READERS has it, else ""."""
     for kind in READERS:
         if kind.startswith(".") and path.name.endswith(kind):
             return kind

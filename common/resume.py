@@ -1,4 +1,6 @@
-"""Which checkpoint a run resumes from, and which flags it must keep."""
+"""Which checkpoint a run resumes from, and which flags it must keep: each flag that both scripts
+have, also --steps, on which the learning rate depends; except those of the three sets below.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,13 @@ from common.checkpoint import Checkpoint, find, seen_by_rank_0
 from common.flags import spelled
 from common.ranks import Ranks
 
-# A resumed run must keep each flag that both scripts have (also --steps: the learning rate depends
-# on it), except those of these three sets.
-
-# Where a run computes and writes, when it saves, how it is watched. (dataset: another path may have
-# the same tokens, which the fingerprint shows. dtype: only the rounding changes.)
+# FREE: where a run computes and writes, when it saves, how it is watched. (dataset: another path
+# may have the same tokens, which the fingerprint shows. dtype: only the rounding changes.)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# In which pieces, with how much memory and in which messages the work is done
+# WORK: in which pieces, with how much memory and in which messages the work is done. (But see
+# `may_change`: with an auxiliary loss, micro_batch_size must stay.)
 WORK = {"micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"}
-# On which ranks (`ranks` is no flag, but their number, which `Run` adds)
+# LAYOUT: on which ranks (`ranks` is no flag, but their number, which `Run` adds)
 LAYOUT = {"ranks", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep"}
 # (An optional technique may save state that fits only its own rank, such as the errors of a sync
 # that compresses gradients. Then only FREE is free: `has_state` in `check_flags`.)
@@ -50,7 +50,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     where = Path(resume)
     if not seen_by_rank_0(where, ranks):
         raise UserError(f"--resume {resume}: no checkpoint is there")
-    # Into --out only its own newest checkpoint is continued: others would be mixed with later ones
+    # If --out has checkpoints, only its own newest may be resumed into it: else new checkpoints
+    # would stand among those of another run
     if own and where.resolve() not in (out.resolve(), own[0].resolve()):
         refuse_to_mix(out)
     return find(where, ranks)
@@ -67,13 +68,15 @@ def may_change(flags: dict[str, Any]) -> set[str]:
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
-    """Raise UserError unless flags and data are those of the saved run, but for the sets above."""
+    """Raise UserError unless the data are the saved run's, and so is each flag that may not
+    change.
+    """
     free = FREE if saved.has_state else may_change(flags)
     for name, value in flags.items():
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             what = "the number of ranks" if name == "ranks" else spelled(name)
             raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
-    # "": it was converted from other weights, and has read no data
+    # A fingerprint "" is that of converted weights, which have seen no data: any may follow
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

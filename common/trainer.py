@@ -80,7 +80,9 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
         if device.index >= gpus:
             advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
-            raise UserError(f"each rank needs a GPU of its own, and a node has {gpus}: {advice}")
+            raise UserError(
+                f"--device: each rank needs a GPU of its own, and this node has {gpus}: {advice}"
+            )
         torch.cuda.set_device(device)
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate it
     if config.dtype == "auto":
@@ -117,15 +119,16 @@ class Run:
                 draw_loss(self.history, self.out / "loss.png")
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Yield the numbers of the steps, 0, 1, ... Raises UserError.
+        """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
+        caller's loop runs. Raises UserError.
 
             before the first    restore a checkpoint (--resume): the first number is then the steps
                                 that it has done
             after some          save a checkpoint (--save-every)
             after a signal      save one, and end
 
-        `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh,
-        and sync, of which only `save` takes note: an optional sync may have state.
+        `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
+        and sync. (sync is passed only because an optional one may have state to save.)
         """
         self.parts = parts
         done = self.set_up()
@@ -135,7 +138,7 @@ class Run:
             for step in range(done, self.config.steps):
                 self.watch.start()
                 self.began = time.perf_counter()
-                yield step  # the body of `for step in run.steps(...)` runs here
+                yield step
                 end_traced_step()
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.received > 0))
@@ -209,8 +212,8 @@ class Run:
 
     def gather_rows(self) -> dict[str, Row]:
         """The row (meter.py) of each parameter of the whole model, by name. With pp a rank holds
-        only some parameters, so ranks gather their rows; if several have one, the first's counts. A
-        collective.
+        only some parameters, so ranks gather their rows; of a parameter that several hold, the
+        first rank's row counts. A collective.
         """
         rows: dict[str, Row] = {}
         for held in self.ranks.gather(rows_of(self.parts["model"], self.mesh)):

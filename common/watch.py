@@ -1,4 +1,4 @@
-"""How a run ends early: after a signal, when its step is done; or because a step hangs."""
+"""How a run ends early: a signal ends it after the present step, and a step that hangs at once."""
 
 import faulthandler
 import os
@@ -39,10 +39,12 @@ class Signals(AbstractContextManager):
             signal.signal(number, handler)
 
     def note(self, number: int, frame: Any):
-        """Handle a signal. A later Ctrl-C ends the process without saving, if it comes more than a
-        second after the first signal. (Within a second it may be the same one, passed on by
-        torchrun. Python calls this only between its own instructions: a rank that hangs in a
-        collective ends when torchrun kills it, or by --timeout.)
+        """Handle a signal. The first one is only noted. A Ctrl-C more than a second later ends the
+        process at once, without saving. (Within a second it may be the same Ctrl-C, passed on by
+        torchrun.)
+
+        Python calls this only between its own instructions. So Ctrl-C seems dead while a rank hangs
+        in a collective: then torchrun kills it, or --timeout ends it.
         """
         now = time.monotonic()
         if not self.received:

@@ -23,6 +23,7 @@ from common.checkpoint import (
     Piece,
     Place,
     candidates,
+    find,
     place_of,
     problem_of,
     save,
@@ -407,6 +408,31 @@ def test_one_altered_byte_of_a_tensor_is_noticed(tmp_path):
     content[content.find(weight.numpy().tobytes()) + 50] ^= 1
     path.write_bytes(content)
     assert "rank-00000.pt is damaged" in problem_of(tmp_path, Ranks())
+
+
+def find_in_other_folders(folder: str, names: list[str]) -> Path | None:
+    """Find a checkpoint below the working directory, which is another one on each rank."""
+    before = os.getcwd()
+    os.chdir(Path(folder) / names[int(os.environ["RANK"])])
+    try:
+        return find(Path("out"), Ranks())
+    finally:
+        os.chdir(before)
+
+
+def test_files_that_a_rank_does_not_see_are_no_damage(pools, tmp_path):
+    """Rank 1's disk has no such folder: one line names the rank, and no checkpoint is skipped."""
+    save(tmp_path / "a/out/checkpoints/step-00000002", dict(state={}), {}, Ranks())
+    (tmp_path / "b").mkdir()
+    with pytest.raises(RankError, match=r"step-00000002, as rank 0 sees it: rank 1: No such file"):
+        pools(2).run(find_in_other_folders, str(tmp_path), ["a", "b"])
+
+
+def test_a_save_removes_what_killed_runs_have_left(tmp_path):
+    """A hidden folder, of another step, would otherwise stay for ever."""
+    (tmp_path / ".step-00000057").mkdir()
+    save(tmp_path / "step-00000060", dict(state={}), {}, Ranks())
+    close([path.name for path in tmp_path.iterdir()], ["step-00000060"], "folders")
 
 
 def test_a_full_disk_is_an_oserror(tmp_path):
