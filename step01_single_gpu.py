@@ -89,7 +89,7 @@ from common.flags import flag
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.shapes import model_shape
-from common.trainer import DTYPES, Run, choose_device, main
+from common.trainer import Run, RunConfig, choose_device, main
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
@@ -156,10 +156,11 @@ def set_up_layers(model: Decoder, config: "Config", context_fn: Callable = noop_
 
 
 @dataclass
-class Config:
+class Config(RunConfig):
     """Flags of the trainer.
 
-    Each is a `flag(default, help, allowed values)`: see common/flags.py.
+    Each is a `flag(default, help, allowed values)`: see common/flags.py. Those of device, dtype,
+    directory and checkpoints are in `RunConfig`.
     """
 
     model: str = flag(
@@ -178,17 +179,8 @@ class Config:
     weight_decay: float = flag(0.1, "on matrices, not on norms")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping")
     seed: int = flag(0, "of initial weights and data order")
-    device: str = flag("auto", "where to compute", ("auto", "cuda", "cpu"))
-    dtype: str = flag(
-        "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
-    )
     recompute: str = flag("none", "what backward computes again", RECOMPUTE)
     compile: bool = flag(False, "torch.compile each layer, and the loss")
-    out: str = flag("", "run directory; default: runs/ and the name of the script")
-    save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
-    resume: str = flag("", "run directory or checkpoint to resume; auto: --out, if it has any")
-    timeout: float = flag(600.0, "seconds that a step may take before the job ends; 0: any number")
-    profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -245,8 +237,9 @@ class Optimizer:
 
     def step(self, lr: float):
         """Update the masters with the gradients, and the weights with the masters."""
-        for name, param in self.params.items():
-            self.masters[name].grad = param.grad
+        gradients = self.gradients()
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()

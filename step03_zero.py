@@ -200,12 +200,13 @@ def unit_names(model: Decoder) -> list[list[str]]:
     return list(units.values())
 
 
-class Zero1:
+class Zero1(Optimizer):
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
     because the update comes between the two halves of the all-reduce.
 
     `mark_ready` starts the reduce-scatter of a unit's gradients when that unit and all before it
-    are complete, as step 2 sends buckets. `step` updates our shards. `publish` gathers weights.
+    are complete, as step 2 sends buckets. `Optimizer.step` updates the masters, which are here our
+    shards, and calls `publish`, which gathers weights.
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
@@ -282,16 +283,6 @@ class Zero1:
             for name in unit.trained:
                 parts[name] = unit.view_shard(unit.summed_grad, name)
         return parts
-
-    def step(self, lr: float):
-        """Update this rank's shards of the masters, then `publish` them as weights."""
-        gradients = self.gradients()
-        for name, master in self.masters.items():
-            master.grad = gradients[name]
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
-        self.torch_optimizer.step()
-        self.publish()
 
     def publish(self):
         """Round the masters into this rank's shards of the weights, and all-gather each unit."""

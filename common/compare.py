@@ -1,9 +1,10 @@
 """Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
       step   reference        loss  loss diff.  norm diff.  (relative)
-         1    5.568047    5.568047     0.0e+00     1.2e-07
+         1    5.626841    5.626841     0.0e+00     1.3e-07
        ...
-    20 steps; largest difference: 1.5e-05; none above 0.001
+        20    3.079604    3.079609     1.7e-06     4.6e-05
+    20 steps; largest difference: 4.6e-05; none above 0.001
 
 The first is called the reference; the order changes only the columns. Two layouts of one training
 have the same losses and gradient norms, up to rounding, whose effects grow from step to step. So

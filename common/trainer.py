@@ -48,7 +48,7 @@ from tqdm import tqdm
 from common import UserError
 from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
-from common.flags import parse
+from common.flags import flag, parse
 from common.meter import (
     Meter,
     Row,
@@ -65,7 +65,25 @@ from common.watch import HangWatch, Signals
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
+@dataclasses.dataclass
+class RunConfig:
+    """Flags of the run.
+
+    Where it computes, and what it writes.
+    """
+
+    device: str = flag("auto", "where to compute", ("auto", "cuda", "cpu"))
+    dtype: str = flag(
+        "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
+    )
+    out: str = flag("", "run directory; default: runs/ and the name of the script")
+    save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
+    resume: str = flag("", "run directory or checkpoint to resume; auto: --out, if it has any")
+    timeout: float = flag(600.0, "seconds that a step may take before the job ends; 0: any number")
+    profile: int = flag(0, "steps to trace, after the first two; 0: none")
+
+
+def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of a run. Raises UserError if this rank needs a GPU of its own and has none.
 
     auto: this process's GPU if the node has any, else the CPU; bf16 if that GPU has it, else fp32.
