@@ -8,9 +8,9 @@ SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, di
 of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
 have different numbers of target tokens: if one has a token with the loss 1, and another has three
-with 3, 3, 3, the mean of all four is 2.5, while that of the two means 1 and 3 is 2. (The texts that
-this course trains on make every token a target. Data for fine-tuning do not: they mark the tokens
-of a prompt with IGNORE. The tests mark some at random.)
+with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (The
+texts that this course trains on make every token a target. Data for fine-tuning do not: they mark
+the tokens of a prompt with IGNORE. The tests mark some at random.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
@@ -26,8 +26,8 @@ al. 2017 did for fp16). Bytes for each parameter:
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
        2      2 + 4        4       4 + 4     20    a bf16 gradient and its fp32 sum
 
-RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a
-layer saves, for each token,
+RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. For
+each token a layer saves
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two norms                       512
@@ -38,9 +38,10 @@ layer saves, for each token,
     n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
 
 (From log sum exp, backward computes the attention probabilities again, so that they need not be
-saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With recomputation a
-layer saves only its input, dim numbers (tiny in bf16: 256 bytes), and backward repeats its forward,
-except the product with down_proj and the sum after it, whose results backward does not need.
+saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With --recompute full
+(activation checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in
+bf16: 256 bytes), and backward repeats its forward. The repetition stops before the product with
+down_proj, because by then it has all that backward needs. (With --compile it does not stop.)
 
 (RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of
 the two norms also saves its normalised input in fp32, and a bf16 input as fp32: a layer of tiny
@@ -213,8 +214,7 @@ class Optimizer:
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`.
 
-        (`mesh`, `sharded` and `spans` may be skipped here: they are for optimizers that need whole
-        matrices, for step 3, and for checkpoints.)
+        (Only for later: `mesh`, `sharded`, `spans`.)
         """
         self.model = model
         self.config = config
@@ -226,8 +226,8 @@ class Optimizer:
         accumulate_wide(self.params.values())
         self.masters: dict[str, Tensor] = {}
         for name, param in self.params.items():
-            # A copy only if the dtype changes: an fp32 weight is its own master. (`detach` makes
-            # another tensor of the same memory, with a `.grad` of its own.)
+            # bf16: a copy in fp32. fp32: the weight's own memory, as a second tensor, so that
+            # master and weight each have a `.grad`
             self.masters[name] = param.detach().to(wide(param.dtype))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 

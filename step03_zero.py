@@ -7,7 +7,7 @@ needs masters and moments of that shard alone.
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
-updates shard r.
+updates shard r. (o.. continues on rank 1 as ..o, and so on.)
 
     unit "layers.0":  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
@@ -39,11 +39,13 @@ its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
     3       nothing                         18/n           2.25     16/n           2
 
 (Stage 1 in bf16: whole, 2 of the weight and 4 of this rank's own gradient; of one shard, 4 of the
-sum, which has a buffer of its own, 4 of the master and 8 of the moments.) During a backward, stages
-2 and 3 also hold the whole gradients of two units: the present one, and the one before, whose sum
-is in flight. Stage 3 also holds, in forward and in backward, the whole weights of two units: the
-present one and the next. Activations are not in the table: each rank has its own, of its own
-sequences.
+sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not in the table:
+
+    - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
+      and the one before, whose sum is in flight.
+    - In forward and backward, stage 3 also holds the whole weights of two units: the present one
+      and the next. (With --keep, all weights from their first use to the update.)
+    - Activations: each rank has its own, of its own sequences.
 
 State is sharded first because it is the largest part and no more is sent: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
@@ -61,12 +63,12 @@ sends in a training step (n-1)/n times this many elements:
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
-twice: E's backward needs no weights, and H's follows its forward at once, so H stays. With --keep,
-weights stay whole from their first use in a training step to the update. For the norm of the
-gradient, which ranks now hold in shards, 8 bytes are all-reduced, and for the loss 4. Stage 3 of
-tiny on 4 ranks with m = 2 (32 sequences, 4 ranks, micro-batches of 4): 3/4 x 2 x (3 P - e) =
-3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two
-all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
+twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every
+stage the norm of the gradient is all-reduced, 8 bytes, and the loss, 4.
+
+Stage 3 of tiny on 4 ranks (32 sequences in micro-batches of 4, so m = 2): 3/4 x 2 x (3 x 804,224 -
+65,920) = 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the
+two all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
@@ -401,10 +403,10 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd refuses a saved tensor that was changed in place after it was saved. It notices by a
-    version number, which a tensor shares with its views. A gather writes to `flat`, and raises
-    flat's number. The parameters do not share it: `param.data = view`, in `Unit`, gave them the
-    memory of `flat`, but not its number.)
+    (Autograd raises an error if a saved tensor was written to after it was saved. It counts the
+    writes to each tensor, together with those to its views. A gather writes to `flat`. The
+    parameters do not count that: `param.data = view`, in `Unit`, gave them the memory of `flat`,
+    but left them a count of their own.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -516,8 +518,8 @@ class Zero3(Zero2):
         gathered again before its backward.
         """
         is_last = number + 1 == len(self.segments)
-        # The last segment's own backward follows at once. (Not on an earlier stage of step 6: there
-        # this keeps one layer more)
+        # The last segment stays: its backward follows at once. (Not on an earlier stage of step 6,
+        # where this costs the memory of one layer)
         if not is_last:
             for unit in self.segments[number]:
                 self.free_after_use(unit)
@@ -530,8 +532,8 @@ class Zero3(Zero2):
         self.fetch(number, ahead=number - 1)
 
     def start_sum(self, unit: Unit):
-        """All gradients of the unit are there, so its backward is over: start the sum as `Zero2`
-        does, and free the weights.
+        """All gradients of the unit are there, so its backward needs no more weights: start the sum
+        as `Zero2` does, and free them.
         """
         super().start_sum(unit)
         if len(unit.trained) == len(unit.named):  # else backward may still need the frozen weights

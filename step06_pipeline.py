@@ -56,11 +56,12 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
     y = run(x)                           forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-But backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
-use its result. What backward needs is the graph that computed y. So `Stage` keeps the last node of
-this graph, where backward starts (`get_gradient_edge(y)`), without y itself. y is freed when the
-next y has taken its place: a rank holds at most two outputs at a time, not one for each micro-batch
-in flight. (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
+(Skip this paragraph at first.) Backward never reads y's numbers: a layer ends with a sum, x +
+mlp(...), whose backward does not use its result. What backward needs is the graph that computed y.
+So `Stage` keeps the last node of this graph, where backward starts (`get_gradient_edge(y)`),
+without y itself. y is freed when the next y has taken its place: a rank holds at most two outputs
+at a time, not one for each micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has
+the same aim.)
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
 last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
@@ -116,8 +117,8 @@ class Stage:
     """A run of layers, and the graphs of the micro-batches that are in flight."""
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
-        """`layers`: numbers in the whole model. `positions`: of this rank's tokens. `number`: of
-        the stage.
+        """`layers`: which of the whole model's. `positions`: where this rank's tokens are in the
+        sequence (step 5). `number`: this stage's.
         """
         self.model = model
         self.layers = layers
@@ -235,7 +236,7 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
 
 def first_contact(group: Group, device: torch.device):
     """With NCCL, batch_isend_irecv must not be a group's first operation, unless all its ranks take
-    part. So all-reduce first.
+    part. Here only two neighbours would. So all ranks all-reduce first, which connects them.
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
 
@@ -258,8 +259,9 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 
 
 class Pipeline:
-    """One stage on each rank; `send_receive` and its short forms, for loops of one schedule each.
-    `execute` is here AFAB (all forward, all backward), and subclasses replace it.
+    """One stage on each rank. `execute` is a schedule, written as a loop: here AFAB (all forward,
+    all backward); subclasses write another. Loops communicate by `send_receive` and six short
+    forms.
     """
 
     stage_type = Stage  # an optional technique may use another
@@ -329,7 +331,7 @@ class Pipeline:
         """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
         nothing, and return None.
 
-        `receive_of`: the micro-batch that has the size of the tensor to receive (the last one may
+        `receive_of`: a number; receive a tensor, as large as this micro-batch's x (the last one may
         have fewer sequences). It does not select a message: the k-th receive from a peer gets its
         k-th send.
         """
@@ -488,9 +490,8 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # What an action will use, by this action: the x of a forward, the dy of a backward. If the
-        # action is this rank's, "compute" takes it out; if it is a peer's, "send" does. With the
-        # tensor comes the message that brings it, or Pending() if this rank computed it
+        # inputs[a]: the tensor that action a will use, and the message that brings it (Pending() if
+        # this rank computed it). If a is this rank's, "compute" takes it out; if a peer's, "send"
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

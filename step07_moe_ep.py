@@ -46,10 +46,11 @@ that you see excludes this one.) f_e and P_e are those of a micro-batch, so two 
 only if their --micro-batch-size is the same. (And where two p are almost equal, rounding may
 decide, in any layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
 
-GROUPS. All dp x cp x tp ranks route different tokens, those of tp because of sequence parallelism.
-(Without it they would route the same ones: --no-sp is refused.) So the experts can be spread over
-all of them ("MoE parallel folding", Liu et al. 2025): then tp shards no expert, and around the
-experts there is no f and no g (step 4). On 16 ranks:
+GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
+of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks
+can share the experts, and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et
+al. 2025). An expert is whole on its rank: tp does not cut it, and the MLP's f and g (step 4) are
+gone. On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks                  to
     dp           0 4 8 12                            have different sequences   shard the batch
@@ -71,9 +72,10 @@ evenly over the experts, it sends over ep, in each layer and for each micro-batc
     forward     (ep-1)/ep of 2 T K dim elements, and of 8 E bytes of counts
     backward    (ep-1)/ep of 2 T K dim elements
 
-With --recompute full forward counts twice. With --balance loss each forward also all-reduces 8 E
-bytes of counts over `sequence`; with --balance bias a layer does so over `stage`, once in a
-training step. For tiny as launched below, in fp32, in each layer and for each micro-batch:
+With --recompute full forward counts twice. With --balance loss each forward, the repeated one too,
+also all-reduces 8 E bytes of counts over `sequence`; with --balance bias a layer does so over
+`stage`, once in a training step. For tiny as launched below, in fp32, in each layer and for each
+micro-batch:
 
     ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
     ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
@@ -278,9 +280,9 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
-        # Gradients of micro-batches are summed. On all ranks of dp together there are
-        # global_batch_size / micro_batch_size of them: divided by it, a step has the mean of their
-        # losses
+        # A step has global_batch_size / micro_batch_size micro-batches, on all ranks of dp
+        # together. Their gradients are summed. To get the mean of their losses, each is divided by
+        # this number
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
@@ -331,9 +333,9 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (Recomputation does not count twice: it stops at the last tensor that backward needs, the
-        product with the scores, before this line. With --compile it does run this line: then all
-        loads double, and load - mean keeps its sign.)
+        (Recomputation does not count twice: it stops when the factors of the product with the
+        scores are there, before this line. With --compile it does run this line: then all loads
+        double, and load - mean keeps its sign.)
         """
         self.load_E += counts_E
         return out
@@ -409,9 +411,8 @@ def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tenso
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """How many rows leave for each expert of each rank, and how many arrive from each rank for each
-    of our experts: int64 [G, L], on the CPU; and the rows of each of our experts, int64 [L], on the
-    GPU, if there is one.
+    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
+    of each of our experts, int64 [L], on the device.
 
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
@@ -419,8 +420,8 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     leaving_GL = counts_E.view(group.size, -1)
     arriving_GL = torch.empty_like(leaving_GL)
     all_to_all(arriving_GL, leaving_GL, group).wait()
-    # Split sizes: the CPU waits for the GPU here, once for both. (On a GPU with a kernel for
-    # grouped_mm nothing else waits.)
+    # Split sizes: the CPU waits for the GPU here, once for both. (In bf16, on a GPU with a kernel
+    # for grouped_mm, nothing else waits.)
     leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
     return leaving_on_cpu, arriving_on_cpu, arriving_GL.sum(0)
 
@@ -538,10 +539,10 @@ def train(config: Config, run: Run):
     shard_experts(model, mesh, config)  # new: these experts
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
-    # new: recomputation keeps the chosen experts. (A recomputed p may round to another value and
-    # choose others: then numbers of rows, and experts that get gradients, would differ.)
+    # new: recomputation keeps the chosen experts. (A recomputed p may be rounded differently, and
+    # choose another expert than forward did: the rows would no longer fit)
     set_up_layers(model, config, context_fn=keep_choices)
-    # step 3: this shard of the update
+    # step 3: with --zero 1, 2 or 3 this shard of the update
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

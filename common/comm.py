@@ -109,7 +109,8 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue)
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # Over dp travel gradients (and ZeRO's weights), over the others mostly activations
+            # Over dp travel gradients (and ZeRO's weights), over the others mostly activations. Why
+            # that matters: `add_groups`, from step 4 on
             self.join(name, name, queue="gradients" if name == "dp" else "activations")
 
     def __getitem__(self, name: str) -> Group:
@@ -136,17 +137,16 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes `self.groups[name]`. A group's handle is PyTorch's ProcessGroup.
 
-        From step 4 on: why there are two queues. With NCCL each handle has a queue of messages of
-        its own. A message starts when, on every rank that takes part in it, the computation
-        launched before it and the earlier messages of the same handle are done. Messages of other
-        handles do not hold it up. If both shared a handle, activations, which are needed at once,
-        would wait for gradients. So gradients and activations never share one, even if their groups
-        have the same ranks.
+        From step 4 on: why there are two queues. NCCL sends the messages of one handle in their
+        order. If a layer's activations, which are needed at once, came behind a large bucket of
+        gradients, the computation would stand still until the bucket is sent. So groups for the
+        gradients that are summed during backward have other handles than groups for activations,
+        even if they have the same ranks.
         """
         for members in rows.tolist():
             row = tuple(members)
             if members != sorted(members):
-                raise ValueError(f"new_group would sort the ranks {row}")
+                raise ValueError(f"new_group numbers ranks in ascending order, so sort {row}")
             if len(row) > 1 and (row, queue) not in self.handles:
                 # new_group is a collective of all ranks, also of those outside the row
                 self.handles[row, queue] = dist.new_group(row)
@@ -264,9 +264,8 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives first. With gloo, `isend` to a peer that already waits writes the whole message
-    # before it returns. If our receive were posted only after that, two ranks would not send at the
-    # same time, but one after the other
+    # Receives first. Gloo's `isend` to a peer that already waits writes the whole message before it
+    # returns, so two ranks that both send first would send one after the other
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

@@ -1,5 +1,7 @@
 """Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
+(here with --tp 2, on CPUs)
+
       step   reference        loss  loss diff.  norm diff.  (relative)
          1    5.626841    5.626841     0.0e+00     1.3e-07
        ...
@@ -9,10 +11,9 @@
 The first is called the reference; the order changes only the columns. Two layouts of one training
 have the same losses and gradient norms, up to rounding, whose effects grow from step to step. So
 only the first steps are judged (--first 20). In fp32, the default on CPUs, a relative difference
-above 1e-3 there (--bound) is almost certainly a bug. (Step 1 and step04_tp_sp.py --tp 2, both
-right: their norms differ by 1.5e-5 in step 19, and by a tenth in step 79. In step 7, rounding may
-also send a token to another expert.) In bf16 rounding alone gives more: compare runs with --dtype
-fp32.
+above 0.001 there (--bound) is almost certainly a bug. (These two, both right, differ by 1.5e-5 in
+step 19, and by a tenth in step 79. In step 7, rounding may also send a token to another expert.) In
+bf16 rounding alone gives more: compare runs with --dtype fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
 Flags that decide what is computed, such as --seed, are printed if they differ, but a difference

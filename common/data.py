@@ -21,9 +21,9 @@ an earlier document. Every rank reads the whole global batch, since token ids ar
 on its share.
 
 readers.py reads files and data sets. Text becomes bytes even if the model's vocabulary is larger,
-and each rank holds all of it in memory, two bytes a token. A .bin file of token ids is mapped, so
-that a rank holds nothing of it: convert a large corpus. (At the start each rank reads the whole
-file once, for its largest id.)
+and each rank holds all of it in memory, two bytes a token (four while it is read). A .bin file of
+token ids is mapped, so that a rank holds nothing of it: convert a large corpus. (At the start each
+rank reads the whole file once, for its largest id.)
 """
 
 import hashlib
@@ -44,7 +44,8 @@ BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
 
 def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced). tokens: one stream of ids, uint16: the bytes of each text, then
-    END. replaced: the number of U+FFFD in them, which `read_txt` puts for bytes that are not UTF-8.
+    END. replaced: the number of U+FFFD in them, the text's own, or put by `read_txt` for bytes that
+    are not UTF-8.
     """
     streams = [np.array([], np.uint16)]  # of no texts at all
     replaced = 0

@@ -1,9 +1,8 @@
 """Initial values, and one small record per parameter: how it is sharded, and over which ranks its
 gradient is summed.
 
-In steps 1 to 3 all records are alike, the first row below. In steps 2 and 3 each gradient is summed
-over the ranks of its `data_group`, dp; in step 1 there are none. Skip the rest of this docstring
-until step 4.
+Until step 3 all parameters have the same record: not sharded, the gradient summed over dp (in step
+1 there is nothing to sum). Skip the rest of this docstring until step 4.
 
 From then on, each dimension of parallelism notes in a parameter's record what it changes. Initial
 weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
@@ -129,9 +128,9 @@ def materialize_buffers(model: nn.Module, device: torch.device):
 @dataclass(frozen=True)
 class Shard:
     """From step 4 on: this rank holds the indices `start` to `stop` - 1 of dimension `dim`, which
-    had `full` of them. Shards are equally long, so the last ones may go beyond: from index `full`
-    on they are padding. (If a dimension is sharded twice, the second counts from the start of the
-    first one's shard.)
+    had `full` of them. Shards are equally long, so the last ones may go beyond `full`, with
+    padding: of 257 rows on two ranks, the second has 129 to 257, and row 257 is padding. (If a
+    dimension is sharded twice, the second counts from the start of the first one's shard.)
     """
 
     dim: int
@@ -202,11 +201,11 @@ def global_norm(
     """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards. Call it after
     all sums over ranks.
 
-    An element that c ranks hold must count once, so each of them adds 1/c of its square. c is the
-    number of ranks, divided by the number of different parts into which they cut the parameter
-    (`distinct_parts`). Step 3, 8 ranks of dp: without ZeRO all hold the whole parameter, one part,
-    so c = 8 / 1; with ZeRO there are 8 parts, and c = 1. From step 4 on, for example with tp 2 and
-    dp 4:
+    If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So if c
+    ranks hold an element, each adds 1/c of its square. c is the number of ranks, divided by the
+    number of different parts into which they cut the parameter (`distinct_parts`). Step 3, 8 ranks
+    of dp: without ZeRO all hold the whole parameter, one part, so c = 8 / 1; with ZeRO there are 8
+    parts, and c = 1. From step 4 on, for example with tp 2 and dp 4:
 
                                  a matrix, sharded over tp    the weight of a norm
         without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
@@ -236,7 +235,7 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
     """
     groups = {shard.over for shard in record.shards}
     if "pp" in mesh.groups:
-        groups.add("pp")  # another stage has other parameters: that counts like shards
+        groups.add("pp")  # a stage's parameters are on 1/pp of the ranks, as if pp sharded them
     if sharded:
         groups.add(record.data_group)
     return math.prod(mesh[name].size for name in groups)

@@ -55,7 +55,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and what the first rank holds that holds any.
+    """A row of the table: a parameter's whole shape, and the part on the lowest rank that has one.
 
     What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
     rank keeps fewer bytes, except while it uses a parameter.
@@ -114,7 +114,7 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
     weights = 0.0
     for name, row in rows.items():
         size = math.prod(row.whole)
-        if len(row.whole) == 3:  # [experts, out, in]
+        if len(row.whole) == 3:  # a stack of experts, [experts, out, in]
             weights += size * top_k / row.whole[0]
         elif len(row.whole) == 2 and ("embed_tokens" not in name or shape.tied):
             weights += size  # looking up an embedding costs nothing; a tied one is also the head
@@ -153,8 +153,8 @@ def check_profile(n: int, steps: int):
 
 @contextmanager
 def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
-    """Trace n steps, after two that are not: the first step is unlike others, and in the second the
-    profiler warms up. Yields a function to call after each step.
+    """Skip two steps, then trace n: in the first, memory is allocated and layers are compiled; in
+    the second the profiler warms up. Yields a function to call after each step.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
     ranges: the optimizer's step; `wait tp`, while a rank waits for a message over tp; and in steps

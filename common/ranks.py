@@ -26,7 +26,7 @@ from common import UserError
 
 # What init_process_group needs, and, to choose a GPU, `choose_device`
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# Set by other launchers (SLURM, Open MPI, MPICH), to the number of processes
+# Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -36,7 +36,9 @@ class Ranks:
     """
 
     def __init__(self):
-        """On GPUs, create a gloo group: its messages go between CPUs, and wait for no kernel."""
+        """On GPUs the default group is NCCL's, whose messages wait for the GPU's work. So create a
+        group of gloo, which sends from CPU to CPU at once.
+        """
         self.rank = 0
         self.world = 1
         self.group = None
@@ -66,7 +68,7 @@ class Ranks:
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
-        any, raise UserError on all.
+        any, raise UserError on all, with the first rank's message.
         """
         problem = ""
         try:
@@ -146,8 +148,8 @@ def store_of_restart() -> dict[str, Any]:
     the first puts a prefix of its own before its keys.
 
     (On one node. Each node's torchrun counts its own failures, so that on several nodes the
-    prefixes can differ: PyTorch's issue 135712. There set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-    with which each start has a store of its own.)
+    prefixes can differ, and the ranks do not find one another: PyTorch's issue 135712. There set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which each start has a store of its own.)
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"

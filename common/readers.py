@@ -7,8 +7,8 @@ every step without this file.
     a.txt                one document (\\r\\n is read as \\n)
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders; all must be of one of the kinds
-                         above (hidden files are skipped, links to folders are not followed)
+    a folder             every file in it and in its subfolders; all must have the same suffix of
+                         those above (hidden files are skipped, links to folders not followed)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
@@ -95,15 +95,15 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
 
 
 def in_random_order(paths: list[Path]) -> list[Path]:
-    """Shuffle files, always in the same order. (Neighbours are alike, but the tail, which is held
-    out, should be like the rest.)
+    """The files in a random order that is always the same. (Neighbours are alike, but the tail of
+    the data, which is held out, should be like the rest.)
     """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
 
 def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
-    """The files in a folder and its subfolders, in a fixed order, but for hidden ones and the
-    folders called as `skipped` says. Links to folders are not followed.
+    """The files in a folder and its subfolders, in a fixed order, without hidden ones, and without
+    folders whose name is in `skipped`. Links to folders are not followed.
     """
     paths = []
     for where, inside, names in os.walk(folder):

@@ -18,8 +18,6 @@ FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device"
 WORK = {"micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"}
 # LAYOUT: on which ranks (`ranks` is no flag, but their number, which `Run` adds)
 LAYOUT = {"ranks", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep"}
-# (An optional technique may save state that fits only its own rank, such as the errors of a sync
-# that compresses gradients. Then only FREE is free: `has_state` in `check_flags`.)
 
 
 def refuse_to_mix(out: Path):
@@ -71,6 +69,8 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """Raise UserError unless the data are the saved run's, and so is each flag that may not
     change.
     """
+    # An optional technique may have saved state that fits only its own rank, such as the errors of
+    # a sync that compresses gradients: then the layout must stay
     free = FREE if saved.has_state else may_change(flags)
     for name, value in flags.items():
         before = saved.about["flags"].get(name, value)

@@ -2,10 +2,9 @@
 can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
-a function that returns the list of one rank, given p ranks, m micro-batches, v stages on each rank
-(only `interleaved` takes more than one), and the rank: `afab`, `one_f_one_b` and `interleaved`. All
-three call one function, each with another `warm_up`, the number of forwards before forwards and
-backwards alternate.
+a function of p ranks, m micro-batches, v stages on each rank, and a rank. It returns the list of
+this rank. There are three: `afab` and `one_f_one_b`, with v = 1, and `interleaved`. They differ in
+`warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. (A stage is then
@@ -93,10 +92,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # With (v-1) p forwards, the first p micro-batches have passed all of this rank's stages but the
-    # last. Then 1F1B's warm-up of that last stage: one more for each rank behind this one; here
-    # twice as many, so that each output has time to travel before it is needed. (If messages took
-    # no time, once would give the same bubble.)
+    # (v-1) p forwards bring the first p micro-batches to this rank's last stage. 1F1B would then
+    # add one for each rank behind this one. Here it is two for each, so that every output has time
+    # to travel before it is needed. (If messages took no time, one would give the same bubble.)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -113,7 +111,7 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     return None
 
 
-def needed_by(action: Action, n_stages: int) -> Action | None:
+def producer(action: Action, n_stages: int) -> Action | None:
     """The action whose output this one needs, or None: the forward of the stage before, or the
     backward of the stage behind. The last stage's backward needs its own forward, which ends with
     the loss.
@@ -154,7 +152,7 @@ def simulate(
             while queue:
                 action = queue[0]
                 start = idle_from[rank]
-                needed = needed_by(action, len(ranks))
+                needed = producer(action, len(ranks))
                 if needed is not None:
                     if needed not in ends:  # not simulated yet: see to the other ranks first
                         break
@@ -202,13 +200,13 @@ def add_messages(
     (Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2. Of equals the lower rank comes first.
     So F1.0's message comes before F0.1: rank 1 begins to receive it before it computes F0.1.)
 
-    No deadlock is possible, even if a send blocks until it is received. Number actions and messages
-    in the order in which the loop below meets them; a send and its receive are one message, with
-    one number. So the numbers in each program increase. Suppose that some ranks wait for ever, and
-    take the smallest number that is not done. Each rank that takes part in it has reached it,
-    because all smaller ones are done. A message can then pass. An action has its input: the action
-    that made it ended earlier (all costs are above 0), so both that earlier action and the message
-    have smaller numbers, and are done. Nothing is left to wait for: a contradiction.
+    Why there is no deadlock, even if a send blocks until it is received. Number actions and
+    messages in the order in which the loop below meets them; a send and its receive are one
+    message, with one number. So the numbers in each program increase. Suppose that some ranks wait
+    for ever, and take the smallest number that is not done. Each rank that takes part in it has
+    reached it, because all smaller ones are done. A message can then pass. An action has its input:
+    the action that made it ended earlier (all costs are above 0), so both that earlier action and
+    the message have smaller numbers, and are done. Nothing is left to wait for: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, ranks, costs):

@@ -123,7 +123,7 @@ class Run:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.history = []  # a dict for each step; on rank 0 the rows of metrics.jsonl
-        self.began = 0.0  # when the present step began; 0 before the first: see `main`
+        self.began = 0.0  # since when the present step is timed; 0 before the first: see `main`
         self.watch = HangWatch(config.timeout, self.out)
 
     def __enter__(self) -> "Run":
@@ -151,11 +151,12 @@ class Run:
         self.parts = parts
         done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
-        # The progress bar; --profile; signals, which are noted and obeyed when a step has ended
+        # `with` closes all three, however the loop ends: the progress bar; the profiler, whose
+        # value is a function to call after each step; the handlers of signals, which are only noted
         with self.bar, trace as end_traced_step, Signals() as signals:
+            self.began = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
-                self.began = time.perf_counter()
                 yield step
                 end_traced_step()
                 # If one rank has received a signal, all end after this step
@@ -163,6 +164,7 @@ class Run:
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
+                    self.began = time.perf_counter()  # saving is no part of the next step
                 if stopping and step + 1 < self.config.steps:
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
@@ -180,12 +182,13 @@ class Run:
         # Only now: a launch that fails above must not touch the files of an earlier run
         self.begin()
         rows = self.gather_rows()
+        # Step 7's flag; in other steps a token visits the one MLP
         top_k = getattr(self.config, "experts_per_token", 1)
         model = self.parts["model"]
         flops = flops_per_token(rows, model.config, top_k)
         self.meter = Meter(next(model.parameters()), flops, self.world)
         self.introduce(rows)
-        self.take_sent()  # do not count what was sent before the first step
+        self.take_sent()  # what was sent so far is no part of the steps' laws
         options = dict(unit="step", disable=not self.first)
         self.bar = tqdm(initial=done, total=self.config.steps, **options)
         return done
@@ -289,8 +292,8 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        All ranks must pass the same numbers. Then either all raise or none, and a rank that raises
-        may ask all others for the message (`gradients_not_finite` is a collective).
+        All ranks must pass the same numbers. So all raise, or none: `gradients_not_finite`, a
+        collective, can be called here.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -318,10 +321,12 @@ class Run:
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
-        Its seconds end here: they do not contain saving. (On a GPU they contain the update: the
-        caller's `loss.item()` has waited for all work before it.)
+        Its seconds are those since the step before was recorded, without saving. (On a GPU the
+        update's kernels may still be running; they are then part of the next step.)
         """
-        seconds = time.perf_counter() - self.began
+        now = time.perf_counter()
+        seconds = now - self.began
+        self.began = now
         rate = tokens / seconds
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
         shown = f"loss {numbers['loss']:.4f}  {rate:,.0f} tok/s"
@@ -391,8 +396,8 @@ def main(train: Callable[[Any, Run], None], cls: type):
 def report(error: Exception, early: bool) -> int:
     """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
 
-    `early`: training has not begun. Then an error of a file or of the network is most likely one
-    that the user can fix, too: a path, an address.
+    `early`: before the first step. An OSError or DistError then most likely means a wrong path or
+    address, which the user can fix, too.
     """
     fixable = isinstance(error, UserError)
     text = str(error)
