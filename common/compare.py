@@ -66,11 +66,9 @@ def relative(value: float | None, reference: float | None) -> float:
     return abs(value - reference) / max(abs(value), abs(reference))
 
 
-def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
-    """Print a table of the steps up to `first`; return whether they are within `bound`.
-
-    Raises ValueError if one run has ended before that, and the other has not; or if they have no
-    steps; or as `relative` does.
+def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
+    """The rows of the steps up to `first`, which both runs must have, unless both have ended before.
+    Raises ValueError.
     """
     shorter = min(len(reference_rows), len(rows))
     longer = max(len(reference_rows), len(rows))
@@ -78,9 +76,17 @@ def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: flo
         raise ValueError(
             f"one run has ended in step {shorter}: --first {shorter} judges what both have"
         )
-    pairs = list(zip(reference_rows[:first], rows[:first], strict=True))
-    if not pairs:
+    if shorter == 0:
         raise ValueError("the runs have no steps to compare")
+    return list(zip(reference_rows[:first], rows[:first], strict=True))
+
+
+def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
+    """Print a table of the steps up to `first`; return whether they are within `bound`.
+
+    Raises ValueError as `pair_up` and `relative` do.
+    """
+    pairs = pair_up(reference_rows, rows, first)
     largest = 0.0
     first_above = None
     print("  step   reference        loss  loss diff.  norm diff.  (relative)")
