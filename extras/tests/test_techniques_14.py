@@ -60,9 +60,8 @@ ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (3, SGD, "step03_zero --zero 1+offload"),
     (3, TIED, "step03_zero --zero 3+offload-all --recompute full,offload"),
     (4, TIED | dict(experts=4), "step07_moe_ep --zero 3+replicas+offload --ep 2"),
-    # four ranks of tp for two key/value heads, and two ranks for one
+    # four ranks of tp for two key/value heads
     (4, SGD, "step04_tp_sp --zero 1 --tp 4"),
-    (4, SGD | dict(n_kv_heads=1), "step04_tp_sp --zero 1 --tp 2"),
     # what backward computes again, or fetches
     (2, SGD, "step04_tp_sp --tp 2 --recompute all-but-attention,logits"),
     (2, dict(tied=True), "step03_zero --zero 3 --recompute offload"),

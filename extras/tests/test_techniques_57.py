@@ -35,9 +35,9 @@ ranks, cases = pytest.mark.ranks, pytest.mark.parametrize
 PLAIN = dict(n_layers=4, micro_batch_size=3)
 TIED = PLAIN | dict(tied=True, optimizer="sgd")
 EXPERTS = PLAIN | dict(experts=4, aux_loss_coeff=0.3)
+# Its layer has shared experts and groups, and balances by a bias
 DEEPSEEK = PLAIN | dict(experts=8, balance="deepseek", bias_rate=0.1)
 CAPACITY = EXPERTS | dict(balance="capacity", capacity_factor=0.6)
-SHARED = EXPERTS | dict(balance="shared", shared_experts=2)
 GROUPS = EXPERTS | dict(balance="groups")
 FULL = "--zero 3 --recompute full"
 STEP5, STEP6, STEP7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
@@ -59,11 +59,9 @@ ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (4, TIED, f"{STEP6} --pp 2 --cp 2 --schedule dualpipev --zero 2 --cp-mode allgather"),
     (1, TIED, f"{STEP6} --schedule zbv"),
     (2, PLAIN, f"{STEP6} --pp 2 --schedule unrounded"),
-    (4, EXPERTS, f"{STEP7} --ep 2 --balance loss+overlap --zero 2"),
     (4, DEEPSEEK, f"{STEP7} --pp 2 --ep 2 --schedule zb-h1 --balance deepseek+overlap {FULL}"),
     (4, DEEPSEEK, f"{STEP7} --cp 2 --tp 2 --ep 4 --zero 1"),
     (4, CAPACITY, f"{STEP7} --cp 2 --tp 2 --ep 2 --zero 2"),
-    (4, SHARED, f"{STEP7} --tp 2 --ep 2"),
     (4, GROUPS, f"{STEP7} --pp 2 --tp 2 --schedule gpipe"),
 ]
 
