@@ -85,7 +85,7 @@ def test_a_technique_trains_by_its_launch_line(tiny, tmp_path):
 NO_CARD = dict(GLOO_SOCKET_IFNAME="eth9")
 MISTAKES = [  # command, ranks, a part of the error, environment
     ("step02_ddp.py", 2, "error: the ranks do not find one another: ", NO_CARD),
-    ("step07_moe_ep.py --pp 2 --tp 4", 4, "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
+    ("step07_moe_ep.py --pp 2 --tp 4", 2, "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
     ("-m extras", 0, "error: give a step's file first", {}),
 ]
 

@@ -27,7 +27,7 @@ from tests.tape import Tape
 ranks = pytest.mark.ranks
 cases = pytest.mark.parametrize
 LOOPS = [(fp16, step06), (diloco, step04), (pipedream, step06)]
-SGD = dict(optimizer="sgd", lr=0.5)
+SGD = dict(optimizer="sgd", lr=0.5, micro_batch_size=2)
 
 
 # --- Lines ---------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_launch_lines(loop):
 
 # --- fp16 ----------------------------------------------------------------------------------------
 
-LAYOUTS = [(SGD, dict(pp=2, tp=2)), (dict(tied=True), dict(cp=2, zero="3"))]
+LAYOUTS = [(SGD, dict(pp=2, tp=2)), (dict(tied=True, micro_batch_size=2), dict(cp=2, zero="3"))]
 
 
 @cases("base, layout", LAYOUTS)
@@ -118,7 +118,7 @@ def test_fp16_stays_near(pools):
 
 # --- DiLoCo --------------------------------------------------------------------------------------
 
-MEETING = dict(steps=6, lr=0.02, inner_steps=3, weight_decay=0.0, grad_clip=0.0)
+MEETING = dict(steps=6, micro_batch_size=2, lr=0.02, inner_steps=3, weight_decay=0.0, grad_clip=0.0)
 
 
 def torch_step(rule: torch.optim.Optimizer, loss: Tensor) -> float:

@@ -39,9 +39,10 @@ CPU = torch.device("cpu")
 # --- One process's numbers -----------------------------------------------------------------------
 
 STEP2, STEP3, STEP4 = "step02_ddp", "step03_zero", "step04_tp_sp"
-SGD = dict(optimizer="sgd", lr=0.5)  # it shows a wrong scale of gradients, which AdamW hides
+# SGD shows a wrong scale of gradients, which AdamW hides
+SGD = dict(optimizer="sgd", lr=0.5, micro_batch_size=2)
 TIED = SGD | dict(tied=True)
-MUON = dict(optimizer="muon")
+MUON = dict(optimizer="muon", micro_batch_size=2)
 ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (3, SGD, "step02_ddp --sync tree"),
     (3, SGD, "step02_ddp --sync server"),
@@ -59,7 +60,11 @@ ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (4, SGD, "step03_zero --zero 2+replicas --replicas 4"),
     (3, SGD, "step03_zero --zero 1+offload"),
     (3, TIED, "step03_zero --zero 3+offload-all --recompute full,offload"),
-    (4, TIED | dict(experts=4), "step07_moe_ep --zero 3+replicas+offload --ep 2"),
+    (
+        4,
+        TIED | dict(experts=4, micro_batch_size=1),
+        "step07_moe_ep --zero 3+replicas+offload --ep 2",
+    ),
     # four ranks of tp for two key/value heads
     (4, SGD, "step04_tp_sp --zero 1 --tp 4"),
     # what backward computes again, or fetches
