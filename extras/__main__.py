@@ -10,7 +10,8 @@ from inspect import get_annotations
 from pathlib import Path
 from types import ModuleType
 
-from common.trainer import main
+from common import UserError
+from common.trainer import main, report
 
 
 def techniques() -> list[ModuleType]:
@@ -41,6 +42,17 @@ def with_flags(config: type, modules: list[ModuleType]) -> type:
     return extended
 
 
+def step_of(argv: list[str]) -> ModuleType:
+    """The step whose file is the first word, such as "step02_ddp.py". Raises UserError."""
+    if not argv or not Path(argv[0]).is_file():
+        raise UserError("give a step's file first, such as step01_single_gpu.py")
+    return importlib.import_module(argv[0].removesuffix(".py").replace("/", "."))
+
+
 if __name__ == "__main__":
-    step = importlib.import_module(sys.argv.pop(1).removesuffix(".py"))
+    try:
+        step = step_of(sys.argv[1:])
+    except UserError as problem:
+        sys.exit(report(problem, early=True))
+    del sys.argv[1]
     main(step.train, with_flags(step.Config, techniques()))

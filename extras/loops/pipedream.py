@@ -127,7 +127,7 @@ def update(
 
 
 def train(config: Config, run: Run):
-    """The whole run: step 6's loop, in which `# new` marks the lines that differ."""
+    """The whole run: step 6's loop without its norm, clipping and update, and with new lines."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)

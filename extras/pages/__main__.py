@@ -190,7 +190,7 @@ class Pages:
         """
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
         text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
-        return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
+        return self.markdown.render(text).replace('.py"', '.html"')
 
 
 def main():

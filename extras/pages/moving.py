@@ -1,4 +1,4 @@
-"""Draws README's animation of pipeline schedules: `python -m extras.pages.moving FILE.gif`."""
+"""Draws RESULTS' animation of pipeline schedules: `python -m extras.pages.moving FILE.gif`."""
 
 import sys
 
@@ -20,19 +20,8 @@ RANKS = 4
 MICRO_BATCHES = 8
 
 
-class AllForwardAllBackward(ListPipeline):
-    """What step 6 writes as a loop."""
-
-    actions = staticmethod(afab)
-
-
-class OneForwardOneBackward(ListPipeline):
-    """What step 6 writes as a loop."""
-
-    actions = staticmethod(one_f_one_b)
-
-
-LOOPS = {"afab": AllForwardAllBackward, "1f1b": OneForwardOneBackward}
+# Step 6 writes these two as loops. Its other schedules are lists of actions
+LISTS = {"afab": afab, "1f1b": one_f_one_b}
 
 
 def spans_of(name: str, p: int, m: int) -> list[tuple]:
@@ -41,8 +30,9 @@ def spans_of(name: str, p: int, m: int) -> list[tuple]:
     An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
     Raises UserError.
     """
-    schedule = (SCHEDULES | LOOPS)[name]
-    lists = [schedule.actions(p, m, schedule.v, rank) for rank in range(p)]
+    schedule = ListPipeline if name in LISTS else SCHEDULES[name]
+    actions = LISTS.get(name, schedule.actions)
+    lists = [actions(p, m, schedule.v, rank) for rank in range(p)]
     costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
     return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)
 

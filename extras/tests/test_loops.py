@@ -1,11 +1,9 @@
 """Scripts with a `train` of their own: lines that differ from the step's, and what they compute."""
 
-import importlib
-import io
+import ast
+import inspect
 import re
-import tokenize
-from difflib import SequenceMatcher
-from inspect import getsource
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,53 +12,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+import step04_tp_sp as step04
+import step06_pipeline as step06
 from common import UserError
 from common.comm import Group, Mesh
 from common.data import Data
 from common.flags import parse
 from common.model import IGNORE, PRESETS, ModelConfig
-from extras.loops import diloco, fp16
+from extras.loops import diloco, fp16, pipedream
 from step01_single_gpu import Optimizer, learning_rate
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, equals_step1, together, train
 from tests.tape import Tape
 
 ranks = pytest.mark.ranks
 cases = pytest.mark.parametrize
-LOOPS = [(fp16, "step06_pipeline"), (diloco, "step04_tp_sp")]
-SGD = dict(optimizer="sgd", lr=0.5)
+LOOPS = [(fp16, step06), (diloco, step04), (pipedream, step06)]
+SGD = dict(optimizer="sgd", lr=0.5, micro_batch_size=2)
 
 
 # --- Lines ---------------------------------------------------------------------------------------
 
 
-def lines_of(source: str) -> list[tuple[str, bool]]:
-    """The logical lines of a program: indent and code, and whether a comment starts "# new"."""
-    lines = []
-    code = ""
-    marked = False
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            marked |= token.string.startswith("# new")
-        elif token.type == tokenize.NEWLINE or (token.type == tokenize.NL and not code):
-            if code or marked:
-                lines.append((code.replace(", )", ")"), marked))
-            code = ""
-            marked = False
-        elif token.string.strip():
-            code += token.string + " " if code else " " * token.start[1] + token.string + " "
-    return lines
+def statements(function: Callable) -> Iterator[tuple[str, bool]]:
+    """The first line of each statement, and whether it is marked as new."""
+    source = inspect.getsource(function)
+    lines = source.splitlines()
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    for node in sorted(nodes[2:], key=lambda node: node.lineno):  # without `def` and docstring
+        yield ast.unparse(node).splitlines()[0], "# new" in lines[node.lineno - 1]
 
 
 @cases("loop, step", LOOPS)
 def test_unmarked_lines_are_the_steps(loop, step):
-    """A loop is its step's, with other lines only where `# new` marks them."""
-    source = getsource(importlib.import_module(step).train)
-    step_lines = [code for code, _ in lines_of(source) if code]
-    loop_lines = lines_of(getsource(loop.train))
-    matcher = SequenceMatcher(None, step_lines, [code for code, _ in loop_lines], autojunk=False)
-    for kind, _, _, start, stop in matcher.get_opcodes():
-        marks = [marked for _, marked in loop_lines[start:stop]]
-        assert marks == [kind != "equal"] * max(1, len(marks)), loop_lines[start:stop]
+    """Without the lines marked `# new`, a loop has lines of its step's, in the same order."""
+    remaining = (line for line, _ in statements(step.train))
+    for line, new in statements(loop.train):
+        assert new or line in remaining, f"not in the step, or in another order: {line}"
 
 
 @cases("loop", [loop for loop, _ in LOOPS])
@@ -72,7 +59,7 @@ def test_launch_lines(loop):
 
 # --- fp16 ----------------------------------------------------------------------------------------
 
-LAYOUTS = [(SGD, dict(pp=2, tp=2)), (dict(tied=True), dict(cp=2, zero="3"))]
+LAYOUTS = [(SGD, dict(pp=2, tp=2)), (dict(tied=True, micro_batch_size=2), dict(cp=2, zero="3"))]
 
 
 @cases("base, layout", LAYOUTS)
@@ -131,7 +118,7 @@ def test_fp16_stays_near(pools):
 
 # --- DiLoCo --------------------------------------------------------------------------------------
 
-MEETING = dict(steps=6, lr=0.02, inner_steps=3, weight_decay=0.0, grad_clip=0.0)
+MEETING = dict(steps=6, micro_batch_size=2, lr=0.02, inner_steps=3, weight_decay=0.0, grad_clip=0.0)
 
 
 def torch_step(rule: torch.optim.Optimizer, loss: Tensor) -> float:
@@ -172,11 +159,10 @@ def two_models() -> tuple[list[float], nn.Module]:
     return losses, models[0]
 
 
-@cases("n, tp", [(2, 1), (4, 2)])
-def test_ranks_of_dp_are_models(pools, n, tp):
-    """Two ranks of dp, each of tp ranks, have the losses and weights of `two_models`."""
+def test_ranks_of_dp_are_models(pools):
+    """Two ranks of dp, each of two ranks of tp, have the losses and weights of `two_models`."""
     losses, model = two_models()
-    found = pools(n).run(train, "extras.loops.diloco", MEETING | dict(tp=tp))
+    found = pools(4).run(train, "extras.loops.diloco", MEETING | dict(tp=2))
     for rank_losses, *_ in found:
         close(torch.tensor(rank_losses), torch.tensor(losses), "the losses")
     weights = together([piece for rank in found for piece in rank[3]])

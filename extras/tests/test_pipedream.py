@@ -1,8 +1,5 @@
-"""PipeDream: its loop is step 6's but for marked lines, and its updates obey the paper's law."""
+"""PipeDream: its updates obey the paper's law."""
 
-import ast
-import inspect
-from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -10,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-import step06_pipeline as step06
 from common import UserError
 from common.data import Data
 from common.flags import parse
@@ -20,22 +16,6 @@ from step06_pipeline import Stage
 from tests.equal import BASE, SHAPE, Watch, close, decoder, together
 
 cases = pytest.mark.parametrize
-
-
-def statements(function: Callable) -> Iterator[tuple[str, bool]]:
-    """The first line of each statement, and whether it is marked as new."""
-    source = inspect.getsource(function)
-    lines = source.splitlines()
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
-    for node in sorted(nodes[2:], key=lambda node: node.lineno):  # without `def` and docstring
-        yield ast.unparse(node).splitlines()[0], "# new" in lines[node.lineno - 1]
-
-
-def test_unmarked_lines_are_step_6s():
-    """Without the lines marked `# new`, the loop has lines of step 6's, in the same order."""
-    remaining = (line for line, _ in statements(step06.train))
-    for line, new in statements(pipedream.train):
-        assert new or line in remaining, f"not in step 6, or in another order: {line}"
 
 
 class Weights(Watch):

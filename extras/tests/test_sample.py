@@ -10,8 +10,8 @@ from common import UserError
 from common.data import Data
 from common.model import Decoder
 from extras.tools import sample, tokens
-from extras.tools.saved import load_model, whole_parameters
-from tests.equal import Watch, close, decoder, together, train
+from extras.tools.saved import load_model
+from tests.equal import Watch, close, decoder
 
 SHAPE = "debug,dim=32,n_layers=4,ffn_dim=48,seq_len=16"
 
@@ -79,18 +79,6 @@ def test_temperature_0_takes_the_largest_logit():
     assert sample.continued(model, [1, 2], 9, 6, greedy) == ids  # padded to 6 tokens
 
 
-def test_frequencies_are_softmax_of_logits_over_temperature():
-    """1,000 draws among 4 ids have the frequencies of the definition."""
-    model, seen = with_large_weights()
-    counts = torch.zeros(4)
-    for seed in range(1000):
-        draw = sample.Config(tokens=1, temperature=3.0, seed=seed)
-        counts[sample.continued(model, [1, 2], 4, 0, draw)[2]] += 1
-    model(torch.tensor([[1, 2]]), torch.tensor([[1, 2]]))
-    expected = (seen[-1][0, -1, :4] / 3.0).softmax(-1)
-    assert (counts / 1000 - expected).abs().max() < 0.04  # 2.5 standard deviations, if p = 1/2
-
-
 def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
     """A run on a .bin takes the tokenizer beside it. What has no ids there is one line."""
     for n in 280, 300:
@@ -111,22 +99,3 @@ def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
     ]:
         with pytest.raises(UserError, match=problem):
             sample.main(words)
-
-
-BIAS = dict(steps=4, save_every=2, n_layers=4, experts=4, balance="bias", bias_rate=0.3)
-BIAS |= dict(pp=2, tp=2, ep=2, zero="3")
-
-
-def test_whole_parameters_of_several_ranks(pools, tmp_path):
-    """They are the masters that the ranks updated, put together, and buffers, by their names."""
-    ranks = pools(4).run(train, "step07_moe_ep", BIAS | dict(out=f"{tmp_path}"))
-    flags, named = whole_parameters(tmp_path)
-    found = dict(named)
-    close(flags["balance"], "bias", "a flag of the run")
-    for name, value in together([piece for rank in ranks for piece in rank[3]]).items():
-        close(found.pop(name), value, name)
-    biases = [f"model.layers.{n}.mlp.bias" for n in range(4)]
-    close(sorted(found), biases, "buffers")
-    steps_of_rate = torch.stack([found[name] for name in biases]) / 0.3
-    close(steps_of_rate, steps_of_rate.round(), "biases, in steps of the rate")
-    assert steps_of_rate.abs().max() > 0.9, "no bias has moved"

@@ -1,20 +1,13 @@
 """The techniques of steps 1 to 4: each trains to one process's numbers, and keeps its law.
 
 ROWS is a table of layouts. Each row trains a step with the flags of some techniques; losses, norms,
-gradients and weights must equal those of one process, to 1e-10 (tests/equal.py). Lossy techniques
-are bounded further below, and have a row in which nothing is lost.
-
-This module is also a step: its Config has the flags of all techniques.
+gradients and weights must equal those of one process, to 1e-10 (tests/equal.py). The errors of
+lossy techniques are bounded further below.
 """
 
 import importlib
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,148 +20,85 @@ import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
-import step07_moe_ep as step07
 from common import UserError
 from common.comm import Mesh
-from common.flags import flag, parse
+from common.flags import parse
 from common.model import PRESETS, Decoder, ModelConfig, summed_cross_entropy
-from common.trainer import Run
-from extras.__main__ import techniques, with_flags
-from extras.techniques import adafactor, muon, zero_offload, zero_replicas
-from tests.equal import Watch, close, decoder, draw, equals_step1
-from tests.equal import train as train_with
+from extras.__main__ import with_flags
+from extras.techniques import adafactor, muon, zero_offload
+from extras.tests import rows
+from extras.tests.rows import TECHNIQUES, Config, check_row
+from tests.equal import Watch, close, decoder, draw, train
 from tests.tape import Live, Tape
 
 ranks = pytest.mark.ranks
 cases = pytest.mark.parametrize
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
-TECHNIQUES = techniques()  # imports all of them
-
-
-@dataclass
-class Config(with_flags(step07.Config, TECHNIQUES)):
-    """All flags."""
-
-    script: str = flag("step01_single_gpu", "the step whose `train` runs")
-
-
-def train(config: Config, run: Run):
-    """Train as a step does."""
-    importlib.import_module(config.script).train(config, run)
 
 
 # --- One process's numbers -----------------------------------------------------------------------
 
-
-class Row(NamedTuple):
-    """A layout: ranks, step, its flags, and those that the one process beside it has, too."""
-
-    ranks: int
-    step: str
-    layout: str
-    base: str = ""
-
-    def __str__(self):
-        return f"{self.step[:6]} {self.layout} | {self.base}"
-
-
-STEP1, STEP2, STEP3, STEP4 = "step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp"
-STEP5, STEP6, STEP7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
-SGD = "optimizer=sgd lr=0.5"  # it shows a wrong scale of gradients, which AdamW hides
-MUON = "optimizer=muon"
-ROWS = [
-    Row(3, STEP2, "sync=tree", SGD),
-    Row(3, STEP2, "sync=server", SGD),
-    Row(3, STEP2, "sync=topk topk_fraction=1 bucket_mb=0.001", SGD),  # nothing is lost
-    Row(2, STEP3, "zero=0", "optimizer=adafactor"),
+STEP2, STEP3, STEP4 = "step02_ddp", "step03_zero", "step04_tp_sp"
+# SGD shows a wrong scale of gradients, which AdamW hides
+SGD = dict(optimizer="sgd", lr=0.5, micro_batch_size=2)
+TIED = SGD | dict(tied=True)
+MUON = dict(optimizer="muon", micro_batch_size=2)
+ROWS = [  # ranks, flags and sizes of both runs, and the layout
+    (3, SGD, "step02_ddp --sync tree"),
+    (3, SGD, "step02_ddp --sync server"),
+    (3, SGD, "step02_ddp --sync topk --topk-fraction 1 --bucket-mb 0.001"),  # nothing is lost
+    (2, dict(optimizer="adafactor"), "step03_zero --zero 0"),
     # Muon: matrices on all ranks, parts of ZeRO, padded shards of tp, experts of ep, stages of pp
-    Row(3, STEP3, "zero=0", MUON),
-    Row(3, STEP3, "zero=2", MUON),
-    Row(4, STEP4, "zero=0 tp=4", MUON + " ffn_dim=50"),
-    Row(4, STEP4, "zero=2+offload tp=2 recompute=full,logits", MUON + " tied=1"),
-    Row(4, STEP5, "zero=3+replicas cp=2 tp=2 recompute=logits", MUON),
-    Row(4, STEP7, "zero=1 pp=2 ep=2 recompute=selective", MUON + " experts=4"),
+    (3, MUON, "step03_zero --zero 0"),
+    (3, MUON, "step03_zero --zero 2"),
+    (4, MUON | dict(ffn_dim=50), "step04_tp_sp --zero 0 --tp 4"),
+    (4, MUON | dict(tied=True), "step04_tp_sp --zero 2+offload --tp 2 --recompute full,logits"),
+    (4, MUON, "step05_cp_ring --zero 3+replicas --cp 2 --tp 2 --recompute logits"),
+    (4, MUON | dict(experts=4), "step07_moe_ep --zero 1 --pp 2 --ep 2 --recompute selective"),
     # ZeRO with replicas of shards, on the host, and both
-    Row(4, STEP3, "zero=1+replicas", SGD),
-    Row(4, STEP3, "zero=2+replicas replicas=4", SGD),
-    Row(3, STEP3, "zero=1+offload", SGD),
-    Row(3, STEP3, "zero=3+offload-all recompute=full,offload", SGD + " tied=1"),
-    Row(4, STEP7, "zero=3+replicas+offload ep=2", SGD + " tied=1 experts=4"),
-    # four ranks of tp for two key/value heads, and two ranks for one
-    Row(4, STEP4, "zero=1 tp=4", SGD),
-    Row(4, STEP4, "zero=1 tp=2", SGD + " n_kv_heads=1"),
+    (4, SGD, "step03_zero --zero 1+replicas"),
+    (4, SGD, "step03_zero --zero 2+replicas --replicas 4"),
+    (3, SGD, "step03_zero --zero 1+offload"),
+    (3, TIED, "step03_zero --zero 3+offload-all --recompute full,offload"),
+    (
+        4,
+        TIED | dict(experts=4, micro_batch_size=1),
+        "step07_moe_ep --zero 3+replicas+offload --ep 2",
+    ),
+    # four ranks of tp for two key/value heads
+    (4, SGD, "step04_tp_sp --zero 1 --tp 4"),
     # what backward computes again, or fetches
-    Row(2, STEP4, "tp=2 recompute=all-but-attention,logits", SGD),
-    Row(2, STEP3, "zero=3 recompute=offload", "tied=1"),
-    Row(4, STEP6, "zero=2+offload pp=2 tp=2 recompute=selective,logits", SGD + " tied=1"),
-]
-ZERO = ("1+offload", "3+offload-all", "1+replicas", "3+replicas+offload")
-RECOMPUTE = ("full,offload", "selective,logits")
-MESHES = ("ep=4", "cp=2 ep=2", "tp=2 ep=4", "pp=2 tp=2 ep=2")
-SWEEP = [
-    Row(4, STEP4, f"zero={zero} tp={tp} recompute={recompute}", base)
-    for zero, tp, recompute, base in product(ZERO, (1, 2), RECOMPUTE, (MUON, SGD + " tied=1"))
-]
-SWEEP += [
-    Row(4, STEP7, f"zero={zero} {mesh}", MUON + " experts=4 n_layers=4")
-    for zero, mesh in product("013", MESHES)
+    (2, SGD, "step04_tp_sp --tp 2 --recompute all-but-attention,logits"),
+    (2, dict(tied=True), "step03_zero --zero 3 --recompute offload"),
+    (4, TIED, "step06_pipeline --zero 2+offload --pp 2 --tp 2 --recompute selective,logits"),
 ]
 
 
-class Both(zero_replicas.Zero3Replicas, zero_offload.Zero3Offload):
-    """ZeRO 3 with replicas and on the host: two entries of one menu, combined by their classes."""
-
-
-step03.ZERO["3+replicas+offload"] = Both
-
-
-def values(text: str) -> dict[str, Any]:
-    """Flags, and sizes of the model, such as "tp=2 tied=1", by name and in their types."""
-    kinds = get_type_hints(ModelConfig) | get_type_hints(Config)
-    pairs = [word.split("=") for word in text.split()]
-    return {name: kinds[name](value) for name, value in pairs}
-
-
-def check_row(pools, row: Row):
-    """Compare a row with one process, which trains step 1, or step 7 if there are experts."""
-    base = values(row.base)
-    if "experts" in base:
-        base["script"] = STEP7
-    layout = values(row.layout) | dict(script=row.step)
-    equals_step1(pools, row.ranks, __name__, base, beside=__name__, **layout)
-
-
-@cases("row", ROWS, ids=str)
-def test_a_layout_trains_to_one_process_numbers(pools, row):
+@cases("n, base, line", ROWS, ids=str)
+def test_a_layout_trains_to_one_process_numbers(pools, n, base, line):
     """Losses, norms, gradients and weights equal those of one process, to 1e-10 in fp64."""
-    check_row(pools, row)
+    check_row(pools, n, base, line)
 
 
-@pytest.mark.exhaustive
-@cases("row", SWEEP, ids=str)
-def test_more_layouts_train_to_one_process_numbers(pools, row):
-    """The same for many more combinations."""
-    check_row(pools, row)
+RESUMED = [dict(script=STEP2, sync="int8"), dict(MUON, script=STEP3, zero="2")]
 
 
-@cases("flags", [f"script={STEP2} sync=int8", f"script={STEP3} zero=2 {MUON}"])
+@cases("flags", RESUMED, ids=str)
 def test_a_resumed_run_computes_the_same(pools, tmp_path, flags):
     """A run that resumes after 2 of 3 steps computes the same losses: it also owes the same."""
-    flags = values(flags)
-    whole = pools(2).run(train_with, __name__, flags | dict(out=f"{tmp_path}/whole", save_every=2))
+    whole = pools(2).run(train, rows.__name__, flags | dict(out=f"{tmp_path}/whole", save_every=2))
     saved = f"{tmp_path}/whole/checkpoints/step-00000002"
-    rest = pools(2).run(train_with, __name__, flags | dict(out=f"{tmp_path}/rest", resume=saved))
+    rest = pools(2).run(train, rows.__name__, flags | dict(out=f"{tmp_path}/rest", resume=saved))
     close([losses for losses, *_ in rest], [losses[2:] for losses, *_ in whole], "losses of step 3")
 
 
 def test_replicas_may_change_when_a_run_resumes(pools, tmp_path):
     """Shards on 2 of 4 ranks, resumed with shards on all 4: step 3 has the same loss."""
-    flags = values(f"script={STEP3} zero=1+replicas replicas=2")
-    whole = pools(4).run(train_with, __name__, flags | dict(out=f"{tmp_path}/a", save_every=2))
+    flags = dict(script=STEP3, zero="1+replicas", replicas=2)
+    whole = pools(4).run(train, rows.__name__, flags | dict(out=f"{tmp_path}/a", save_every=2))
     changed = flags | dict(replicas=4, zero="3+replicas", out=f"{tmp_path}/b")
     changed["resume"] = f"{tmp_path}/a/checkpoints/step-00000002"
-    rest = pools(4).run(train_with, __name__, changed)
+    rest = pools(4).run(train, rows.__name__, changed)
     close(torch.tensor(rest[0][0]), torch.tensor(whole[0][0][2:]), "loss of step 3")
 
 
@@ -230,19 +160,6 @@ def test_what_is_lost_is_owed(sync, nbytes, loss):
     owed = sums.sync.state()["owed.0"].flatten()
     dist.all_reduce(owed)
     assert (missing - owed).abs().max() < 1e-4 < missing.abs().max() < loss
-
-
-LOSSY = dict(bucket_mb=0.001, optimizer="sgd", lr=0.1)
-
-
-@cases("sync, fraction, bound", [("bf16", 1.0, 1e-3), ("int8", 1.0, 5e-3), ("topk", 0.8, 2e-2)])
-def test_lossy_sums_stay_near(pools, sync, fraction, bound):
-    """The losses of a run in fewer bits are near one process's, and not equal to them."""
-    (plain,) = pools(1).run(train_with, __name__, dict(optimizer="sgd", lr=0.1))
-    flags = LOSSY | dict(script=STEP2, sync=sync, topk_fraction=fraction)
-    for losses, *_ in pools(3).run(train_with, __name__, flags):
-        errors = [abs(a - b) for a, b in zip(losses, plain[0], strict=True)]
-        assert 0 < max(errors) < bound, errors
 
 
 # --- Updates (step 1) ----------------------------------------------------------------------------
@@ -369,10 +286,8 @@ def forward(recompute: str, n_layers: int, dtype: torch.dtype = torch.float32) -
 # token, in the model's dtype and in fp32, and how many of its 7 matrix products backward repeats.
 H, K, F, A = 32, 16, 48, 4
 KEPT = [
-    ("none", 6 * H + 2 * K + 4 * F + 2 * H, A + 2, 0),  # 2 h: norms on a CPU
     ("selective", 5 * H + 2 * K + 2 * F, A, 0),
     ("all-but-attention", 2 * H, A, 6),
-    ("full", H, 0, 6),
     ("offload", 10 * H + 2 * K + 4 * F + 4 * H, A + 4, 0),  # 4 h: norms on a CPU
     ("full,offload", H, 0, 6),
 ]
@@ -389,15 +304,6 @@ def test_law_of_recomputation(recompute, numbers, statistics, repeated):
         loss.backward()
     matrices = tape.events.count("matmul")
     close(matrices, 2 * (7 * 2 + 1) + 2 * repeated, "matrix products of backward")
-
-
-@cases("recompute", ["selective", "all-but-attention"])
-def test_a_routers_choice_is_kept(recompute):
-    """topk is among the operators whose results are kept: experts are not chosen again."""
-    with mock.patch("extras.techniques.selective.recompute_layers") as recompute_layers:
-        step01.RECOMPUTE[recompute](None, None)
-    context_fn = recompute_layers.call_args.args[1]
-    assert torch.ops.aten.topk.default in context_fn.args[0]
 
 
 def test_law_of_logits():
@@ -540,23 +446,10 @@ def test_a_mistake_is_one_line(pools, step, flags, message):
         assert found.startswith(message), found
 
 
-OURS = [module for module in TECHNIQUES if re.search("-m extras step0[1-4]", module.__doc__)]
-
-
-@cases("technique", OURS)
+@cases("technique", TECHNIQUES)
 def test_launch_lines(technique):
-    """The launch line of each technique has flags that its step accepts; the table names it."""
+    """The launch line of each technique has flags that its step accepts."""
     pattern = r"^Run it: .*? -m extras (\w+)\.py (.*)$"
     ((step, flags),) = re.findall(pattern, technique.__doc__, re.MULTILINE)
     module = importlib.import_module(step)
     parse(with_flags(module.Config, TECHNIQUES), flags.split())
-    table = (ROOT / "extras/techniques/README.md").read_text()
-    assert f"({Path(technique.__file__).name})" in table
-
-
-def test_a_launch(tmp_path):
-    """`python -m extras STEP` trains with the flags of techniques of several menus."""
-    flags = "--optimizer muon --recompute selective,logits --model debug --steps 2 --device cpu"
-    words = [sys.executable, "-m", "extras", "step01_single_gpu.py", *flags.split()]
-    subprocess.run([*words, f"--out={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

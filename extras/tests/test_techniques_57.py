@@ -1,10 +1,6 @@
-"""The techniques of steps 5 to 7: one process's numbers, alone and combined; and their laws.
-
-This module is also a step: its `Config` has the flags of all techniques.
-"""
+"""The techniques of steps 5 to 7: one process's numbers, alone and combined; and their laws."""
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import accumulate, product
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import step05_cp_ring as step05
@@ -20,123 +16,70 @@ import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
-from common.flags import flag, parse
 from common.model import PRESETS, ModelConfig
 from common.schedules import Action, draw, simulate
-from common.trainer import Run
-from extras.__main__ import techniques, with_flags
 from extras.techniques import gpipe, int8_pipeline, zero_bubble
+from extras.tests import rows
+from extras.tests.rows import Config, check_row
 from step05_cp_ring import CONTEXT
 from step06_pipeline import SCHEDULES
-from tests.equal import BASE, SHAPE, STEP1, close, decoder, equals_step1
+from tests.equal import BASE, SHAPE, close, decoder, equals_step1
 from tests.equal import draw as numbers
 from tests.tape import Live, Tape
 
 ranks, cases = pytest.mark.ranks, pytest.mark.parametrize
 
 
-@dataclass
-class Config(with_flags(step07.Config, techniques())):
-    """All flags."""
-
-    experts: int = flag(0, "MLPs in each layer that has experts; 0: train step 6")
-
-
-def train(config: Config, run: Run):
-    """Step 7 or, without experts, step 6."""
-    step = step07 if config.experts else step06
-    step.train(config, run)
-
-
 # --- Equality -----------------------------------------------------------------------------------
 
-
-class Unrounded(int8_pipeline.Int8Pipeline):
-    """1f1b-int8 without the rounding."""
-
-    buffer = step06.Pipeline.buffer
-
-    def pack(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return x
-
-    unpack = pack
-
-
-SCHEDULES["unrounded"] = Unrounded
-
-PLAIN = dict(n_layers=4, micro_batch_size=3)
+PLAIN = dict(n_layers=2, micro_batch_size=3)
 TIED = PLAIN | dict(tied=True, optimizer="sgd")
+DEEP = PLAIN | dict(n_layers=4)  # for several stages
+DEEP_TIED = TIED | DEEP
 EXPERTS = PLAIN | dict(experts=4, aux_loss_coeff=0.3)
+# Its layer has shared experts and groups, and balances by a bias
 DEEPSEEK = PLAIN | dict(experts=8, balance="deepseek", bias_rate=0.1)
 CAPACITY = EXPERTS | dict(balance="capacity", capacity_factor=0.6)
-SHARED = EXPERTS | dict(balance="shared", shared_experts=2)
 GROUPS = EXPERTS | dict(balance="groups")
 FULL = "--zero 3 --recompute full"
-ROWS = [  # ranks, flags of both runs, the layout
-    (4, PLAIN, "--cp 4 --cp-mode allgather --zero 2"),
-    (4, TIED, f"--cp 2 --tp 2 --cp-mode allgather-flash {FULL}"),
-    (4, PLAIN, "--cp 4 --cp-mode ulysses --zero 1"),  # fewer key/value heads than ranks
-    (4, TIED, "--cp 2 --tp 2 --cp-mode ulysses --no-sp"),
-    (4, PLAIN, "--cp 4 --cp-mode flash"),
-    (4, PLAIN, "--pp 4 --schedule gpipe"),
-    (4, TIED, f"--pp 2 --cp 2 --schedule gpipe --cp-mode ulysses {FULL}"),
-    (4, PLAIN, "--pp 4 --schedule zb-h1"),
-    (4, PLAIN, f"--pp 2 --cp 2 --schedule zb-h1 --cp-mode flash {FULL}"),
-    (4, TIED, "--pp 2 --tp 2 --schedule zb-h2 --sync naive --tp-overlap"),
-    (4, TIED, "--pp 2 --schedule zbv"),  # with --sync bucket, which counts additions
-    (4, TIED, f"--pp 2 --schedule zbv {FULL}"),
-    (4, TIED, "--pp 2 --cp 2 --schedule dualpipev --zero 2 --cp-mode allgather"),
-    (1, TIED, "--schedule zbv"),
-    (2, PLAIN, "--pp 2 --schedule unrounded"),
-    (4, EXPERTS, "--ep 2 --balance loss+overlap --zero 2"),
-    (4, DEEPSEEK, f"--pp 2 --ep 2 --schedule zb-h1 --balance deepseek+overlap {FULL}"),
-    (4, DEEPSEEK, "--cp 2 --tp 2 --ep 4 --zero 1"),
-    (4, CAPACITY, "--cp 2 --tp 2 --ep 2 --zero 2"),
-    (4, SHARED, "--tp 2 --ep 2"),
-    (4, GROUPS, "--pp 2 --tp 2 --schedule gpipe"),
+STEP5, STEP6, STEP7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
+ROWS = [  # ranks, flags and sizes of both runs, and the layout
+    (4, PLAIN, f"{STEP5} --cp 4 --cp-mode allgather --zero 2"),
+    (4, TIED, f"{STEP5} --cp 2 --tp 2 --cp-mode allgather-flash {FULL}"),
+    # Fewer key/value heads than ranks
+    (4, PLAIN, f"{STEP5} --cp 4 --cp-mode ulysses --zero 1"),
+    (4, TIED, f"{STEP5} --cp 2 --tp 2 --cp-mode ulysses --no-sp"),
+    (4, PLAIN, f"{STEP5} --cp 4 --cp-mode flash"),
+    (4, DEEP, f"{STEP6} --pp 4 --schedule gpipe"),
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --cp 2 --schedule gpipe --cp-mode ulysses {FULL}"),
+    (4, DEEP, f"{STEP6} --pp 4 --schedule zb-h1"),
+    (4, DEEP, f"{STEP6} --pp 2 --cp 2 --schedule zb-h1 --cp-mode flash {FULL}"),
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --tp 2 --schedule zb-h2 --sync naive --tp-overlap"),
+    # With --sync bucket, which counts additions
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --schedule zbv"),
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --schedule zbv {FULL}"),
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --cp 2 --schedule dualpipev --zero 2 --cp-mode allgather"),
+    (1, DEEP_TIED, f"{STEP6} --schedule zbv"),
+    (2, DEEP, f"{STEP6} --pp 2 --schedule unrounded"),
+    (4, DEEPSEEK, f"{STEP7} --pp 2 --ep 2 --schedule zb-h1 --balance deepseek+overlap {FULL}"),
+    (4, DEEPSEEK, f"{STEP7} --cp 2 --tp 2 --ep 4 --zero 1"),
+    (4, CAPACITY, f"{STEP7} --cp 2 --tp 2 --ep 2 --zero 2"),
+    (4, GROUPS, f"{STEP7} --pp 2 --tp 2 --schedule gpipe"),
 ]
 
 
-@cases("n, base, words", ROWS, ids=str)
-def test_techniques_train_to_one_processs_numbers(pools, n, base, words):
+@cases("n, base, line", ROWS, ids=str)
+def test_techniques_train_to_one_processs_numbers(pools, n, base, line):
     """Losses, norms, gradients and weights are those of step 1 or, with experts, of one rank."""
-    config, default = parse(Config, words.split()), Config()
-    layout = {name: x for name, x in vars(config).items() if x != getattr(default, name)}
-    beside = __name__ if "experts" in base else STEP1
-    equals_step1(pools, n, __name__, base, beside=beside, **layout)
-
-
-def sweep() -> list[tuple]:
-    """Schedules x context modes x ZeRO on dense models, and schedules x routing with experts."""
-    rows = []
-    schedules = ("gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev", "unrounded")
-    modes = ("allgather", "ulysses", "flash")
-    for schedule, mode, zero, base in product(schedules, modes, "0123", (PLAIN, TIED)):
-        words = f"--pp 2 --cp 2 --schedule {schedule} --cp-mode {mode} --zero {zero}"
-        rows.append((4, base, words))
-        rows.append((4, base, words + " --recompute full"))
-    for schedule, base in product(schedules, (EXPERTS, DEEPSEEK, CAPACITY, SHARED, GROUPS)):
-        overlap = f"{base.get('balance', 'loss')}+overlap"
-        words = f"--pp 2 --tp 2 --ep 2 --balance {overlap} --schedule {schedule}"
-        rows.append((4, base, f"{words} {FULL}"))
-        rows.append((4, base, f"{words} --zero 1"))
-    return rows
-
-
-@pytest.mark.exhaustive
-@cases("n, base, words", sweep(), ids=str)
-def test_combinations_train_to_one_processs_numbers(pools, n, base, words):
-    """The same for combinations."""
-    test_techniques_train_to_one_processs_numbers(pools, n, base, words)
+    check_row(pools, n, base, line)
 
 
 def test_int8_is_near(pools):
     """Rounding moves losses, gradients and weights by less than 2 %, but by more than 1e-5."""
-    row = (pools, 2, __name__, TIED)
-    equals_step1(*row, bound=2e-2, pp=2, schedule="1f1b-int8")
+    run = dict(script="step06_pipeline", pp=2, schedule="1f1b-int8")
+    equals_step1(pools, 2, rows.__name__, DEEP_TIED, bound=2e-2, **run)
     with pytest.raises(AssertionError):
-        equals_step1(*row, bound=1e-5, pp=2, schedule="1f1b-int8")
+        equals_step1(pools, 2, rows.__name__, DEEP_TIED, bound=1e-5, **run)
 
 
 # --- Schedules ----------------------------------------------------------------------------------

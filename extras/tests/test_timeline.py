@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from extras.tools.timeline import Box, read_boxes
+from extras.tools.timeline import Box, main, read_boxes
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def test_boxes_of_the_last_step_without_nested_waits(tmp_path):
     assert read_boxes(path) == expected
 
 
-def test_a_run_is_drawn(tmp_path):
+def test_a_run_is_drawn(tmp_path, capsys):
     """--profile 1 writes a trace that the command draws and prints."""
     out = tmp_path / "run"
     words = "step06_pipeline.py --model debug --steps 4 --global-batch-size 4 --micro-batch-size 2"
@@ -44,7 +44,7 @@ def test_a_run_is_drawn(tmp_path):
     subprocess.run(
         [sys.executable, *words.split(), *flags], cwd=ROOT, check=True, capture_output=True
     )
-    words = [sys.executable, "-m", "extras.tools.timeline", str(out)]
-    printed = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    main([str(out)])
+    printed = capsys.readouterr().out
     assert "F0.0" in printed and "B1.0" in printed
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")

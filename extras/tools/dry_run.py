@@ -21,7 +21,6 @@ it is a CPU's, too). What a technique moves to the host is counted with the rest
 """
 
 import gc
-import importlib
 import json
 import sys
 import tempfile
@@ -47,7 +46,8 @@ from common import UserError, layout
 from common.comm import Mesh
 from common.flags import flag, parse
 from common.shapes import model_shape
-from extras.__main__ import techniques, with_flags
+from common.trainer import report
+from extras.__main__ import step_of, techniques, with_flags
 from extras.plan.gpus import GPUS, Gpu
 from extras.plan.shapes import flops_per_token, shape_of
 from extras.plan.tables import table
@@ -336,7 +336,7 @@ def operators_table(operators: dict[str, Counter]) -> str:
     return table(rows)
 
 
-def report(counts: dict[str, Any], config: Any) -> str:
+def tables(counts: dict[str, Any], config: Any) -> str:
     """The result of `count_step` as text."""
     memory = [["memory", "gradients complete", "at the peak"]]
     for kind in KINDS:
@@ -378,22 +378,18 @@ def check(config: Any):
         raise UserError("--compile: a dry run counts PyTorch's own operators: leave it out")
 
 
-def main(argv: list[str]) -> int:
-    """Count a step, and print the report; return the exit status."""
-    try:
-        if not argv or not Path(argv[0]).exists():
-            raise UserError("give a step's file first, such as step01_single_gpu.py")
-        step = importlib.import_module(argv[0].removesuffix(".py").replace("/", "."))
-        config = parse(config_type(step), argv[1:])
-        check(config)
-        gc.freeze()  # imported modules are no garbage; to scan them takes a quarter of the time
-        counts = count_step(step.train, config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(counts, indent=1) if config.json else report(counts, config))
-    return 0
+def main(argv: list[str]):
+    """Count a step, and print the table or JSON. Raises UserError."""
+    step = step_of(argv)
+    config = parse(config_type(step), argv[1:])
+    check(config)
+    gc.freeze()  # imported modules are no garbage; to scan them takes a quarter of the time
+    counts = count_step(step.train, config)
+    print(json.dumps(counts, indent=1) if config.json else tables(counts, config))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        main(sys.argv[1:])
+    except Exception as problem:
+        sys.exit(report(problem, early=True))

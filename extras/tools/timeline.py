@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import UserError
+from common.trainer import report
 
 # By the first letter of a range: forward, backward, gradients of weights, wait, optimizer.
 COLOURS = {"F": "#2b5c8a", "B": "#9a4a1f", "W": "#2f6b4f", "w": "#d5d5d5", "O": "#5b4a8a"}
@@ -76,24 +77,22 @@ def read_ranks(run: Path) -> list[list[Box]]:
     return [[Box(name, a - zero, b - zero) for name, a, b in boxes] for boxes in ranks]
 
 
-def main(argv: list[str]) -> int:
-    """Print and draw; return the exit status."""
+def main(argv: list[str]):
+    """Print and draw. Raises UserError."""
     from matplotlib.figure import Figure  # takes a second to import
 
     run = Path(*argv)
-    try:
-        ranks = read_ranks(run)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    ranks = read_ranks(run)
     for rank, boxes in enumerate(ranks):
         words = [f"{box.name} {box.start:.0f}-{box.end:.0f}" for box in boxes]
         print("  ".join([f"rank {rank}", *(f"{word:12}" for word in words)]).rstrip())
     figure = Figure(figsize=(12, 1.2 + 0.25 * len(ranks)), layout="constrained")
     draw(figure.subplots(), ranks)
     figure.savefig(run / "timeline.png", dpi=120)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        main(sys.argv[1:])
+    except Exception as problem:
+        sys.exit(report(problem, early=True))

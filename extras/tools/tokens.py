@@ -10,7 +10,8 @@ ids. Each line writes three files; the first one writes
 
     data/library.bin             the ids of each document, then the id of the end token, in a row:
                                  uint16, or uint32 if the vocabulary has more than 65,536 tokens
-    data/library.bin.json        dtype, number of tokens, vocab_size and the end token's id
+    data/library.bin.json        dtype, number of tokens, vocab_size, the end token's id, and the
+                                 bytes of the text
     data/library.tokenizer.json  the tokenizer
 
 which a step then trains on:
@@ -23,7 +24,6 @@ You should see about 3.5 bytes a token: a sequence holds that much more text tha
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -37,6 +37,7 @@ from common import UserError
 from common.data import END
 from common.flags import flag, parse
 from common.readers import READERS, kind_of
+from common.trainer import report
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # names of end tokens, the usual first
 AT_ONCE = 100  # documents that are encoded in parallel
@@ -132,15 +133,6 @@ def documents(dataset: str) -> Iterator[str]:
         yield text.encode(errors="replace").decode()  # a lone surrogate is not UTF-8
 
 
-def counted(texts: Iterable[str], counts: Counter) -> Iterator[str]:
-    """Yield texts; count `documents`, `bytes`, and characters U+FFFD: `replaced` bytes."""
-    for text in texts:
-        counts["documents"] += 1
-        counts["bytes"] += len(text.encode())
-        counts["replaced"] += text.count("\ufffd")
-        yield text
-
-
 def write_ids(
     texts: Iterable[str], tokenizer: Tokenizer, end: int, out: str
 ) -> dict[str, int | str]:
@@ -152,14 +144,15 @@ def write_ids(
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     texts = iter(texts)
-    n_tokens = 0
+    n_tokens = n_bytes = 0
     with open(f"{out}.part", "wb") as file:
         while batch := list(islice(texts, AT_ONCE)):
+            n_bytes += sum(len(text.encode()) for text in batch)
             for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 ids = np.array([*encoding.ids, end], dtype)
                 ids.tofile(file)
                 n_tokens += len(ids)
-    facts = dict(dtype=dtype, tokens=n_tokens, vocab_size=vocab_size, end=end)
+    facts = dict(dtype=dtype, tokens=n_tokens, vocab_size=vocab_size, end=end, bytes=n_bytes)
     tokenizer.save(f"{out}.tokenizer.json")
     Path(f"{out}.bin.json").write_text(json.dumps(facts))
     os.replace(f"{out}.part", f"{out}.bin")
@@ -181,24 +174,19 @@ def run(config: Config):
             raise UserError(f"--train {config.train}: {need}")
         tokenizer = train_tokenizer(documents(config.dataset), config.train)
     end = end_of(tokenizer, config.end)
-    counts = Counter()
-    texts = counted(documents(config.dataset), counts)
-    facts = write_ids(tqdm(texts, unit=" documents"), tokenizer, end, out)
-    print(f"{out}.bin: {counts['documents']:,} documents, {counts['bytes']:,} bytes")
-    print(f"{facts['tokens']:,} tokens of {counts['bytes'] / facts['tokens']:.2f} bytes")
-    if counts["replaced"]:
-        print(f"{counts['replaced']:,} U+FFFD mark bytes that are not UTF-8")
+    facts = write_ids(tqdm(documents(config.dataset), unit=" documents"), tokenizer, end, out)
+    size = facts["bytes"] / facts["tokens"]
+    print(f"{out}.bin: {facts['tokens']:,} tokens of {size:.2f} bytes")
     print(f"train with --dataset {out}.bin --model tiny,vocab_size={facts['vocab_size']}")
 
 
-def main():
-    """Parse the flags and run. A mistake of the user's is one line, and exit status 2."""
-    try:
-        run(parse(Config))
-    except (UserError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+def main(argv: list[str]):
+    """Run a command line. Raises UserError."""
+    run(parse(Config, argv))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except Exception as problem:
+        sys.exit(report(problem, early=True))
