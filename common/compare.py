@@ -67,8 +67,8 @@ def relative(value: float | None, reference: float | None) -> float:
 
 
 def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
-    """The rows of the steps up to `first`, which both runs must have, unless both have ended before.
-    Raises ValueError.
+    """The rows of the steps up to `first`, which both runs must have, unless both have ended
+    before. Raises ValueError.
     """
     shorter = min(len(reference_rows), len(rows))
     longer = max(len(reference_rows), len(rows))
