@@ -14,9 +14,9 @@ DAY = 24 * 3600  # seconds
 LAWS = """\
 What decides. N weights; n ranks of a dimension; a rank computes m micro-batches of b sequences of
 s tokens, h wide, and v stages of a pipeline:
-    state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Of the N weights
-                 on a rank, ZeRO 0 to 3 leave 18 N, 6 N + 12 N / n, 2 N + 16 N / n or 18 N / n bytes
-                 (steps 1 and 3), here at most {zeros} GiB. n = {shards} ranks of dp x cp
+    state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Of each weight
+                 on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes (steps 1
+                 and 3), here at most {zeros} GiB. n = {shards} ranks of dp x cp
     activations  grow with b s. All layers keep {none:,.1f} GiB of a sequence; with --recompute
                  selective {selective:,.1f}; with full {full:,.1f}, for a quarter more FLOPs
                  (step 1)
