@@ -213,7 +213,7 @@ class TorchStage(nn.Module):
         """Hidden states -> hidden states. The first stage takes tokens, the last one returns
         logits.
         """
-        return self.stage[0].run(x, x)  # model.loss returns the logits: see below
+        return self.stage[0].compute_output(x, x)  # model.loss returns the logits: see below
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
