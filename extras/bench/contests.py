@@ -26,27 +26,28 @@ import torch.distributed as dist
 from common.flags import flag, parse
 from common.trainer import Run
 from extras.__main__ import techniques, with_flags
+from extras.plan.tables import table
 from extras.tools.memory import Memory, human
 from tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """A step's contestants. `rows`: name of a contestant -> its flags. `shared`: flags that all
-    have.
+    """A step's contestants. `rows`: name of a contestant -> (its flags, and the function of
+    peers.py that trains; "": the step's own `train`). `shared`: flags that all have.
     """
 
     ranks: int
     step: str
-    rows: dict[str, dict[str, Any]]
-    shared: dict[str, Any] = {}  # noqa: RUF012
+    rows: dict[str, tuple[str, str]]
+    shared: str = ""
 
 
-def beside_torch(schedules: dict[str, str]) -> dict[str, dict[str, Any]]:
+def beside_torch(schedules: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Rows of step 6: each schedule, then PyTorch's own."""
     rows = {}
     for ours, torchs in schedules.items():
-        rows[f"--schedule {ours}"] = dict(schedule=ours)
-        rows[f"Schedule{torchs}"] = dict(schedule=ours, peer="pipelining")
+        rows[f"--schedule {ours}"] = (f"--schedule {ours}", "")
+        rows[f"Schedule{torchs}"] = (f"--schedule {ours}", "pipelining")
     return rows
 
 
@@ -62,48 +63,48 @@ CONTESTS = {
         1,
         "step01_single_gpu",
         {
-            "eager": {},
-            "--compile": dict(compile=True),
-            "--recompute full": dict(recompute="full"),
+            "eager": ("", ""),
+            "--compile": ("--compile", ""),
+            "--recompute full": ("--recompute full", ""),
         },
     ),
     "step2": Contest(
         2,
         "step02_ddp",
         {
-            "--sync bucket": {},
-            "DistributedDataParallel": dict(peer="ddp"),
-            "--sync ring": dict(sync="ring"),
-            "--sync naive": dict(sync="naive"),
+            "--sync bucket": ("--sync bucket", ""),
+            "DistributedDataParallel": ("--sync bucket", "ddp"),
+            "--sync ring": ("--sync ring", ""),
+            "--sync naive": ("--sync naive", ""),
         },
     ),
     "step3": Contest(
         2,
         "step03_zero",
         {
-            "--zero 3": dict(zero="3"),
-            "fully_shard": dict(zero="3", peer="fsdp"),
-            "--zero 1": dict(zero="1"),
-            "--zero 3 --keep": dict(zero="3", keep=True),
+            "--zero 3": ("--zero 3", ""),
+            "fully_shard": ("--zero 3", "fsdp"),
+            "--zero 1": ("--zero 1", ""),
+            "--zero 3 --keep": ("--zero 3 --keep", ""),
         },
     ),
     "step4": Contest(
         2,
         "step04_tp_sp",
         {
-            "--no-sp": dict(sp=False),
-            "DTensor": dict(sp=False, peer="dtensor"),
-            "--sp": {},
-            "DTensor SequenceParallel": dict(peer="dtensor"),
-            "--sp --tp-overlap": dict(tp_overlap=True),
+            "--no-sp": ("--no-sp", ""),
+            "DTensor": ("--no-sp", "dtensor"),
+            "--sp": ("--sp", ""),
+            "DTensor SequenceParallel": ("--sp", "dtensor"),
+            "--sp --tp-overlap": ("--sp --tp-overlap", ""),
         },
-        dict(tp=2, zero="0"),
+        "--tp 2 --zero 0",
     ),
     "step6": Contest(
         4,
         "step06_pipeline",
         beside_torch(TORCH_SCHEDULES),
-        dict(pp=4, zero="0", model="tiny,n_layers=8", micro_batch_size=2),
+        "--pp 4 --zero 0 --model tiny,n_layers=8 --micro-batch-size 2",
     ),
 }
 
@@ -142,13 +143,11 @@ class Contestant(Run):
     not known. Temporary memory in kernels does not count.
     """
 
-    def __init__(self, step: str, flags: dict[str, Any], peer: str = ""):
+    def __init__(self, step: str, flags: str, peer: str = ""):
         """`peer`: the function of peers.py that trains; "": the step's own `train`."""
         module = importlib.import_module(step)
-        config_class = with_flags(module.Config, techniques())
-        super().__init__(
-            config_class(**dict(steps=10**6, warmup_steps=10**3, out="unused") | flags)
-        )
+        words = f"--steps {10**6} --warmup-steps {10**3} --out unused {flags}".split()
+        super().__init__(parse(with_flags(module.Config, techniques()), words))
         self.first = False  # no files, no screen
         self.train: Callable = module.train
         if peer:
@@ -257,36 +256,27 @@ def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, R
 
 def report(results: dict[str, Result], beside: dict[str, str]) -> str:
     """The table of a contest. `beside`: a contestant -> the one with which it is compared."""
-    line = "{:28}{:>12}  {:28}{:26}{:>12}".format
-    lines = [line("", "step time", "beside", "time / its time (range)", "peak memory")]
+    rows = [["", "step time", "beside", "time / its time (range)", "peak memory"]]
     for name, (seconds, peak) in results.items():
         other = results[beside[name]].seconds
         ratios = [time / other_time for time, other_time in zip(seconds, other, strict=True)]
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
-        lines.append(
-            line(
-                name,
-                f"{1e3 * median(seconds):.1f} ms",
-                beside[name],
-                spread,
-                human(peak) if peak else "-",
-            )
-        )
-    return "\n".join(lines)
+        step_time = f"{1e3 * median(seconds):.1f} ms"
+        rows.append([name, step_time, beside[name], spread, human(peak) if peak else "-"])
+    return table(rows)
 
 
 def main(name: str, argv: list[str]):
     """Run one contest: let all of its contestants train in turns, and print the table."""
     config = parse(Config, argv)
     ranks, step, rows, shared = CONTESTS[name]
-    shared = dict(model=config.model, micro_batch_size=4, global_batch_size=16) | shared
+    # Of a flag that is given twice, the last value counts
+    shared = f"--model {config.model} --micro-batch-size 4 --global-batch-size 16 {shared}"
     entries = {}
     beside = {}
     before = next(iter(rows))
-    for row, flags in rows.items():
-        peer = flags.get("peer", "")
-        own_flags = {key: value for key, value in flags.items() if key != "peer"}
-        entries[row] = (step, shared | own_flags, peer)
+    for row, (flags, peer) in rows.items():
+        entries[row] = (step, f"{shared} {flags}", peer)
         beside[row] = before if peer else next(iter(rows))  # a peer: with our row before it
         before = row
     cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, CPUs
@@ -300,7 +290,8 @@ def main(name: str, argv: list[str]):
     device = f"{os.cpu_count()} CPU cores, one thread a rank"
     if cuda:
         device = torch.cuda.get_device_name()
-    print(f"{name}: {shared['model']}; ranks: {ranks}, on {device}\n\n{report(results, beside)}")
+    print(f"{name}, flags of all: {shared}; ranks: {ranks}, on {device}\n")
+    print(report(results, beside))
     print(
         f"medians (and range) of {config.rounds} rounds in turns; a ratio is of one round's times"
     )

@@ -212,18 +212,23 @@ def choose_ranks(config: Config) -> tuple[int, str]:
     return ranks, "cuda" if gpus >= ranks else "cpu"
 
 
+def remaining(config: Config, end: float) -> float:
+    """The seconds that a run may take: --limit, or what is left until `end`."""
+    return max(0.0, min(config.limit, end - time.monotonic()))
+
+
 def show_layouts(ranks: int, kind: str, config: Config, end: float) -> list[str]:
     """Train each layout until `end`, and print their table; return those that were left out."""
     rows = [HEADER]
     left_out = []
     for row in layouts(ranks):
         words = f"{row.step} {row.flags}".strip()
-        seconds = min(config.limit, end - time.monotonic())
+        seconds = remaining(config, end)
         if seconds < 20:
             left_out.append(words)
             continue
         measured = trained(row, ranks, kind, config, seconds)
-        expected = dry(row, ranks, config, seconds) + planned(row, ranks, config)
+        expected = dry(row, ranks, config, remaining(config, end)) + planned(row, ranks, config)
         rows.append([words, *measured, *expected])
     print(f"\n{config.model} on {ranks} ranks, {16 * ranks} sequences of a step\n")
     print(table(rows), flush=True)
@@ -234,7 +239,7 @@ def show_contests(ranks: int, config: Config, end: float) -> list[str]:
     """Run the contests until `end`, and print their tables; return those that were left out."""
     left_out = []
     for contest, least in (("step1", 1), ("step2", 2), ("step3", 2), ("step4", 2), ("step6", 4)):
-        seconds = min(config.limit, end - time.monotonic())
+        seconds = remaining(config, end)
         if ranks < least or seconds < 20:
             left_out.append(f"bench {contest}")
             continue

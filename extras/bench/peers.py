@@ -27,7 +27,7 @@ from common.trainer import Run, choose_device
 from extras.bench.contests import TORCH_SCHEDULES
 from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
-from step06_pipeline import Stage, keep_stages
+from step06_pipeline import SCHEDULES, ListPipeline, Stage, keep_stages, layers_of_stage
 
 
 def train(
@@ -213,19 +213,7 @@ class TorchStage(nn.Module):
         """Hidden states -> hidden states. The first stage takes tokens, the last one returns
         logits.
         """
-        return self.stage[0].run(x, x)  # model.loss returns the logits: see below
-
-
-V_SHAPED = ("zbv", "dualpipev")  # stages s and 2p-1-s are on one rank
-
-
-def stage_numbers(schedule: str, rank: int, p: int) -> list[int]:
-    """The stages that PyTorch's schedule puts on a rank."""
-    if schedule == "interleaved":
-        return [rank, rank + p]
-    if schedule in V_SHAPED:
-        return [rank, 2 * p - 1 - rank]
-    return [rank]
+        return self.stage[0].compute_output(x, x)  # model.loss returns the logits: see below
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
@@ -233,14 +221,17 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module
     device, dtype = choose_device(config)
     group = mesh["pp"]
     m = config.global_batch_size // config.micro_batch_size
-    n_layers = model.config.n_layers
-    numbers = stage_numbers(config.schedule, group.rank, group.size)
-    n_stages = group.size * len(numbers)
+    ranks = list(range(group.size))  # of the stages: one on each rank
+    ours = SCHEDULES[config.schedule]
+    if issubclass(ours, ListPipeline):
+        ranks = ours.ranks_of_stages(group.size, 2)
+    n_stages = len(ranks)
     positions = torch.arange(model.config.seq_len, device=device)
     own = []
-    for number in numbers:
-        layers = range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
-        own.append(Stage(model, layers, positions, number))
+    for number, rank in enumerate(ranks):
+        if rank == group.rank:
+            layers = layers_of_stage(number, n_stages, model.config.n_layers)
+            own.append(Stage(model, layers, positions, number))
     keep_stages(model, [stage.layers for stage in own])
     materialize(model, config.seed, device, dtype)
     loss = model.loss

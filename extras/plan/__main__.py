@@ -5,27 +5,24 @@
     python -m extras.plan --model gpt3-1t --gpus 3072 --gpu a100-80 --tokens 450e9
     python -m extras.plan --model llama3-8b,vocab_size=32000 --experts 8      (Mixtral 8x7B)
 
-It reports the best layouts of ten meshes, or the layout in --layout: their memory and time, what
-other choices would cost, and the laws that decide. Nothing runs: memory.py and seconds.py have
-formulas. `python -m extras.bench plan` compares them with published runs. Nodes have 8 GPUs; the
-last one may have fewer.
+It reports the best layouts of ten meshes, or the layout in --layout: their memory and time, and
+the laws that decide. Nothing runs: memory.py and seconds.py have formulas. `python -m extras.bench
+plan` compares them with published runs. Nodes have 8 GPUs; a single node may have fewer.
 
 The search tries every mesh and micro-batch size, all stages of ZeRO, selective and full
 recomputation, logits in chunks, 1F1B and its interleaved form. It knows no times for zero-bubble
 schedules, nor for what --cp-mode, --zero, --sync and --balance can do besides.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 
 from tqdm import tqdm
 
-from common import UserError
+from common import UserError, trainer
 from common.flags import flag, parse
-from extras.plan.gpus import GIB, GPUS
+from extras.plan.gpus import GIB, GPUS, NODE
 from extras.plan.layouts import read_layout
 from extras.plan.report import report
 from extras.plan.search import Plan, best_plans, evaluate, smallest
@@ -40,7 +37,7 @@ class Config(Experts):
     """The run to plan."""
 
     model: str = flag("llama3-8b", f"the shape: {NAMES}; with changes: llama3-8b,n_layers=40")
-    gpus: int = flag(8, "number of GPUs, in nodes of 8")
+    gpus: int = flag(8, "number of GPUs: at most 8, or a multiple of 8")
     gpu: str = flag("h100-80", "kind of GPU", GPUS)
     seq_len: int = flag(0, "tokens of a sequence; 0: the model's own number", least=0)
     global_batch_size: int = flag(
@@ -48,25 +45,18 @@ class Config(Experts):
     )
     tokens: float = flag(0.0, "tokens to train on: the report says how many days they take")
     layout: str = flag("", 'report this layout instead of the best ones: "--tp 8 --pp 4 ..."')
-    json: str = flag("", "write the layouts, their memory and their seconds to this file")
 
 
 def shape_and_batch(config: Config) -> tuple[Shape, int]:
     """The model and the global batch size in sequences. Raises UserError."""
     if config.gpus > MOST_GPUS:
         raise UserError(f"--gpus {config.gpus}: the planner counts up to {MOST_GPUS}")
+    if config.gpus > NODE and config.gpus % NODE:
+        raise UserError(f"--gpus {config.gpus}: give a multiple of {NODE}, the GPUs of a node")
     m = named_shape(config.model, config)
     m = replace(m, seq_len=config.seq_len or m.seq_len)
     each = max(1, round(2**22 / m.seq_len / config.gpus))
     return m, config.global_batch_size or config.gpus * each
-
-
-def check_json(path: str):
-    """Raise UserError unless the file can be written; a search may take minutes."""
-    try:
-        Path(path).open("a").close()
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}; name another file") from None
 
 
 def plans_of(config: Config, m: Shape, batch: int) -> list[Plan]:
@@ -95,26 +85,16 @@ def plans_of(config: Config, m: Shape, batch: int) -> list[Plan]:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit status. After a user's mistake, one line is printed: 2."""
-    try:
-        config = parse(Config, argv)
-        m, batch = shape_and_batch(config)
-        if config.json:
-            check_json(config.json)
-        plans = plans_of(config, m, batch)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(argv: list[str] | None = None):
+    """Run the command. Raises UserError."""
+    config = parse(Config, argv)
+    m, batch = shape_and_batch(config)
+    plans = plans_of(config, m, batch)
     print(report(config.model, m, plans, config.gpu, config.tokens))
-    if config.json:
-        entries = [
-            dict(layout=vars(x), bytes=memory._asdict(), seconds=seconds._asdict())
-            for x, memory, seconds in plans
-        ]
-        Path(config.json).write_text(json.dumps(entries, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except Exception as problem:
+        sys.exit(trainer.report(problem, early=True))

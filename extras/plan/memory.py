@@ -39,11 +39,11 @@ import numpy as np
 from extras.plan.gpus import COMMUNICATOR, CONTEXT
 from extras.plan.layouts import Layout, actions_of, network, rank_counts, rank_stages
 from extras.plan.shapes import Shape, layer_weights
+from extras.techniques.logits_in_chunks import CHUNKS
 
 STAGES = ("pp", "schedule", "chunks")  # the flags that decide what a pipeline rank has
 NARROW = 2  # bytes of a number
 WIDE = 4  # bytes of a number that is accumulated
-CHUNKS = 8  # parts of a sequence whose logits are computed in turn (techniques/logits_in_chunks.py)
 
 
 class Held(NamedTuple):

@@ -1,39 +1,25 @@
-"""Writes the planner's report: the best layouts, what other choices cost, and the laws."""
+"""Writes the planner's report: the best layouts, and the laws."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import takewhile
 from math import ceil
 
-from common import UserError
 from extras.plan.gpus import GIB, GPUS, NODE, ROOM, Gpu
-from extras.plan.layouts import Layout, illegal, read_layout
-from extras.plan.memory import held, total_weights
-from extras.plan.search import Plan, evaluate, fits, leanest
+from extras.plan.layouts import Layout, network
+from extras.plan.memory import WIDE, held, rank_weights, state_bytes, total_weights
+from extras.plan.search import Plan, fits
 from extras.plan.shapes import GPTS, Experts, Shape, flops_per_token
+from extras.plan.tables import table
 
 DAY = 24 * 3600  # seconds
-CHANGES = """--tp 1
---tp 8 --pp 1 --cp 1
---tp 16 --pp 1 --cp 1
---pp 1
---cp 1
---ep 1
---zero 0
---tp 1 --pp 1 --cp 1 --zero 3 --micro-batch-size 1
---recompute none
---recompute full"""
 LAWS = """\
 What decides. N weights; n ranks of a dimension; a rank computes m micro-batches of b sequences of
 s tokens, h wide, and v stages of a pipeline:
-    state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Over {shards}
-                 ranks of dp x cp, ZeRO 0 to 3 leave 18 N, 6 N + 12 N / n, 2 N + 16 N / n or 18 N/n
-                 (steps 1 and 3), {zeros} GiB, divided by tp x pp = {inner}
+    state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Of each weight
+                 on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes (steps 1
+                 and 3), here at most {zeros} GiB. n = {shards} ranks of dp x cp
     activations  grow with b s. All layers keep {none:,.1f} GiB of a sequence; with --recompute
                  selective {selective:,.1f}; with full {full:,.1f}, for a quarter more FLOPs
                  (step 1)
-    context      with --zero 3 --recompute full,logits and b = 1 this mesh has room for
-                 {longest:,} tokens; with twice the cp, for about twice as many (step 5)
     batch        {x.global_batch_size:,} sequences = dp b m = \
 {x.dp} x {x.micro_batch_size} x {x.micro_batches}. If there are more GPUs
                  than sequences, several must share a sequence or the model
@@ -45,10 +31,11 @@ s tokens, h wide, and v stages of a pipeline:
     pp           sends only b s h numbers at a boundary, so it may cross nodes. But a rank is idle
                  for (n-1)/(v m + n-1) of the time, here {idle:.1%} (step 6)
     dp           sums gradients of 4 bytes while backward computes (step 2). If they are summed once
-                 a step, a rank sends 2 (n-1)/n of its own, here {sent:,.1f} GB"""
+                 a step, a rank sends 2 (n-1)/n of its own, here at most {sent:,.1f} GB"""
 EXPERTS = """
     ep           a token's row goes to K = {m.experts_per_token} of {m.experts} experts and comes
-                 back, and so do its gradients: 4 (n-1)/n K b s h numbers a layer (step 7)"""
+                 back, and so do its gradients: 4 (n-1)/n K b s h numbers a layer. For the experts'
+                 state and gradients, n = {expert_shards} ranks of dp x cp x tp / ep (step 7)"""
 REPORT = """\
 {name} on {x.world:,} {gpu_name}: sequences of {m.seq_len:,} tokens, {x.global_batch_size:,} a step
 
@@ -58,9 +45,6 @@ Layout 1, seconds of a step (of messages, those that nothing hides):
     {seconds}
 Layout 1, GiB of the fullest GPU:
     {memory}
-
-With other flags added to those of layout 1:
-    {alternatives}
 
 {laws}
 {days}
@@ -77,15 +61,14 @@ def rates(m: Shape, plan: Plan, gpu: Gpu) -> tuple[float, float]:
 
 
 def plans_table(m: Shape, plans: list[Plan], gpu: Gpu) -> str:
-    """A line for each plan: its numbers and its flags."""
-    lines = ["    step, s     MFU  tokens/s of a GPU    GiB  flags"]
+    """A line for each plan: its flags and its numbers."""
+    rows = [["flags", "step, s", "MFU", "tokens/s of a GPU", "GiB"]]
     for number, plan in enumerate(plans, 1):
         mfu, tokens = rates(m, plan, gpu)
-        numbers = (
-            f"{plan.seconds.step:11.3f} {mfu:7.1%} {tokens:18,.0f} {plan.held.total / GIB:6.1f}"
-        )
-        lines.append(f"{number:<2}{numbers}  {plan.layout.flags()}")
-    return "\n".join(lines)
+        numbers = [f"{plan.seconds.step:.3f}", f"{mfu:.1%}", f"{tokens:,.0f}"]
+        flags = f"{number:<3}{plan.layout.flags()}"
+        rows.append([flags, *numbers, f"{plan.held.total / GIB:.1f}"])
+    return table(rows)
 
 
 def parts(values: dict[str, float], unit: float) -> str:
@@ -93,51 +76,26 @@ def parts(values: dict[str, float], unit: float) -> str:
     return ", ".join(f"{name} {part / unit:,.3f}" for name, part in values.items() if part)
 
 
-def alternatives(m: Shape, plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """Yield a line for each obvious change of a layout: why it fails, or what it costs."""
-    x = plan.layout
-    doubled = [f"--pp {2 * x.pp}", f"--micro-batch-size {2 * x.micro_batch_size}"]
-    seen = {x}
-    for change in [*CHANGES.splitlines(), *doubled]:
-        try:
-            other = read_layout(f"{x.flags()} {change}", m, x.world)
-        except UserError as error:
-            yield f"{change}: {error}"
-            continue
-        if other not in seen:
-            seen.add(other)
-            yield f"{change}: {outcome(m, other, plan, gpu)}"
-
-
-def outcome(m: Shape, other: Layout, plan: Plan, gpu: Gpu) -> str:
-    """Whether another layout fits, and how its time differs from the plan's."""
-    found = evaluate(m, other, gpu)
-    excess = found.held.total - ROOM * gpu.memory
-    if excess > 0:
-        return f"does not fit, by {excess / GIB:,.1f} GiB"
-    before = plan.seconds._asdict()
-    after = found.seconds._asdict()
-    worst = max(after, key=lambda part: after[part] - before[part])
-    share = after[worst] / found.seconds.step
-    change = found.seconds.step / plan.seconds.step - 1
-    return f"{change:+.1%} time; {worst} is {share:.1%} of its step"
-
-
-def longest(m: Shape, x: Layout, gpu: Gpu) -> int:
-    """The tokens of the longest sequence that fits on a mesh; 0 if not even 1,024 tokens fit."""
-    lengths = [(8 + part) << doubled for doubled in range(7, 24) for part in range(8)]
-    shapes = [replace(m, seq_len=length) for length in lengths]
-    legal = [shape for shape in shapes if not illegal(shape, leanest(shape, x))]
-    fitting = takewhile(lambda shape: fits(held(shape, leanest(shape, x)), gpu), legal)
-    return max((shape.seq_len for shape in fitting), default=0)
+def sent_bytes(m: Shape, x: Layout) -> float:
+    """The most bytes that a rank sends to sum its gradients once over dp and cp."""
+    totals = []
+    for weights in rank_weights(m, x):
+        sent = 0.0
+        for number, dim in zip(weights, ("shard", "expert shard"), strict=True):
+            n = network(x, dim).ranks
+            sent += 2 * (n - 1) / n * WIDE * number
+        totals.append(sent)
+    return max(totals)
 
 
 def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
     """The laws of the course, with the numbers of this model and layout."""
     x = plan.layout
     weights = total_weights(m)
-    n = x.dp * x.cp
-    zeros = [weights * size / GIB for size in (18, 6 + 12 / n, 2 + 16 / n, 18 / n)]
+    zeros = []
+    for zero in range(4):
+        ranks = [sum(state_bytes(m, replace(x, zero=zero), rank)) for rank in range(x.pp)]
+        zeros.append(f"{max(ranks) / GIB:,.1f}")
     kept = {}
     for kind in ("none", "selective", "full"):
         alone = Layout(global_batch_size=1, micro_batch_size=1, recompute=f"{kind},logits")
@@ -147,15 +105,14 @@ def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
         m=m,
         x=x,
         gpu=gpu,
-        state=zeros[0],
+        state=18 * weights / GIB,
         least=ceil(18 * weights / (ROOM * gpu.memory)),
-        shards=n,
-        zeros=", ".join(f"{size:,.1f}" for size in zeros),
-        inner=x.tp * x.pp,
-        longest=longest(m, x, gpu),
+        shards=network(x, "shard").ranks,
+        expert_shards=network(x, "expert shard").ranks,
+        zeros=", ".join(zeros),
         ring=ceil(2 * m.kv_dim / m.dim * gpu.flops * gpu.matmul / gpu.within),
         idle=(x.pp - 1) / (x.stages * x.micro_batches + x.pp - 1),
-        sent=8 * (n - 1) / n * weights / x.tp / x.pp / 1e9,
+        sent=sent_bytes(m, x) / 1e9,
         **kept,
     )
 
@@ -180,8 +137,6 @@ def launch(name: str, m: Shape, x: Layout) -> str:
         value = getattr(m, field.name)
         if value != field.default:
             words.append(f"--{field.name.replace('_', '-')} {value}")
-    if x.world > NODE and x.world % NODE:
-        words.append(f"(on the last node --nproc_per_node={x.world % NODE})")
     return " ".join(words)
 
 
@@ -199,7 +154,6 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
         table=plans_table(m, plans, gpu),
         seconds=parts(plan.seconds._asdict(), 1),
         memory=parts(plan.held._asdict(), GIB),
-        alternatives="\n    ".join(alternatives(m, plan, gpu)),
         laws=laws(m, plan, gpu),
         days=days(m, plan, tokens),
         verdict="So" if fits(plan.held, gpu) else f"It does not fit into {ROOM:.0%} of a GPU",

@@ -207,32 +207,34 @@ def tp_seconds(
     return (2 * halves + repeated) * half - hidden
 
 
-def cp_seconds(p: MicroBatch, gpu: Gpu, core: tuple[float, float], repeats: bool) -> float:
-    """Seconds of a ring's messages that one layer's attention (`core`) does not hide."""
+def cp_seconds(p: MicroBatch, gpu: Gpu, core: tuple[float, float]) -> float:
+    """Seconds of a ring's messages that one layer's attention (`core`) does not hide.
+
+    Recomputation repeats forward's messages. Full recomputation repeats attention, too; selective
+    has kept its output, so nothing hides them.
+    """
     cp = p.x.cp
     net = network(p.x, "cp")
     keys = p.tokens * 2 * p.kv * cp  # numbers of all ranks' keys and values
     # bytes of a number, and of its gradient in fp32, which makes one hop more
     both = NARROW + 4 * cp / max(1, cp - 1)
-    forward = collective_seconds(gpu, net, keys * NARROW) - core[0]
-    backward = collective_seconds(gpu, net, keys * both) - core[1]
-    return (1 + repeats) * max(0.0, forward) + max(0.0, backward)
+    ring = collective_seconds(gpu, net, keys * NARROW)
+    forward = max(0.0, ring - core[0])
+    again = {"none": 0.0, "selective": ring, "full": forward}[p.x.layer_recompute]
+    backward = max(0.0, collective_seconds(gpu, net, keys * both) - core[1])
+    return forward + again + backward
 
 
-def recomputed(
-    x: Layout, recipe: Recipe, core: float, passes: float, products: float
-) -> tuple[float, bool]:
-    """Seconds of one layer's recomputation, and whether it repeats forward's messages.
+def recomputed(x: Layout, core: float, passes: float, products: float) -> float:
+    """Seconds of one layer's recomputation.
 
     `core`, `passes`, `products`: seconds of attention, elementwise passes and matmuls in forward.
     """
-    if x.layer_recompute == "full":
-        return core + passes + products, True
-    if x.layer_recompute == "selective" and recipe.flash:
-        return passes / 2, True  # norms, silu, ...
-    if x.layer_recompute == "selective":
-        return core, False  # without a fused kernel, only scores are worth it
-    return 0.0, False
+    return {
+        "none": 0.0,
+        "selective": passes / 2,  # norms, silu, ...
+        "full": core + passes + products,
+    }[x.layer_recompute]
 
 
 def layer_work(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> list[float]:
@@ -242,14 +244,15 @@ def layer_work(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> list[f
     core = attention_seconds(p, gpu, recipe)
     passes = elementwise_seconds(p, gpu, recipe, experts)
     skipped = products[-1] if recipe.stops and not experts else 0.0
-    again, repeats = recomputed(p.x, recipe, core[0], passes[0], matmul - skipped)
+    again = recomputed(p.x, core[0], passes[0], matmul - skipped)
+    repeats = p.x.layer_recompute != "none"
     tp = tp_seconds(p, gpu, recipe, experts, repeats, matmul)
     ep = 0.0
     if experts:  # there and back, in forward and in backward
         rows = p.visits * p.m.dim * NARROW
         ep = 2 * (2 + repeats) * all_to_all_seconds(gpu, network(p.x, "ep"), rows)
     compute = 3 * matmul + sum(core) + sum(passes)  # two gradients take as long each
-    return [compute, again, tp, cp_seconds(p, gpu, core, repeats), ep]
+    return [compute, again, tp, cp_seconds(p, gpu, core), ep]
 
 
 def head_work(p: MicroBatch, gpu: Gpu) -> list[float]:

@@ -1,23 +1,21 @@
 """The planner beside published runs, closed forms, brute force and simulations."""
 
 import importlib
-import json
 import shlex
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import step06_pipeline as step06
-from common import UserError, meter
+from common import UserError
 from common.flags import parse
 from common.schedules import COSTS, round_robin, simulate
 from extras.__main__ import techniques, with_flags
 from extras.bench import plan as bench
 from extras.plan import memory, report, seconds
-from extras.plan.__main__ import Config, main, shape_and_batch
+from extras.plan.__main__ import Config, main, plans_of, shape_and_batch
 from extras.plan.gpus import GPUS, ROOM
 from extras.plan.layouts import (
     ORDERS,
@@ -29,8 +27,8 @@ from extras.plan.layouts import (
     read_layout,
     variants,
 )
-from extras.plan.memory import held, layer_bytes, micro_batch, rank_weights
-from extras.plan.search import best_plans, evaluate, search
+from extras.plan.memory import layer_bytes, micro_batch, rank_weights
+from extras.plan.search import evaluate, search
 from extras.plan.seconds import step_seconds
 from extras.plan.shapes import Shape, divisors, flops_per_token, gpt, named_shape
 
@@ -62,18 +60,6 @@ def test_flops_are_those_of_the_law():
     """6 a weight except the embedding's and the norms', and 7 seq_len dim a layer (step 1)."""
     matrices = memory.total_weights(LLAMA) - LLAMA.vocab_size * LLAMA.dim - 65 * LLAMA.dim
     assert flops_per_token(LLAMA) == 6 * matrices + 7 * 32 * 8192 * 4096
-
-
-def test_peaks_are_those_of_common():
-    """A plan's MFU and a run's refer to the same peaks."""
-    names = {
-        "a100-80": "NVIDIA A100-SXM4-80GB",
-        "h100-80": "NVIDIA H100 80GB HBM3",
-        "h200": "NVIDIA H200",
-        "b200": "NVIDIA B200",
-    }
-    for name, device in names.items():
-        assert GPUS[name].flops == meter.PEAKS[device][0] * 1e12
 
 
 # Layouts
@@ -152,37 +138,26 @@ def test_activations_that_wait(schedule, stages):
     assert memory.waiting_bytes(LLAMA, x, 1) == pytest.approx(stages * stage)
 
 
-def test_chunks_are_those_of_the_technique():
-    """Memory is planned for as many chunks of logits as the technique has."""
-    module = importlib.import_module("extras.techniques.logits_in_chunks")
-    assert memory.CHUNKS == module.CHUNKS
-
-
 # Seconds
 
 
+@pytest.mark.parametrize("message", [0.0, 0.2])
 @pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
-def test_a_pipeline_without_messages_takes_its_closed_form(schedule, v):
-    """m micro-batches take 3 (v m + p - 1) units of a stage's forward."""
+def test_a_long_pipeline_is_continued_from_a_short_one(schedule, v, message):
+    """It is within 1% of a simulation of all micro-batches; without messages, it is equal."""
     for p, n in (4, 64), (6, 90), (4, 4):
-        assert seconds.pipeline_units(schedule, p, n, v, 0.0) == 3 * (v * n + p - 1)
-
-
-@pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
-def test_a_long_pipeline_is_continued_from_a_short_one(schedule, v):
-    """With messages, it is within 1% of a simulation of all micro-batches."""
-    for p, n in (4, 64), (6, 90):
         lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
-        whole = simulate(lists, round_robin(p, v), COSTS, 0.2)[-1][0]
-        assert seconds.pipeline_units(schedule, p, n, v, 0.2) == pytest.approx(whole, rel=0.01)
+        whole = simulate(lists, round_robin(p, v), COSTS, message)[-1][0]
+        found = seconds.pipeline_units(schedule, p, n, v, message)
+        assert found == pytest.approx(whole, rel=0.01 if message else 1e-12)
 
 
 def test_ranks_are_spread_over_nodes_of_eight():
     """tp 4 x cp 4 x dp 2: tp is inside a node; a ring of cp has 2 of its 4 ranks in each node."""
     x = Layout(tp=4, cp=4, dp=2)
     assert [network(x, dim) for dim in ("tp", "cp", "shard")] == [(4, 4), (4, 2), (8, 2)]
-    assert network(replace(x, tp=13, cp=1), "tp") == (13, 8)
-    assert Network(13, 8).nodes == 2
+    assert network(replace(x, tp=12, cp=1), "tp") == (12, 8)
+    assert Network(12, 8).nodes == 2
 
 
 def test_messages_take_the_network_that_they_are_in():
@@ -212,6 +187,20 @@ def test_recomputation_repeats_messages_over_tp(sp, times):
     assert full - none == pytest.approx(8 * LLAMA.n_layers * times * once)
 
 
+def test_a_repeated_ring_is_hidden_by_repeated_attention():
+    """In a sum of 256 layers, attention hides the ring; selective recomputation keeps attention.
+
+    Then nothing hides the repeated keys and values: 8192 tokens, 1024 channels of each, 2 bytes a
+    number, of which each of two ranks sends half.
+    """
+    gpu = H100._replace(start=0, hop=0)
+    x = Layout(cp=2, micro_batch_size=1, global_batch_size=8)
+    kinds = ("none", "full", "selective")
+    found = [step_seconds(LLAMA, replace(x, recompute=kind), gpu).cp for kind in kinds]
+    repeated = 8 * 32 * 8192 * 1024 * 2 * 2 / 2 / H100.within
+    assert found == pytest.approx([0, 0, repeated])
+
+
 # Search
 
 
@@ -235,32 +224,13 @@ def test_the_search_finds_what_trying_everything_finds():
     assert list(found.values()) == pytest.approx(sorted(best.values())[:5], rel=1e-9)
 
 
-def test_no_two_plans_have_the_same_numbers():
-    """Meshes that differ only in name, as cp 4 and cp 8 with twice the sequences, count once."""
-    plans = list(best_plans(named_shape("smollm-360m", DENSE), 8, 64, H100))
-    numbers = [(round(p.seconds.step, 3), round(p.held.total / 2**30, 1)) for p in plans]
-    assert len(numbers) > 5 and len(set(numbers)) == len(numbers)
-
-
 # The command
 
 
 def run(capsys, *words: str) -> list[str]:
     """The lines of a report."""
-    assert main(list(words)) == 0
+    main(list(words))
     return capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 3, 7, 12, 13, 24, 127, 1000])
-def test_any_number_of_gpus(gpus, capsys):
-    """The default batch suits dp on all GPUs. Nodes have 8 GPUs; the last one may have fewer."""
-    _, batch = shape_and_batch(Config(gpus=gpus))
-    assert batch % gpus == 0 and abs(batch - 512) <= max(gpus, 512) / 2
-    layout = "--zero 3 --recompute full,logits --micro-batch-size 1"
-    *_, last = run(capsys, "--model", "llama3.2-1b", "--gpus", str(gpus), "--layout", layout)
-    nodes, each = (int(word.split("=")[1]) for word in last.split()[1:3])
-    rest = int(last.rstrip(")").split("=")[-1]) if last.endswith(")") else each
-    assert each == min(8, gpus) and (nodes - 1) * each + rest == gpus
 
 
 @pytest.mark.parametrize(
@@ -270,21 +240,37 @@ def test_any_number_of_gpus(gpus, capsys):
         ("llama3-8b,vocab_size=32000", "--gpus 16 --experts 8 --layout '--pp 2 --ep 8 --zero 3'"),
     ],
 )
-def test_the_report(name, more, capsys, tmp_path):
-    """It has no line twice, and its launch line is layout 1 of the file, as the step reads it."""
-    file = tmp_path / "plan.json"
-    lines = run(capsys, "--model", name, *shlex.split(more), "--json", str(file))
+def test_the_report(name, more, capsys):
+    """It has no line twice, and its launch line is layout 1, as the step reads it."""
+    given = ["--model", name, *shlex.split(more)]
+    lines = run(capsys, *given)
     texts = [line for line in lines if line]
     assert len(set(texts)) == len(texts)
-    first = json.loads(file.read_text())[0]
-    assert f"{sum(first['seconds'].values()):.2f} s a step" in lines[-2]
-    _, _, _, _, _, script, *words = shlex.split(lines[-1])
+    config = parse(Config, given)
+    layout, _, times = plans_of(config, *shape_and_batch(config))[0]
+    assert f"{times.step:.2f} s a step" in lines[-2]
+    _, nodes, processes, _, _, script, *words = shlex.split(lines[-1])
+    assert [nodes, processes] == [f"--nnodes={config.gpus // 8}", "--nproc_per_node=8"]
     step = importlib.import_module(script.removesuffix(".py"))
     config = parse(with_flags(step.Config, techniques()), words)
-    layout = Layout(**first["layout"])
     for flag in ("pp", "tp", "cp", "micro_batch_size", "global_batch_size", "recompute", "sp"):
         assert getattr(config, flag) == getattr(layout, flag)
     assert int(config.zero) == layout.zero and config.model.startswith(f"{name},seq_len=")
+
+
+def test_laws_count_experts_by_their_own_ranks():
+    """Mixtral on pp 2 x dp 8, ep 8: an expert of each of 16 layers is on one rank alone, so it is
+    neither sharded nor summed. The last rank has the head and its norm, too.
+    """
+    x = Layout(pp=2, dp=8, ep=8, global_batch_size=64)
+    experts = 16 * 3 * 4096 * 14336
+    attention = 2 * 4096**2 + 2 * 4096 * 1024
+    others = 16 * (attention + 2 * 4096 + 8 * 4096) + 32001 * 4096
+    assert report.sent_bytes(MIXTRAL, x) == 2 * 7 / 8 * 4 * others
+    sizes = [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]
+    held = [f"{(18 * experts + size * others) / 2**30:.1f}" for size in sizes]
+    text = report.laws(MIXTRAL, evaluate(MIXTRAL, x, H100), H100)
+    assert f"here at most {', '.join(held)} GiB" in text
 
 
 def test_days_of_a_token_budget(capsys):
@@ -304,20 +290,6 @@ def test_days_of_a_token_budget(capsys):
     assert formula == pytest.approx(84, abs=1) and 0.7 <= days / formula <= 1
 
 
-def test_the_longest_sequence_fits():
-    """One that is an eighth longer does not, and with four times the cp it is longer."""
-    x = Layout(pp=2, dp=2, cp=2, tp=2, global_batch_size=8)
-
-    def fit(mesh: Layout, tokens: int) -> bool:
-        m = replace(LLAMA, seq_len=tokens)
-        lean = replace(mesh, zero=3, micro_batch_size=1, recompute="full,logits")
-        return held(m, lean).total <= ROOM * H100.memory
-
-    tokens = report.longest(LLAMA, x, H100)
-    assert fit(x, tokens) and not fit(x, tokens * 9 // 8)
-    assert report.longest(LLAMA, replace(x, cp=8), H100) > 1.5 * tokens
-
-
 MISTAKES = {
     "--gpu abacus": "choose from",
     "--model gpt5": "choose from",
@@ -329,63 +301,32 @@ MISTAKES = {
     "--gpus 8 --layout '--micro-batch-size 7'": "must divide the sequences",
     "--gpus 16 --layout '--ep 2'": "no experts",
     "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
-    "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
+    "--gpus 296 --global-batch-size 3": "no layout of 296 GPUs is legal",
+    "--gpus 12": "give a multiple of 8",
     "--gpus 1000000": "counts up to",
-    "--json nowhere/all.json": "No such file",
-    "--json .": "Is a directory",
 }
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_a_mistake_is_one_line(capsys, arguments):
-    """An error is one line on stderr, with status 2."""
-    assert main(shlex.split(arguments)) == 2
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error and MISTAKES[arguments] in error
-
-
-def test_json_is_tried_before_the_search(monkeypatch):
-    """A folder as --json is refused before any layout is looked for."""
-    monkeypatch.setattr("extras.plan.__main__.plans_of", lambda *_: pytest.fail("searched"))
-    assert main(["--json", "/"]) == 2
+def test_a_mistake_is_named(arguments):
+    """UserError says what to change; `report` of common/trainer.py prints it in one line."""
+    with pytest.raises(UserError, match=MISTAKES[arguments]):
+        main(shlex.split(arguments))
 
 
 # Published runs
 
 
 def test_published_times():
-    """Megatron's times within 6%, vTrain's within 6.5% on average, in nearly the right order."""
-    known = [case for case in bench.read_rows(bench.Config().rows) if case.id[0] in "SK"]
+    """Megatron's times within 6%, vTrain's within 6.5% on average, and nearly the best layouts."""
+    known = [case for case in bench.read_rows() if case.id[0] in "SK"]
     errors = [abs(bench.error(c, bench.predict(c), bench.time_figure(c))) for c in known]
     assert len(known) == 9 and sum(errors) / 9 <= 0.03 and max(errors) <= 0.06
-    lines = bench.read_vtrain(bench.Config().vtrain)
+    lines = bench.read_vtrain()
     errors = [abs(bench.error(case, bench.predict(case), "step_s")) for case in lines]
     assert sum(errors) / len(lines) <= 0.065
     for name, group in bench.groups_of(lines).items():
         published = [case.published["step_s"] for case in group]
-        correlation, regret = bench.choice(
-            published, [bench.predict(case)["step_s"] for case in group]
-        )
+        regret = bench.regret(published, [bench.predict(case)["step_s"] for case in group])
         # some runs of 39.1e9 weights with tp 2 and 4 are slower than any formula predicts
-        assert (correlation >= 0.9 and regret <= 0.05) or name.startswith("39.1e9"), name
-
-
-def test_choice_between_ties():
-    """Ties share a rank; a choice in the wrong order has correlation -1 and a regret."""
-    assert bench.choice([1, 2, 2, 3], [1, 2, 2, 3]) == (pytest.approx(1), 0)
-    assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (pytest.approx(-1), 1.0)
-
-
-def test_published_files_may_have_gaps(tmp_path, capsys):
-    """A blank cell or NaN stands for a missing figure; an unknown GPU or file is a UserError."""
-    files = {name: str(tmp_path / name) for name in ("rows", "vtrain", "json")}
-    for name, figure, gap in ("rows", "137", "NaN"), ("vtrain", "3638.3", ""):
-        lines = Path(getattr(bench.Config(), name)).read_text().splitlines()[:4]
-        Path(files[name]).write_text("\n".join(lines).replace(figure, gap))
-    bench.main("plan", [word for name, file in files.items() for word in (f"--{name}", file)])
-    entries = json.loads(Path(files["json"]).read_text())
-    assert [entry["published"] == {} for entry in entries] == [True, False, False] * 2
-    Path(files["rows"]).write_text(Path(files["rows"]).read_text().replace("A100-80", "abacus"))
-    for file, wrong in (files["rows"], "abacus"), (str(tmp_path / "nowhere"), "no such file"):
-        with pytest.raises(UserError, match=wrong):
-            bench.read_rows(file)
+        assert regret <= 0.05 or name.startswith("39.1e9"), name
