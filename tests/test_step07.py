@@ -645,7 +645,7 @@ RESUMED = [
 def last_step(result: tuple) -> tuple:
     """A rank's last loss and norm, and a hash of the bits of each gradient and weight."""
     losses, norms, gradients, weights = result
-    tensors = [(name, hash(values.tobytes())) for name, _, _, values in gradients[-1] + weights]
+    tensors = [(name, hash(values.tobytes())) for name, _, values in gradients[-1] + weights]
     return losses[-1], norms[-1], tensors
 
 
