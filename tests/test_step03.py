@@ -367,7 +367,14 @@ NORMS = [
         dict(data_group="data"),
         [[4], [], [], []],
     ),
-    (dict(dp=2, pp=2), False, {}, [[1, 2], [2], [1, 2], [2]], dict(stage_copies=2), [[4]] * 4),
+    (
+        dict(dp=2, pp=2, cp=1),
+        False,
+        {},
+        [[1, 2], [2], [1, 2], [2]],
+        dict(stage_copies=2),
+        [[4]] * 4,
+    ),
     (dict(dp=4, cp=1), True, EP, [[1], [2], [2], []], dict(data_group="data"), [[4], [], [], []]),
 ]
 
