@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 
-import step07_moe_ep as step07
 from common import UserError
 from common.flags import AT_LEAST_2, flag, parse
 
@@ -88,10 +87,3 @@ def test_help_lists_flags_by_class(capsys):
     expected += ["{adamw,sgd} update rule"]
     positions = [text.find(part) for part in expected]
     assert positions == sorted(positions) and -1 not in positions, (positions, text)
-
-
-def test_titles_of_flags_are_sentences():
-    """--help shows the first line of each Config's docstring as the title of its flags."""
-    for base in step07.Config.__mro__[:-1]:
-        title = base.__doc__.partition("\n")[0]
-        assert title.endswith(".") and "`" not in title, title

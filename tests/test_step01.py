@@ -32,7 +32,7 @@ from common.model import (
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, train_whole
 from tests.script import Script
 from tests.script import step as script_of
-from tests.tape import Live, Tape, traced_graphs
+from tests.tape import Live, traced_graphs
 
 task = pytest.mark.task
 cases = pytest.mark.parametrize
@@ -133,17 +133,16 @@ def test_presets_have_their_published_size(preset):
     close(sum(param.numel() for param in model.parameters()), PARAMETERS[preset], "parameters")
 
 
-@cases("dtype, expected", [(BF16, FP32), (FP32, FP32), (FP64, FP64)])
-def test_rope_has_at_least_fp32_in_a_bf16_run(dtype, expected):
+def test_rope_has_at_least_fp32_in_a_bf16_run():
     """Layers get the cosine of 257 rad for position 257, which bf16 would round to 256."""
-    model = decoder(**SHAPE).to(dtype)
+    model = decoder(**SHAPE).to(BF16)
     inputs = []
     layer = model.model.layers["1"]
     layer.register_forward_pre_hook(lambda module, args: inputs.extend(args))
     tokens = torch.zeros(1, 258, dtype=torch.int64)
     model(tokens, tokens)
     x, cos, sin = inputs
-    close((x.dtype, cos.dtype, sin.dtype), (dtype, expected, expected), "dtypes")
+    close((x.dtype, cos.dtype, sin.dtype), (BF16, FP32, FP32), "dtypes")
     close(cos[257, 0, 0].item(), math.cos(257), "the cosine", bound=1e-5)
 
 
@@ -155,12 +154,6 @@ def gradient_of_rope(rope: Callable, dtype: torch.dtype) -> Tensor:
     x = draw("x", 0, 2, 40, 3, config.head_dim).to(BF16).to(dtype).requires_grad_()
     dy = draw("dy", 0, *x.shape).to(BF16).to(dtype)
     return torch.autograd.grad(rope(x, cos, sin), x, dy)[0]
-
-
-def test_rope_rotates_gradients_back():
-    """Its own backward is what autograd makes of its forward."""
-    found = gradient_of_rope(RoPE.apply, FP64)
-    close(found, gradient_of_rope(rotate, FP64), "the gradient of x", bound=1e-12)
 
 
 def test_a_bf16_gradient_of_rope_is_rounded_once():
@@ -198,26 +191,16 @@ def test_initial_values_follow_from_name_and_seed():
     close(drawn("a.norm.weight", [7], 3, seed=0), torch.ones(7), "a norm")
 
 
-@cases("name, std", [("q_proj", 0.02), ("lm_head", 0.02), ("o_proj", 0.005), ("down_proj", 0.005)])
-def test_matrices_that_write_to_the_residual_stream_are_smaller(name, std):
+def test_matrices_that_write_to_the_residual_stream_are_smaller():
     """With eight layers, o_proj and down_proj have std 0.02 / sqrt(2 x 8) = 0.005."""
-    matrix = drawn(f"{name}.weight", [300, 400], 8, 0)
-    close(matrix.std().item(), std, "the standard deviation", bound=0.02)
+    for name, std in dict(q_proj=0.02, lm_head=0.02, o_proj=0.005, down_proj=0.005).items():
+        matrix = drawn(f"{name}.weight", [300, 400], 8, 0)
+        close(matrix.std().item(), std, f"{name}: the standard deviation", bound=0.02)
 
 
 def on_meta(**shape) -> Decoder:
     """A model of three layers without memory."""
     return decoder(dtype=None, **SHAPE | shape)
-
-
-def test_materialize_draws_by_global_names():
-    """A pipeline stage without layer 0 has the values that its layers have in the whole model."""
-    stage = on_meta()
-    del stage.model.layers["0"]
-    layout.materialize(stage, 5, CPU, BF16)
-    for name, param in stage.named_parameters():
-        close(param, drawn(name, list(param.shape), 3, 5).to(BF16), name)
-        close(param.dtype, BF16, f"dtype of {name}")
 
 
 def test_materialize_keeps_what_is_tied_or_frozen():
@@ -311,15 +294,14 @@ def test_masters_keep_updates_that_bf16_would_lose():
 
 
 @task("masters", 3)
-@cases("dtype, wide", [(BF16, FP32), (FP32, FP32), (FP64, FP64)])
-def test_gradients_of_bf16_weights_add_up_in_fp32(dtype, wide):
+def test_gradients_of_bf16_weights_add_up_in_fp32():
     """256 + 1 + 1 is 258. In bf16, which has no 257, it would be 256."""
-    model = three_params(dtype)
+    model = three_params(BF16)
     optimizer = step.Optimizer(model, SGD)
     for gradient in (256.0, 1.0, 1.0):
         (model.proj * gradient).sum().backward()
     found = optimizer.gradients()["proj"]
-    close(found.dtype, wide, "dtype")
+    close(found.dtype, FP32, "dtype")
     close(found, torch.full((2, 3), 258.0), "the gradient")
 
 
@@ -441,26 +423,15 @@ def require_equal_gradients(model: Decoder, bound: float = 1e-10):
 
 
 @task("recomputation", 3)
-@cases(
-    "recompute, matmuls",
-    [
-        ("none", 2 * 66),  # three for each of 22 matrices: seven in each layer, and the head
-        ("full", 2 * (66 + 18)),  # six in each of three layers are computed again
-    ],
-)
-def test_recomputation(recompute, matmuls):
-    """Gradients stay the same; `full` computes six matrix products of each layer again."""
+def test_recomputation_keeps_gradients():
+    """With `full`, two micro-batches have the gradients of a plain model."""
     model = decoder()
-    step.set_up_layers(model, step.Config(recompute=recompute))
-    with Tape() as tape:
-        backward_twice(model)
+    step.set_up_layers(model, step.Config(recompute="full"))
+    backward_twice(model)
     require_equal_gradients(model)
-    close(tape.events.count("matmul"), matmuls, "matmuls of two micro-batches")
 
 
-@cases(
-    "dtype, recompute, bound", [(FP64, "none", 1e-10), (FP64, "full", 1e-10), (BF16, "none", 1e-2)]
-)
+@cases("dtype, recompute, bound", [(FP64, "full", 1e-10), (BF16, "none", 1e-2)])
 def test_compile_traces_layers_and_loss(monkeypatch, dtype, recompute, bound):
     """--compile makes two graphs, of the layers and of the loss; gradients stay the same.
 
@@ -522,10 +493,17 @@ def plain_step(model: Decoder, batch: tuple, limit: float) -> tuple[float, float
 RUNS = [
     (dict(steps=5), [*RATES, 0.05 * 0.775, 0.05 * 0.325]),
     (dict(optimizer="sgd", micro_batch_size=5), RATES),  # micro-batches of 5, 5 and 2 sequences
-    (dict(tied=True, seed=3), RATES),
-    (dict(grad_clip=0.0, recompute="full"), RATES),
-    (dict(dataset="all-count", warmup_steps=0), [0.05, 0.05 * 0.775, 0.05 * 0.325]),
-    (dict(grad_clip=1e4, weight_decay=0.0, micro_batch_size=12), RATES),
+    (dict(tied=True, seed=3, grad_clip=0.0, recompute="full"), RATES),
+    (
+        dict(
+            dataset="all-count",
+            warmup_steps=0,
+            weight_decay=0.0,
+            grad_clip=1e4,
+            micro_batch_size=12,
+        ),
+        [0.05, 0.05 * 0.775, 0.05 * 0.325],
+    ),
 ]
 
 
@@ -576,21 +554,20 @@ def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags) -> 
 
 
 @task("loop", 1)
-@cases("factor", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(monkeypatch, factor):
-    """If step 2's gradient becomes inf or nan, the error names --lr, and weights stay finite."""
+def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(monkeypatch):
+    """If step 2's gradient becomes inf, the error names --lr, and weights stay finite."""
     weights = []
     gradients = []
 
     def spoil(gradient: Tensor) -> Tensor:
         gradients.append(gradient)
-        return gradient * factor if len(gradients) == 2 else gradient
+        return gradient * math.inf if len(gradients) == 2 else gradient
 
     def watch(model: Decoder):
         weights.extend(model.parameters())
         model.model.norm.weight.register_hook(spoil)
 
-    with pytest.raises(UserError, match=f"step 2: the grad norm is {factor}: lower --lr"):
+    with pytest.raises(UserError, match="step 2: the grad norm is inf: lower --lr"):
         train_watched(monkeypatch, watch, micro_batch_size=12)
     close(len(gradients), 2, "backward passes")
     assert all(weight.isfinite().all() for weight in weights), "weights are not finite"
