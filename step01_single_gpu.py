@@ -219,10 +219,7 @@ class Optimizer:
         self.model = model
         self.config = config
         self.mesh = mesh
-        self.params: dict[str, nn.Parameter] = {}
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                self.params[name] = param
+        self.params = dict(model.named_parameters())  # all are trained
         accumulate_wide(self.params.values())
         self.masters: dict[str, Tensor] = {}
         for name, param in self.params.items():

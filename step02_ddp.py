@@ -103,18 +103,13 @@ def join_ranks(device: torch.device) -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def trained_params(model: Decoder) -> list[nn.Parameter]:
-    """The parameters that have gradients."""
-    return [param for param in model.parameters() if param.requires_grad]
-
-
 class NaiveSync:
     """Sum the gradients one by one when backward is done. All sync classes are made from the same
     arguments, and have `begin` and `finish`.
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
-        self.params = trained_params(model)
+        self.params = list(model.parameters())
         self.mesh = mesh
 
     def begin(self, n_micro_batches: int):
@@ -221,7 +216,7 @@ class BucketSync:
         """Fill buckets, and add hooks. The optimizer must exist already: it sets the gradients'
         dtype.
         """
-        params_in_backward = trained_params(model)[::-1]  # roughly the order of backward
+        params_in_backward = list(model.parameters())[::-1]  # roughly the order of backward
         self.buckets = fill_buckets(params_in_backward, mesh, config.bucket_mb * 2**20)
         self.unsent: list[Bucket] = []
         self.pending: list[Pending] = []

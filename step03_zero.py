@@ -133,7 +133,6 @@ class Unit:
         """Copy the parameters of `named` into the buffer; from now on they are views of it."""
         self.named = named
         self.group = group
-        self.trained = {name: param for name, param in named.items() if param.requires_grad}
         self.span = {}  # name -> (start, stop) in flat
         stop = 0
         for name, param in named.items():
@@ -177,8 +176,7 @@ class Unit:
 
     def allocate_grad(self):
         """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised. (In
-        stages 2 and 3 nothing fills the parts of frozen parameters and the padding. They are summed
-        as they are, and never read.)
+        stages 2 and 3 nothing fills the padding. It is summed as it is, and never read.)
         """
         self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
 
@@ -232,7 +230,7 @@ class Zero1(Optimizer):
             self.units.append(self.unit_type(named, group))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
-            for name, param in unit.trained.items():
+            for name, param in unit.named.items():
                 master = unit.view_shard(unit.master, name)
                 if len(master):
                     self.masters[name] = master
@@ -250,11 +248,11 @@ class Zero1(Optimizer):
         for unit in self.units:
             unit.allocate_grad()
             unit.local_grad.zero_()
-            unit.missing = n_micro_batches * len(unit.trained)
+            unit.missing = n_micro_batches * len(unit.named)
             # `.grad` in fp32. (Not in `__init__`, which stages 2 and 3 inherit: their `.grad` keeps
             # the weight's dtype)
-            accumulate_wide(unit.trained.values())
-            for name, param in unit.trained.items():
+            accumulate_wide(unit.named.values())
+            for name, param in unit.named.items():
                 param.grad = unit.view(unit.local_grad, name)
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
@@ -279,10 +277,10 @@ class Zero1(Optimizer):
         self.pending = []
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each trained parameter's gradient, by name; the part may be empty."""
+        """This rank's part of each parameter's gradient, by name; the part may be empty."""
         parts = {}
         for unit in self.units:
-            for name in unit.trained:
+            for name in unit.named:
                 parts[name] = unit.view_shard(unit.summed_grad, name)
         return parts
 
@@ -299,7 +297,7 @@ class Zero1(Optimizer):
         """For checkpoints: which elements of each flattened parameter this rank updates."""
         spans = {}
         for unit in self.units:
-            for name in unit.trained:
+            for name in unit.named:
                 # Where this rank's shard starts, counted from the parameter's first element
                 start = max(unit.first - unit.span[name][0], 0)
                 spans[name] = (start, start + len(unit.view_shard(unit.master, name)))
@@ -312,12 +310,12 @@ class Zero1(Optimizer):
             unit.local_grad = None
             unit.new_sum = None
             unit.summed_grad = None
-            for param in unit.trained.values():
+            for param in unit.named.values():
                 param.grad = None
 
 
 class Zero2(Zero1):
-    """ZeRO 2: gradients are sharded as well. Each trained parameter must get a gradient in every
+    """ZeRO 2: gradients are sharded as well. Each parameter must get a gradient in every
     micro-batch; if one does not, the next micro-batch or `finish` raises an error.
 
     A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's
@@ -340,7 +338,7 @@ class Zero2(Zero1):
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.arrived.clear()
-            unit.missing = n_micro_batches * len(unit.trained)
+            unit.missing = n_micro_batches * len(unit.named)
             unit.summed_grad = unit.flat.new_zeros(unit.length, dtype=unit.master.dtype)
 
     def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
@@ -354,7 +352,7 @@ class Zero2(Zero1):
         if unit.local_grad is None:
             unit.allocate_grad()
         if name in unit.arrived:
-            absent = ", ".join(unit.trained.keys() - unit.arrived)
+            absent = ", ".join(unit.named.keys() - unit.arrived)
             raise RuntimeError(f"{name} got a second gradient before these got one: {absent}")
         unit.view(unit.local_grad, name).copy_(param.grad)
         param.grad = None
@@ -362,7 +360,7 @@ class Zero2(Zero1):
         unit.missing -= 1
         if unit.missing < 0:
             raise RuntimeError(f"a gradient of {name} came after the last expected one")
-        if len(unit.arrived) == len(unit.trained):
+        if len(unit.arrived) == len(unit.named):
             unit.arrived.clear()
             self.start_sum(unit)
 
@@ -391,7 +389,7 @@ class Zero2(Zero1):
         self.complete_sum()
         for unit in self.units:
             if unit.missing:
-                absent = ", ".join(unit.trained.keys() - unit.arrived)
+                absent = ", ".join(unit.named.keys() - unit.arrived)
                 raise RuntimeError(f"{unit.missing} gradients are missing, of {absent}")
 
 
@@ -454,13 +452,11 @@ class Zero3(Zero2):
     input_layernorm.weight. The layer's backward is then over, except for the rest of this norm's
     own, which reads no weights of the unit.
 
-    Skip at first: tied or frozen weights. If embedding and head are tied, their matrix is in E, and
-    H is the last norm alone. E is gathered for the embedding, freed, and gathered again with H.
-    Then it stays until the end of backward, because autograd adds the head's part of the gradient
-    and the embedding's before it hands them over. So E is whole besides the present unit and the
-    next, and the law's e counts only the norm. A unit with frozen weights (requires_grad=False)
-    that was gathered for backward stays whole until the next forward has used it, or until the
-    update: frozen weights have no hook that says that their backward is over.
+    Skip at first: if embedding and head are tied, their matrix is in E, and H is the last norm
+    alone. E is gathered for the embedding, freed, and gathered again with H. Then it stays until
+    the end of backward, because autograd adds the head's part of the gradient and the embedding's
+    before it hands them over. So E is whole besides the present unit and the next, and the law's e
+    counts only the norm.
     """
 
     unit_type = ShardedUnit
@@ -536,8 +532,7 @@ class Zero3(Zero2):
         as `Zero2` does, and free them.
         """
         super().start_sum(unit)
-        if len(unit.trained) == len(unit.named):  # else backward may still need the frozen weights
-            self.free_after_use(unit)
+        self.free_after_use(unit)
 
     def free_after_use(self, unit: ShardedUnit):
         """Free a unit's weights, unless --keep says that they stay until the update."""

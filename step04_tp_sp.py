@@ -342,7 +342,7 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     length = math.ceil(full / group.size)
     shape = list(weight.shape)
     shape[dim] = length
-    local = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
+    local = nn.Parameter(torch.empty(shape, device="meta"))
     shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
     local.parallel_layout = layout_of(weight)
     note_layout(local, shards=(*layout_of(weight).shards, shard))

@@ -99,7 +99,7 @@ def materialize(
     for (_, param), value in zip(chosen, drawn, strict=True):
         for shard in layout_of(param).shards:
             value = shard_of(value, shard)
-        filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
+        filled = nn.Parameter(value.to(device, dtype))
         filled.parallel_layout = layout_of(param)
         replace_param(model, param, filled)
     materialize_buffers(model, device)

@@ -56,7 +56,6 @@ from torch.profiler import record_function
 from common.comm import Mesh
 from common.model import Decoder
 from common.schedules import Action
-from step02_ddp import trained_params
 from step06_pipeline import SCHEDULES, Config, ListPipeline, Stage
 from step07_moe_ep import ExpertLinear, expert_product
 
@@ -206,7 +205,7 @@ class SplitStage(Stage):
     def backward(self, i: int, dy: Tensor | None) -> Tensor | None:
         """B: return dx, or None on the first stage. No `.grad` changes."""
         x, edge = self.graphs.pop(i)
-        params = trained_params(self.model)  # those of another stage get no gradient
+        params = list(self.model.parameters())  # those of another stage get no gradient
         inputs = params if self.is_first else [*params, x]  # tokens have no gradient
         dys = None if self.is_last else (dy,)
         with record_function(f"B{i}.{self.number}"):
@@ -223,7 +222,7 @@ class SplitStage(Stage):
         """W: add each parameter's gradient to `.grad`, last layer first; hooks are called."""
         ready, later = self.waiting.pop(i)
         with record_function(f"W{i}.{self.number}"):
-            for param in reversed(trained_params(self.model)):
+            for param in reversed(list(self.model.parameters())):
                 terms = ready.pop(param, [])
                 terms += [function() for function in later.pop(param, [])]
                 if self.tied_terms is not None and param is self.model.lm_head.weight:
