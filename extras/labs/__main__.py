@@ -1,16 +1,17 @@
 """The labs' commands `start`, `check` and `grade`: see `python -m extras.labs --help`."""
 
 import argparse
+import ast
 import csv
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from common import UserError
-from extras.labs import TASKS, holes, hollow, step_of
-from extras.labs.judge import judge, lay_out, path_of_tests, require_packages
+from common.trainer import report
+from extras.labs import ROOT, TASKS, definitions, holes, hollow, step_of
+from extras.labs.judge import judge, lay_out, path_of_tests
 
 COLUMNS = ["folder", "student", "lab", "points", "of", "error", "lost"]  # of the table of grades
 # What a student launches in the end, on two ranks from lab 2 on
@@ -70,17 +71,15 @@ def start(lab: int, folder: Path, student: str):
 
 
 def read(path: Path) -> str:
-    """The text of a student's file: UTF-8 or UTF-16, with or without a BOM, else Windows-1252."""
+    """The text of a student's file. Raises UserError unless it is UTF-8, with or without a BOM."""
     try:
-        return path.read_text(json.detect_encoding(path.read_bytes()))
-    except UnicodeError:
-        return path.read_text("cp1252", "replace")
-    except FileNotFoundError:
-        raise UserError(f"{path.name} is missing in {path.parent}") from None
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeError as error:
+        raise UserError(f"{path} is not UTF-8, which Python needs: {error}") from None
 
 
 def head(folder: Path) -> tuple[int, str]:
-    """The lab and the student of a folder. Raises UserError without a valid LAB.md."""
+    """The lab and the student of a folder. Raises UserError or OSError without a valid LAB.md."""
     pattern = r"^\W*Lab ([1-7]):[\s\S]*?^\W*Student:(.*)"
     found = re.search(pattern, read(folder / "LAB.md"), re.MULTILINE)
     if not found:
@@ -89,20 +88,26 @@ def head(folder: Path) -> tuple[int, str]:
 
 
 def submitted(folder: Path, lab: int) -> dict[str, str]:
-    """The files that a student hands in, by name. Raises UserError if one is missing."""
+    """The files that a student hands in, by name. Raises OSError if one is missing."""
     return {file: read(folder / file) for file in holes(lab)}
 
 
 def check(folder: Path, seconds: float) -> int:
-    """Print the points of each task, and why tests failed; returns 0 if all passed, else 1."""
+    """Print the points of each task, and why tests failed; returns 0 if all passed, else 1.
+
+    Of each failed test: its name, the first line of its claim, and that of the error.
+    """
     lab, _ = head(folder)
     found = judge(lab, submitted(folder, lab), seconds)
+    tests = definitions((ROOT / path_of_tests(lab)).read_text())
     for task in TASKS[lab]:
         own = [result for result in found if result.task == task]
         earned = sum(result.points for result in own if not result.wrong)
         print(f"{task}: {earned} of {sum(result.points for result in own)} points")
-        for wrong, test in {result.wrong: result.test for result in own if result.wrong}.items():
-            print(f"  {test}: " + "\n    ".join(wrong.splitlines()[:6]))
+        for result in own:
+            if result.wrong:
+                claim = ast.get_docstring(tests[result.test]).partition("\n")[0]
+                print(f"  {result.test}: {claim}\n    {result.wrong}")
     return int(any(result.wrong for result in found))
 
 
@@ -158,24 +163,25 @@ def main() -> int:
     verb.add_argument("folders", nargs="+", type=Path)
     for verb in (verbs.choices["check"], verbs.choices["grade"]):
         verb.add_argument(
-            "--seconds", type=float, default=900, help="limit for a folder (default %(default)s)"
+            "--seconds",
+            type=float,
+            default=240,
+            help="limit for all tests; if they end early, for those of a task (%(default)s)",
         )
     args = top.parse_args()
     sys.stdout.reconfigure(errors="replace")  # a message of a student's may contain any character
-    try:
-        if args.verb == "start":
-            start(args.lab, args.folder, args.student)
-            print(f"{args.folder}: open LAB.md")
-            return 0
-        require_packages()
-        if args.verb == "check":
-            return check(args.folder, args.seconds)
+    if args.verb == "check":
+        return check(args.folder, args.seconds)
+    if args.verb == "grade":
         grade(args.folders, args.seconds)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    else:
+        start(args.lab, args.folder, args.student)
+        print(f"{args.folder}: open LAB.md")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Exception as problem:
+        sys.exit(report(problem, early=True))

@@ -1,13 +1,10 @@
 """Runs a step's tests on a student's files, in a folder of their own, and counts points.
 
-The tests run in a process that has imported the student's files (run_tests.py). Malicious code can
-therefore forge the results, and can read and write all that you can: use a container to grade the
-files of strangers.
+The student's code runs in the process of the tests. Malicious code can therefore forge the results,
+and can read and write all that you can: use a container to grade the files of strangers.
 """
 
 import contextlib
-import importlib.util
-import json
 import os
 import re
 import shutil
@@ -15,16 +12,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
 
 from common import UserError
-from extras.labs import ROOT, holes, step_of
+from extras.labs import ROOT, TASKS, step_of
 
-ENVIRONMENT = dict(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PYTHONPATH="")
-ENVIRONMENT |= dict(PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONBREAKPOINT="0")
-EXITED = "it ends the program (os._exit)"
+# A test that takes longer than 40 seconds fails; so does one whose ranks take 20.
+ENVIRONMENT = dict(SECONDS_A_TEST="40", PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+# os._exit: a thread that a student's function has started cannot keep the process from ending.
+PYTEST = "import os, sys, pytest; os._exit(pytest.main(sys.argv[1:]))"
+TO_IMPORT = 60  # seconds, in which pytest must have found the tests
 
 
 class Result(NamedTuple):
@@ -41,21 +42,12 @@ def path_of_tests(lab: int) -> str:
     return f"tests/test_step{lab:02d}.py"
 
 
-def require_packages():
-    """Raise UserError if pytest, or a package of requirements.txt, is not installed."""
-    names = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    for name in (*names, "pytest"):
-        if not importlib.util.find_spec(name.replace("-", "_")):
-            fix = f"in {ROOT}, run pip install -r requirements-dev.txt"
-            raise UserError(f"{name} is not installed: {fix}")
-
-
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
     """Copy what a step needs, without tests/faults.py, which has solutions; write `texts`."""
-    others = {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")} - {ROOT / path_of_tests(lab)}
-    paths = {ROOT / "pyproject.toml", *ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py")} - others
-    paths |= {path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)}
-    for path in paths:
+    helpers = {*ROOT.glob("tests/*.py")} - {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")}
+    earlier = {path for path in ROOT.glob("step0*.py") if path.name < step_of(lab)}
+    own = ROOT / "pyproject.toml", ROOT / path_of_tests(lab)
+    for path in (*ROOT.glob("common/*.py"), *helpers, *earlier, *own):
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)  # without the permissions: the project may be read-only
@@ -63,93 +55,83 @@ def lay_out(lab: int, folder: Path, texts: dict[str, str]):
         (folder / file).write_text(text, encoding="utf-8")
 
 
-def run(place: Path, lab: int, cases: list[str], seconds: float, end: float) -> list[list]:
-    """Run cases in a process of their own; returns the events that run_tests.py describes.
+def run(place: Path, lab: int, seconds: float, *words: str) -> tuple[list[Result], str]:
+    """Run pytest on the tests of a lab's tasks, with further words for its command line.
 
-    A case that takes longer than `seconds` fails. The process ends when time.monotonic() is `end`.
-    If a case or an import ends the process, or hangs, the last event says so.
+    Returns the results, and why they are not complete, or "": pytest was killed, hung or
+    interrupted, or could not import the tests.
     """
-    for record in ("journal", "stack"):
-        (place / record).write_text("")
+    report = place / "report.xml"
+    report.unlink(missing_ok=True)
+    words = ("-s", f"--junit-xml={report}", "-m", "task and not exhaustive", *words)
     job = subprocess.Popen(
-        [sys.executable, place / "run_tests.py", ",".join(holes(lab)), *cases],
+        [sys.executable, "-c", PYTEST, path_of_tests(lab), *words],
         cwd=place,
-        env=os.environ | ENVIRONMENT | dict(SECONDS_A_TEST=str(int(seconds))),
+        env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        cause = wait(job, place, 2 * seconds + 20, end)  # a case may start several pools of ranks
+        status = job.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return [], f"no result within {seconds:g} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)  # also ends ranks that are still running
         job.wait()
-    events = [json.loads(line) for line in (place / "journal").read_text().splitlines()]
-    kind, what = events[-1][:2] if events else ("", "")
-    if kind == "began" and ("::" not in what or time.monotonic() < end):
-        events.append(["ended", what, cause])
-    return events
+    if status < 0:
+        return [], f"pytest was killed by signal {-status}"
+    ended = f"pytest ended early, with status {status}"
+    if not report.exists():
+        return [], ended
+    found, wrong = read_report(report)
+    return found, wrong or (ended if status > pytest.ExitCode.TESTS_FAILED else "")
 
 
-def wait(job: subprocess.Popen, place: Path, seconds: float, end: float) -> str:
-    """Wait until the process ends, or has written no event for so many seconds; returns why."""
-    size, limit, cause = 0, end, ""
-    while job.poll() is None and not cause:
-        time.sleep(0.1)
-        before, size = size, (place / "journal").stat().st_size
-        if size > before:
-            limit = min(end, time.monotonic() + seconds)
-        if time.monotonic() > limit:
-            cause = "it does not end"
-            job.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)  # run_tests.py writes `stack`
-    if not cause:
-        killed = job.returncode < 0
-        cause = f"it is killed by {signal.Signals(-job.returncode).name}" if killed else EXITED
-    stack = (place / "stack").read_text()
-    calls = re.findall(rf'File "{place}/((?:common/|step).+?)", line (\d+) in (\S+)', stack)
-    return cause + "".join(f", in {function} ({file}:{line})" for file, line, function in calls[:3])
+def read_report(report: Path) -> tuple[list[Result], str]:
+    """The results in pytest's XML, and why the tests could not be imported, or ""."""
+    found: dict[tuple[str, str], Result] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        own = [each.get("value") for each in case.iter("property")]
+        problems = case.findall("*[@message]")  # failed, or skipped
+        if own:
+            task, points, test = own  # as tests/conftest.py writes them
+            wrong = problems[0].get("message").partition("\n")[0] or "failed" if problems else ""
+            if wrong or (test, task) not in found:  # a test passes if all its cases do
+                found[test, task] = Result(test, task, int(points), wrong[:300])
+        elif problems:
+            return [], last_error(problems[0].text)
+    return list(found.values()), ""
 
 
-def results(events: list[list], unjudged: str) -> tuple[list[Result], list[str]]:
-    """The results, and the cases left to run. `unjudged`: what is wrong with the tests of these."""
-    found = {case: words for kind, case, *words in events if kind == "found"}
-    ended = {what: words[0] for kind, what, *words in reversed(events) if kind == "ended"}
-    tests: dict[tuple[str, str], Result] = {}
-    left = []
-    for case, (test, task, points) in found.items():
-        if (test, task) not in tests or not tests[test, task].wrong:  # the first failed case counts
-            tests[test, task] = Result(test, task, points, ended.get(case, unjudged))
-        if case not in ended and tests[test, task].wrong == unjudged:
-            left.append(case)
-    return list(tests.values()), left
+def last_error(text: str) -> str:
+    """The last line of a traceback, and the last place that it names."""
+    places = re.findall(r'(\w+\.py)(?:", line |:)(\d+)', text)
+    return text.splitlines()[-1].removeprefix("E").strip() + " ({}:{})".format(*places[-1])
 
 
-def judge(lab: int, texts: dict[str, str], seconds: float, a_case: float = 40.0) -> list[Result]:
-    """Run the tests of all tasks with these files. Raises UserError if they cannot run.
+def judge(lab: int, texts: dict[str, str], seconds: float) -> list[Result]:
+    """Run the tests of all tasks with these files. Raises UserError if they cannot be imported.
 
-    A case may take `a_case` seconds, but at most a tenth of `seconds` (and at least 5). What has no
-    result after `seconds` earns no points; all else keeps its result.
+    All tests run in one process, which may take so many seconds. If a function of the student's
+    ends that process, or hangs where no signal helps, each task gets a process and a time of its
+    own. A task whose process does not end by itself, or ends early, earns no points.
     """
-    a_case = min(a_case, max(5.0, seconds / 10))
-    unjudged = f"not judged within {seconds:g} seconds: raise --seconds"
-    end = time.monotonic() + seconds
-    events: list[list] = []
-    found: list[Result] = []
-    before, left = [], [path_of_tests(lab)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        place = Path(name).resolve()
+        place = Path(name)
         lay_out(lab, place, texts)
-        shutil.copy(Path(__file__).with_name("run_tests.py"), place)
-        while left and left != before and time.monotonic() < end:
-            events += run(place, lab, left, a_case, end)
-            for kind, what, *words in [] if found else events:
-                if kind == "ended" and what in texts and words[0]:
-                    raise UserError(f"{what} cannot be imported: {words[0]}")
-            before = left
-            found, left = results(events, unjudged)
-    if not found:
-        raise UserError("the process of the tests ended without a report")
-    return found
+        found, wrong = run(place, lab, seconds)
+        if not wrong:
+            return found
+        tests, wrong = run(place, lab, TO_IMPORT, "--setup-plan")  # finds tests, and runs none
+        if wrong:
+            raise UserError(f"{' or '.join(texts)} cannot be imported: {wrong}")
+        found = []
+        for task in TASKS[lab]:
+            results, wrong = run(place, lab, seconds, "-k", "task_" + task.replace(" ", "_"))
+            if wrong:
+                results = [test._replace(wrong=wrong) for test in tests]
+            found += [result for result in results if result.task == task]
+        return found

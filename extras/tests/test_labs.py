@@ -1,13 +1,10 @@
 """The labs: starters reveal nothing, right solutions earn all points, a mistake costs its own."""
 
 import ast
-import codecs
 import csv
-import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,46 +12,17 @@ import pytest
 from common import UserError
 from extras.labs import ROOT, TASKS, definitions, holes, hollow, ours, step_of, with_bodies
 from extras.labs.__main__ import head, start, submitted
-from extras.labs.judge import ENVIRONMENT, Result, judge, lay_out, path_of_tests, results
+from extras.labs.judge import Result, judge, lay_out, path_of_tests, read_report, run
 
-LABS, SECONDS = list(TASKS), 900
+LABS, SECONDS = list(TASKS), 600
 
 
-def command(*words: object, status: int = 0, **env: str) -> str:
+def command(*words: object, status: int = 0) -> str:
     """Run `python -m extras.labs` with these words, and return what it prints."""
     words = [sys.executable, "-m", "extras.labs", *map(str, words)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | env)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def with_statements(lab: int, statements: dict[str, str], caller: str = "test_") -> dict[str, str]:
-    """The solution, in which some functions begin with other statements.
-
-    These are run only if the name of the calling function begins with `caller`.
-    """
-    before = "import ctypes, os, signal, sys, time\n"
-    before += f"if sys._getframe(1).f_code.co_name.startswith('{caller}'):\n    "
-    texts = ours(lab)
-    for name, statement in statements.items():
-        file = next(file for file in texts if name in definitions(texts[file]))
-        node, lines = definitions(texts[file])[name], texts[file].splitlines()
-        documented = ast.get_docstring(node) is not None
-        at = node.body[0].end_lineno if documented else node.body[0].lineno - 1
-        lines.insert(at, textwrap.indent(before + statement, " " * (node.col_offset + 4)))
-        texts[file] = "\n".join(lines) + "\n"
-    return texts
-
-
-KILLS_OR_RETURNS = """if type(self).__name__ == 'NaiveSync':
-        os.kill(os.getpid(), 9)
-    elif os.environ['RANK'] == '1':
-        return"""
-SIGNALS_ARE_CAUGHT = """while True:
-        try:
-            time.sleep(99)
-        except BaseException:
-            pass"""
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -101,113 +69,56 @@ def test_mistakes_are_a_line(tmp_path):
     """A command that cannot be carried out gives an error of one line."""
     folder = tmp_path / "lab"
     assert "open LAB.md" in command("start", 4, folder)
-    for words in ("start", 4, folder), ("start", 9, tmp_path / "x"), ("check", tmp_path):
-        said = command(*words, status=2)
-        assert said.startswith("error: ") and said.count("\n") == 1
+    with pytest.raises(UserError, match="lab is there already"):
+        start(4, folder, "ada")
+    with pytest.raises(UserError, match="there are labs 1 to 7"):
+        start(9, tmp_path / "x", "ada")
+    line = command("check", tmp_path, status=2)
+    assert line.startswith("error: ") and line.count("\n") == 1 and "LAB.md" in line
 
 
-@pytest.mark.parametrize("package", ["pytest", "tqdm"])
-def test_a_missing_package_is_a_line_with_the_command_that_installs_it(tmp_path, package):
-    """Without a package that the tests need, `check` and `grade` name requirements-dev.txt."""
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
-    for verb in "check", "grade":
-        said = command(verb, tmp_path, status=2, PYTHONPATH=str(tmp_path))
-        assert said.startswith(f"error: {package} is not installed") and said.count("\n") == 1
-        assert "pip install -r requirements-dev.txt" in said
-
-
-EDITORS = {
-    "notepad": lambda text: codecs.BOM_UTF8 + text.replace("\n", "\r\n").encode(),
-    "powershell": lambda text: text.replace("\n", "\r\n").encode("utf-16"),
-    "utf-16 without a bom": lambda text: text.encode("utf-16-be"),
-    "old windows": lambda text: text.replace("\n", "\r\n").encode("cp1252"),
-}
-
-
-@pytest.mark.parametrize("editor", EDITORS)
-def test_files_are_read_as_any_editor_saves_them(tmp_path, editor):
-    """Name, lab and code are found in files with a BOM, in UTF-16, in Windows-1252, with CRLF."""
-    folder, step = tmp_path / "lab", step_of(1)
-    start(1, folder, "Zoë")
-    code = "# Zoë\n" + ours(1)[step].encode("ascii", "replace").decode()
-    (folder / step).write_bytes(EDITORS[editor](code))
-    page = (folder / "LAB.md").read_text().encode("cp1252", "replace").decode("cp1252")
-    (folder / "LAB.md").write_bytes(EDITORS[editor](page))
-    assert (*head(folder), submitted(folder, 1)) == (1, "Zoë", {step: code})
-
-
-EXIT = r"it ends the program \(sys.exit\) \(line \d+\)"
-TRAINING = r"training starts at import: keep the guard `if __name__ == .+ \(line \d+\)"
-IMPORTS = {  # what is appended to the student's file -> the reason that the table of grades gives
-    "import sys\nsys.exit(3)": EXIT,
-    "quit()": EXIT,
-    "import os\nos._exit(0)": r"it ends the program \(os._exit\)",
-    "import os\nos.kill(os.getpid(), 11)": r"it is killed by SIGSEGV, in <module> \(step01.+:\d+\)",
-    "main(train, Config)": TRAINING,
-    "train(Config(), None)": TRAINING,
-    "input('How many ranks? ')": r"it waits for input \(line \d+\)",
-    "import nowhere": r"ModuleNotFoundError: No module named 'nowhere' \(line \d+\)",
-    "def (": r"SyntaxError: .+line \d+",
-    "del Config": r"AttributeError: module .+ has no attribute 'Config'",
-    "while True: print('x' * 9999)": r"it does not end, in <module> \(step01.+:\d+\)",
-}
-
-
-@pytest.mark.parametrize("statement", IMPORTS)
-def test_a_file_that_cannot_be_imported_is_told_why(statement):
-    """The reason says what the student's file does when it is imported, and in which line."""
+def test_a_file_that_ends_its_import_is_told_why():
+    """If the process of the tests is killed before it has found the tests, the reason says so."""
     step = step_of(1)
-    with pytest.raises(UserError, match=f"^{step} cannot be imported: {IMPORTS[statement]}"):
-        judge(1, {step: f"{ours(1)[step]}\n{statement}\n"}, 20 if "while" in statement else 90)
+    killed = "\nimport os\nos.kill(os.getpid(), 11)\n"
+    with pytest.raises(UserError, match=f"^{step} cannot be imported: .+ was killed by signal 11$"):
+        judge(1, {step: ours(1)[step] + killed}, SECONDS)
 
 
-FUNCTIONS = {  # lab -> function -> (its statement, the task that is lost, part of the reason)
-    2: {
-        "NaiveSync.finish": (KILLS_OR_RETURNS, "naive", "the process died"),
-        "RingSync.sum_up": ("pass", "ring", "does not answer"),  # its `finish` is NaiveSync's
-        "Bucket.__init__": ("while True: pass", "buckets", "has not ended"),
-        "fill_buckets": ("os._exit(0)", "buckets", "it ends the program (os._exit)"),
-    },
-    1: {
-        "adamw": (SIGNALS_ARE_CAUGHT, "adamw", "it does not end, in adamw"),
-        "Optimizer.zero_grad": ("raise OSError('x' * 10**7)", "masters", "OSError: xxx"),
-        "recompute_layers": ("ctypes.string_at(0)", "recomputation", "it is killed by SIGSEGV, in"),
-    },
-}
+def rate(statement: str) -> dict[str, str]:
+    """The solution of lab 1, but `learning_rate` only runs a statement."""
+    step = step_of(1)
+    return {step: with_bodies(ours(1)[step], {"learning_rate": statement})}
 
 
-@pytest.mark.parametrize("lab", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_function_that_hangs_or_dies_costs_only_its_own_points(lab):
-    """Tests of other functions keep their points, and each reason says what has happened."""
-    statements = {name: statement for name, (statement, _, _) in FUNCTIONS[lab].items()}
-    found = judge(lab, with_statements(lab, statements), SECONDS, a_case=20)
-    lost = {task for _, task, _ in FUNCTIONS[lab].values()}
-    assert {result.task for result in found} == set(TASKS[lab])
-    assert {result.task for result in found if result.wrong} == lost
-    for _, task, reason in FUNCTIONS[lab].values():
-        reasons = [result.wrong for result in found if result.task == task]
-        assert any(reason in wrong for wrong in reasons), reasons
-        assert max(map(len, reasons)) < 3000
+def test_a_function_that_ends_the_process_costs_only_tasks_that_call_it(monkeypatch):
+    """Another task keeps its points. The reason says how the process has ended."""
+    monkeypatch.setitem(TASKS, 1, {"learning rate": "", "adamw": ""})  # two tasks suffice
+    lost, kept = judge(1, rate("import os\nos._exit(3)"), SECONDS)
+    assert (lost.task, lost.wrong) == ("learning rate", "pytest ended early, with status 3")
+    assert (kept.task, kept.wrong) == ("adamw", "")
 
 
-@pytest.mark.exhaustive
-def test_a_hang_costs_what_an_exception_costs():
-    """If attention to a part never returns, the other tests of lab 5 keep their points."""
-    points = []
-    for statement in "raise ValueError", "while True: time.sleep(0.2)":
-        texts = with_statements(5, {"part_attention": statement}, caller="")
-        points.append([(r.test, r.points) for r in judge(5, texts, 300) if not r.wrong])
-    assert points[0] == points[1] != []
+def test_a_function_that_never_returns_is_ended(tmp_path):
+    """Even if it ignores the signal that ends a slow test."""
+    loop = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n    pass"
+    lay_out(1, tmp_path, rate(loop))
+    assert run(tmp_path, 1, 10, "-k", "task_learning_rate") == ([], "no result within 10 s")
 
 
-def test_what_has_no_result_costs_only_its_own_points():
-    """A test counts if all its cases have passed; its first failure is the reason."""
-    events = [["found", case, case[0], "ring", 2] for case in ("a1", "a2", "b1", "b2", "c1", "d1")]
-    events += [["began", "a1"], ["ended", "a1", ""], ["began", "a2"], ["ended", "a2", ""]]
-    events += [["ended", "b1", ""], ["ended", "b2", "hangs"], ["ended", "b2", ""], ["began", "c1"]]
-    reasons = dict(a="", b="hangs", c="too late", d="too late")
-    expected = [Result(test, "ring", 2, reason) for test, reason in reasons.items()]
-    assert results(events, "too late") == (expected, ["c1", "d1"])
+CASE = """<testcase><properties><property name="task" value="ring"/><property name="points"
+value="2"/><property name="test" value="{}"/></properties>{}</testcase>"""
+
+
+def test_a_test_passes_if_all_its_cases_do(tmp_path):
+    """A case that is skipped, or fails without a message, does not pass."""
+    failed, skipped = '<failure message="first&#10;second"/>', '<skipped message=""/>'
+    cases = ("a", ""), ("a", ""), ("b", failed), ("b", ""), ("c", ""), ("c", skipped)
+    text = "".join(CASE.format(*case) for case in cases) + "<testcase/>"  # was interrupted
+    (tmp_path / "report.xml").write_text(f"<testsuite>{text}</testsuite>")
+    wrong = dict(a="", b="first", c="failed")
+    expected = [Result(test, "ring", 2, reason) for test, reason in wrong.items()]
+    assert read_report(tmp_path / "report.xml") == (expected, "")
 
 
 def graded(*folders: Path) -> dict[str, dict[str, str]]:
@@ -217,42 +128,40 @@ def graded(*folders: Path) -> dict[str, dict[str, str]]:
 
 
 def test_grading_folders(tmp_path):
-    """Correct, wrong and unchanged files get their points, whatever else the folders contain."""
-    step = step_of(2)
-    for name in "right", "wrong", "starter":
-        start(2, tmp_path / name, f"={name}")
-    (tmp_path / "right" / step).write_text(ours(2)[step])
-    (tmp_path / "right" / path_of_tests(2)).write_text(
-        "def test_fill_buckets():\n    assert False\n"
-    )
-    (tmp_path / "right/common/comm.py").write_text("raise SystemExit\n")
-    (tmp_path / "starter" / path_of_tests(2)).write_text("def test_fill_buckets():\n    pass\n")
-    wrong = ours(2)[step].replace("range(2 * (n - 1))", "range(n - 1)")
-    (tmp_path / "wrong" / step).write_text(wrong)
-    rows = graded(*(tmp_path / name for name in ("right", "wrong", "starter")))
-    right, wrong, starter = (int(row["points"]) for row in rows.values())
-    assert right == int(rows["right"]["of"]) > wrong > starter == 0, rows["right"]["lost"]
-    assert rows["starter"]["of"] == rows["wrong"]["of"] == rows["right"]["of"]
-    assert "the sum is wrong" in rows["wrong"]["lost"]
-    assert "task naive: NaiveSync.finish" in rows["starter"]["lost"]
-    assert rows["right"]["student"] == "'=right"  # else a spreadsheet would evaluate it
+    """A folder gets the points of what is solved in it, whatever its tests and other files say."""
+    right, begun = tmp_path / "right", tmp_path / "begun"
+    start(2, right, "=ada")
+    # As editors of Windows save it
+    (right / step_of(2)).write_text(ours(2)[step_of(2)], encoding="utf-8-sig", newline="\r\n")
+    (right / path_of_tests(2)).write_text("def test_fill_buckets():\n    assert False\n")
+    (right / "common/comm.py").write_text("raise SystemExit\n")
+    start(1, begun, "bob")
+    solved = definitions(ours(1)[step_of(1)])["learning_rate"].body
+    text = with_bodies(hollow(1)[step_of(1)], {"learning_rate": ast.unparse(solved)})
+    (begun / step_of(1)).write_text(text)
+    (begun / path_of_tests(1)).write_text("def test_adamw_and_what_decays():\n    pass\n")
+    rows = graded(right, begun)
+    assert rows["right"]["points"] == rows["right"]["of"] == "32", rows["right"]["lost"]
+    assert (rows["begun"]["points"], rows["begun"]["of"]) == ("3", "34")
+    assert "NotImplementedError: task adamw: adamw" in rows["begun"]["lost"]
+    assert rows["right"]["student"] == "'=ada"  # else a spreadsheet would evaluate it
 
 
 def test_each_folder_of_a_class_gets_a_row(tmp_path):
     """A broken folder does not stop the grader: its row gives the reason."""
-    for name in "exit", "lost", "page":
+    for name in "broken", "lost", "page":
         start(1, tmp_path / "class" / name, name)
     (tmp_path / "class/empty").mkdir()
-    (tmp_path / "class/exit" / step_of(1)).write_text("import sys\nsys.exit()\n")
+    (tmp_path / "class/broken" / step_of(1)).write_text("import os\n\ndef (\n")
     (tmp_path / "class/lost" / step_of(1)).unlink()
     (tmp_path / "class/page/LAB.md").write_bytes(b"\xff\xfe\x00")
     rows = graded(tmp_path / "class", tmp_path / "nowhere")
     errors = dict(
-        empty="LAB.md is missing",
-        exit=f"{step_of(1)} cannot be imported: it ends the program (sys.exit) (line 2)",
-        lost=f"{step_of(1)} is missing",
-        page="LAB.md lacks the first lines",
-        nowhere="LAB.md is missing",
+        broken=f"imported: SyntaxError: invalid syntax ({step_of(1)}:3)",
+        empty="empty/LAB.md",
+        lost=f"lost/{step_of(1)}",
+        page="page/LAB.md is not UTF-8",
+        nowhere="nowhere/LAB.md",
     )
     assert [*rows] == [*errors]
     for name, error in errors.items():
@@ -373,14 +282,9 @@ return torch.zeros_like(out_ND).index_copy(0, order_N, out_ND).view(*ids_TK.shap
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("style", STYLES)
-def test_another_right_solution_passes(tmp_path, style):
+def test_another_right_solution_passes(style):
     """The step's tests judge what a function returns and sends, not how it is written."""
     lab, tasks, bodies = STYLES[style]
-    step = step_of(lab)
-    lay_out(lab, tmp_path, {step: with_bodies(ours(lab)[step], bodies)})
-    selection = " or ".join("task_" + task.replace(" ", "_") for task in tasks)
-    words = [sys.executable, "-m", "pytest", "-q", "-x", path_of_tests(lab), "-k", selection]
-    env = os.environ | ENVIRONMENT
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    found = judge(lab, {step_of(lab): with_bodies(ours(lab)[step_of(lab)], bodies)}, SECONDS)
+    tried = [result for result in found if result.task in tasks]
+    assert tried and not [result for result in tried if result.wrong]
