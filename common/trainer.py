@@ -204,6 +204,7 @@ class Run:
             self.fingerprint, "--dataset: the fingerprints of its tokens differ"
         )
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
+        self.last_checkpoint = folder  # that the next one follows
         if folder is None:
             return 0
         saved = Checkpoint(folder, self.rank)
@@ -279,7 +280,8 @@ class Run:
         content["history"] = self.history if self.first else []
         folder = self.out / f"checkpoints/step-{step:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        save(folder, content, pieces, self.ranks)
+        save(folder, content, pieces, self.ranks, previous=self.last_checkpoint)
+        self.last_checkpoint = folder
 
     def take_sent(self) -> dict[str, int]:
         """The bytes that this rank has sent since the last call, by group."""

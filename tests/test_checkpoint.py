@@ -205,12 +205,15 @@ def test_a_users_copy_is_no_checkpoint_of_the_run(tmp_path):
 
 
 def test_the_last_two_checkpoints_stay(tmp_path):
-    """Saving removes earlier ones, and later ones, which were damaged; it leaves users' copies."""
-    folder = saved_run(tmp_path, "step-00000009", "step-best") / "checkpoints"
-    for step in (2, 4, 6):
-        save(folder / f"step-0000000{step}", dict(state={}), {}, Ranks())
-    found = sorted(path.name for path in folder.iterdir())
-    close(found, ["step-00000004", "step-00000006", "step-best"], "folders")
+    """Saving removes others, such as 3 and 9, which were damaged; it leaves users' copies."""
+    names = ["step-00000002", "step-00000003", "step-00000009", "step-best"]
+    folder = saved_run(tmp_path, *names) / "checkpoints"
+    previous = folder / "step-00000002"  # which was resumed
+    for kept in ("step-00000004", "step-00000006"):
+        save(folder / kept, dict(state={}), {}, Ranks(), previous)
+        found = sorted(path.name for path in folder.iterdir())
+        close(found, [previous.name, kept, "step-best"], "folders")
+        previous = folder / kept
 
 
 REFUSED = [
