@@ -48,11 +48,11 @@ UNITS = [
 
 
 def unit_of(rank: int) -> step.Unit:
-    """A unit of eight elements on three ranks; the last one is frozen."""
+    """A unit of eight elements on three ranks."""
     named = {
         "a": nn.Parameter(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])),
         "b": nn.Parameter(torch.tensor([7.0])),
-        "c": nn.Parameter(torch.tensor([8.0]), requires_grad=False),
+        "c": nn.Parameter(torch.tensor([8.0])),
     }
     return step.Unit(named, Group("dp", rank, 3, None))
 
@@ -117,16 +117,6 @@ def nothing(model: Decoder):
     """Leave a model as it is."""
 
 
-def freeze(pattern: str) -> Callable:
-    """A function that freezes the parameters whose names match."""
-
-    def change(model: Decoder):
-        for name, param in model.named_parameters():
-            param.requires_grad_(not re.search(pattern, name))
-
-    return change
-
-
 def use_experts(model: Decoder):
     """Sum the gradients of layer 1's MLP over the group "experts"."""
     for param in model.model.layers["1"].mlp.parameters():
@@ -171,14 +161,13 @@ def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
 def summed_gradients(
     members: list[int], number: int, plain: Decoder, stage: int
 ) -> dict[str, Tensor]:
-    """A plain model's gradients, over two micro-batches of each rank. (The weight, if frozen.)
+    """A plain model's gradients, over two micro-batches of each rank.
 
     A micro-batch's gradient has the weight's dtype from stage 2 on, and fp32 before.
     """
     sums = {}
     for name, param in plain.named_parameters():
-        frozen = param if not param.requires_grad else torch.zeros_like(param)
-        sums[name] = frozen.detach().to(torch.promote_types(param.dtype, FP32))
+        sums[name] = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, FP32))
     if stage == 1:
         accumulate_wide(plain.parameters())
     for rank in members:
@@ -186,13 +175,17 @@ def summed_gradients(
             plain.zero_grad()
             loss_of(plain, rank, micro, number).backward()
             for name, param in plain.named_parameters():
-                if param.grad is not None:
-                    sums[name] += param.grad
+                sums[name] += param.grad
     return sums
 
 
 def expected_parts(
-    model: Decoder, rank: int, number: int, make_plain: Callable[[], Decoder], stage: int
+    model: Decoder,
+    rank: int,
+    number: int,
+    make_plain: Callable[[], Decoder],
+    stage: int,
+    unit_names: Callable,
 ) -> dict[str, Tensor]:
     """A rank's part of each gradient, summed over the group of its unit."""
     members = dict(dp=[0, 1, 2], experts=[1, 2] if rank > 0 else [0])
@@ -200,17 +193,22 @@ def expected_parts(
     for group, ranks_of_group in members.items():
         sums[group] = summed_gradients(ranks_of_group, number, make_plain(), stage)
     parts = {}
-    for names in step.unit_names(model):
+    for names in unit_names(model):
         group = layout_of(model.get_parameter(names[0])).data_group
         whole = {name: sums[group][name] for name in names}
         parts |= own_parts(whole, members[group].index(rank), len(members[group]))
     return parts
 
 
+def all_in_one(model: Decoder) -> list[list[str]]:
+    """As `unit_names`, for one unit. (In step 6 a stage may have no more.)"""
+    return [[name for name, _ in model.named_parameters()]]
+
+
 SUMS = {
-    "tied, and frozen weights": (FP64, 1e-10, freeze("0.mlp.up_proj|1.input_layernorm"), True),
-    "one unit, which sums again and again": (FP64, 1e-10, freeze("model"), False),
-    "bf16, and experts in groups [0], [1, 2]": (BF16, 1e-6, use_experts, False),
+    "tied": (FP64, 1e-10, nothing, True, step.unit_names),
+    "one unit, which sums again and again": (FP64, 1e-10, nothing, False, all_in_one),
+    "bf16, and experts in groups [0], [1, 2]": (BF16, 1e-6, use_experts, False, step.unit_names),
 }
 
 
@@ -227,8 +225,9 @@ def nan_in_new_memory():
 @cases("case", SUMS)
 def test_a_rank_gets_its_parts_of_summed_gradients(stage, case):
     """Over two micro-batches and the ranks of its data_group, in each of two steps; in fp32."""
-    dtype, bound, change, tied = SUMS[case]
-    model, zero, _, mesh = zero_of(stage, 3, change, dtype, tied=tied)
+    dtype, bound, change, tied, unit_names = SUMS[case]
+    with mock.patch.object(step, "unit_names", unit_names):
+        model, zero, _, mesh = zero_of(stage, 3, change, dtype, tied=tied)
     make_plain = partial(decoder, change, dtype, tied=tied)
     for number in range(2):
         with Tape() as tape, nan_in_new_memory():
@@ -239,11 +238,10 @@ def test_a_rank_gets_its_parts_of_summed_gradients(stage, case):
             zero.publish()  # waits for units that were gathered, but not used
         close(tape.left, [], "messages that were never waited for")
         found = zero.gradients()
-        trained = [name for name, param in model.named_parameters() if param.requires_grad]
-        close(sorted(found), sorted(trained), "names of the gradients")
-        expected = expected_parts(model, mesh.rank, number, make_plain, stage)
-        for name in trained:
-            close(found[name], expected[name], f"step {number}: {name}", 3, bound)
+        expected = expected_parts(model, mesh.rank, number, make_plain, stage, unit_names)
+        close(sorted(found), sorted(expected), "names of the gradients")
+        for name, part in expected.items():
+            close(found[name], part, f"step {number}: {name}", 3, bound)
         zero.zero_grad()
         for unit in zero.units:
             kept = [unit.local_grad, unit.new_sum, unit.summed_grad]
@@ -322,20 +320,22 @@ def test_the_example_of_the_docstring(stage):
     """Weights 1 2 3 4; gradients 5 and 20, whose sum is 25; rate 0.1: -1.5 -0.5 0.5 1.5."""
     sizes = dict(vocab_size=2, dim=2, n_heads=1, n_kv_heads=1, n_layers=1)
     flags = dict(optimizer="sgd", weight_decay=0.0, **sizes)
-    model, zero, _, mesh = zero_of(stage, 2, freeze("layers|norm|lm_head"), BF16, **flags)
+    model, zero, _, mesh = zero_of(stage, 2, dtype=BF16, **flags)
     name = "model.embed_tokens.weight"
     own_weights = [[1.0, 2.0], [3.0, 4.0]][mesh.rank]
     zero.masters[name].copy_(torch.tensor(own_weights))
     zero.publish()
     zero.begin(1)
-    rows = model.model.embed_tokens(torch.tensor([0, 1]))
-    (rows.sum() * [5.0, 20.0][mesh.rank]).backward()
+    tokens = torch.tensor([0, 1])
+    rows = model.model.embed_tokens(tokens)
+    others = model(tokens[None], tokens[None])  # times 0: each parameter needs a gradient
+    (rows.sum() * [5.0, 20.0][mesh.rank] + 0 * others).backward()
     zero.finish()
     close(zero.gradients()[name], torch.tensor([25.0, 25.0]), "the shard of the sum", 2)
     zero.step(0.1)
     updated = torch.tensor([[-1.5, -0.5], [0.5, 1.5]])
     with torch.no_grad():
-        close(model.model.embed_tokens(torch.tensor([0, 1])), updated, "weights, updated")
+        close(model.model.embed_tokens(tokens), updated, "weights, updated")
 
 
 @ranks(2)
