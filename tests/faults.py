@@ -221,8 +221,8 @@ FAULTS = [
     ),
     Fault(
         "step07_moe_ep",
-        "return dispatch(grad_ND, group,",
-        "return dispatch(grad_ND * group.size, group,",
+        "SendRows.apply(grad, group,",
+        "SendRows.apply(grad * group.size, group,",
         "test_step07::test_run_experts_on_their_ranks",
         "experts' gradients are ep times too large, which Adam hides",
     ),

@@ -253,7 +253,7 @@ def test_law_of_muon_with_zero():
     work = [0] * 4
     for unit in zero.units:
         holder = torch.arange(len(unit.flat)) // unit.length
-        for name in unit.trained.keys() & zero.torch_optimizer.hidden.keys():
+        for name in unit.named.keys() & zero.torch_optimizer.hidden.keys():
             (matrix,) = zero.torch_optimizer.hidden[name]
             held = holder[slice(*unit.span[name])].bincount(minlength=4)
             held[matrix.owner] = 0
