@@ -24,7 +24,8 @@ which:
 all-to-all, in which every rank sends rows to every other, and a reordering (`transpose_blocks`) on
 the experts' ranks: after the all-to-all in `dispatch`, before it in `combine`. In backward the
 rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens; so
-numbers of rows travel before the rows.
+numbers of rows travel before the rows. (In the code, names end with shapes: here each rank has T =
+2 tokens, N = T K = 4 sorted rows, and R = 4 received ones.)
 
 WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
 weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
