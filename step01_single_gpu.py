@@ -50,9 +50,9 @@ saves 6,184 bytes in bf16, 10,280 in fp32.)
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
 (The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
 average (nearly), so one product of attention costs it 2 x dim x seq/2 = seq x dim. There are seven:
-in forward the scores and the output; in backward the scores once more, as in FlashAttention, and
-the gradients of the attention probabilities, of v, q and k. Tiny has 804,224 - 257 x 128 - 9 x 128
-= 770,176 weights in matrices without the embedding:
+two in forward (scores, output), and five in backward (the scores again, as in FlashAttention; the
+gradients of the probabilities, of v, q and k). Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176
+weights in matrices without the embedding:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
@@ -117,8 +117,9 @@ def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
 
 
 def sgd(optimizer: "Optimizer") -> torch.optim.Optimizer:
-    """Gradient descent with weight decay, without state. A gradient of the wrong scale shows here
-    (with --grad-clip 0), while Adam divides by that scale, which hides it.
+    """Gradient descent with weight decay, without state. Tests use it: if all gradients are wrong
+    by one factor, so are SGD's weights (with --grad-clip 0), but not Adam's, which divides by the
+    gradient's size.
     """
     return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)
 
@@ -214,7 +215,8 @@ class Optimizer:
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`.
 
-        (Only for later: `mesh`, `sharded`, `spans`.)
+        (`train` needs neither `spans`, which is for checkpoints, nor `mesh` and `sharded`, which
+        are for later steps.)
         """
         self.model = model
         self.config = config
@@ -223,8 +225,8 @@ class Optimizer:
         accumulate_wide(self.params.values())
         self.masters: dict[str, Tensor] = {}
         for name, param in self.params.items():
-            # bf16: a copy in fp32. fp32: the weight's own memory, as a second tensor, so that
-            # master and weight each have a `.grad`
+            # bf16: a copy in fp32. fp32: no copy; `detach` gives a second tensor on the weight's
+            # memory, with a `.grad` of its own, which torch.optim reads
             self.masters[name] = param.detach().to(wide(param.dtype))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 

@@ -46,11 +46,12 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
       and the next. (With --keep, all weights from their first use to the update.)
     - Activations: each rank has its own, of its own sequences.
+    - With gloo, a reduce-scatter in flight has a second buffer of the unit's size (NCCL's has not).
 
 State is sharded first because it is the largest part and no more is sent: an all-reduce is a
 reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
 next. A rank can then no longer add up the whole gradients of several micro-batches, because it
-would have to keep them; so those of each micro-batch are summed over ranks at once, by a
+would have to keep them. So each micro-batch's gradients are summed over ranks immediately, by a
 reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
 With n ranks, m micro-batches and P parameters (with the padding of units; stage 0 has none), a rank
@@ -175,8 +176,9 @@ class Unit:
         return shard[low - self.first : high - self.first]
 
     def allocate_grad(self):
-        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised. (In
-        stages 2 and 3 nothing fills the padding. It is summed as it is, and never read.)
+        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised.
+        (Stage 1 zeroes it. In stages 2 and 3 each parameter's part is overwritten; the padding
+        keeps what memory had, and its sum is never read.)
         """
         self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
 
@@ -249,8 +251,8 @@ class Zero1(Optimizer):
             unit.allocate_grad()
             unit.local_grad.zero_()
             unit.missing = n_micro_batches * len(unit.named)
-            # `.grad` in fp32. (Not in `__init__`, which stages 2 and 3 inherit: their `.grad` keeps
-            # the weight's dtype)
+            # In stage 1 `.grad` adds up micro-batches, so it must be fp32. (Stages 2 and 3 have
+            # another `begin`: their `.grad` has one micro-batch, in the weight's dtype)
             accumulate_wide(unit.named.values())
             for name, param in unit.named.items():
                 param.grad = unit.view(unit.local_grad, name)
@@ -345,8 +347,8 @@ class Zero2(Zero1):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
         buffer.
         """
-        # For step 6, a rank with a single unit: its sum of the last micro-batch may still be
-        # reading the buffer. (Else another unit's `start_sum` has waited for it)
+        # For step 6, a rank with a single unit: the sum of the micro-batch before may still be
+        # reading `local_grad`. (With several units, another unit's `start_sum` has waited for it)
         if self.in_flight is not None and self.in_flight[0] is unit:
             self.complete_sum()
         if unit.local_grad is None:
@@ -496,8 +498,8 @@ class Zero3(Zero2):
         """
         for unit in self.segments[number]:
             unit.gather()
-        # `ahead` may be beyond the last segment, in forward; or, in backward, the embedding's,
-        # whose backward needs no weights, or before the first: then there is nothing to prefetch
+        # No prefetch after the last segment (forward), before the first (backward), or of the
+        # embedding, whose backward needs no weights. (In forward it is never `ahead`)
         if self.first_with_weights <= ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()

@@ -24,8 +24,9 @@ Each function below that communicates starts its messages and returns a `Pending
     ...                                            computation that overlaps the message
     pending.wait()                                 now `gradient` may be used
 
-Always call `wait`. Before it, do not change what is sent, and do not use what is filled. All
-tensors must be contiguous. All ranks of a group must start their collectives in the same order.
+Always call `wait`. Until then, neither change the tensor that is sent nor read the one that is
+filled. All tensors must be contiguous. All ranks of a group must start their collectives in the
+same order.
 
 S: the bytes of the whole tensor (an all_gather's output, a reduce_scatter's input). In a ring of n
 ranks, a rank sends
@@ -220,7 +221,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         work = _reduce_scatter(output, tensor, group=group.handle, async_op=True)
         return Pending(group, [work])
     # Gloo's own reduce-scatter all-reduces everything. Instead each rank gets the n terms of its
-    # shard, and adds them up: (n-1)/n S, as the law says.
+    # shard, and adds them up: (n-1)/n S, as the law says. (Until then it needs S bytes more.)
     shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
 

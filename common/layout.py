@@ -1,8 +1,8 @@
 """Initial values, and one small record per parameter: how it is sharded, and over which ranks its
 gradient is summed.
 
-Until step 3 all parameters have the same record: not sharded, the gradient summed over dp (in step
-1 there is nothing to sum). Skip the rest of this docstring until step 4.
+In steps 1 to 3 all parameters have the same record: not sharded, the gradient summed over dp (in
+step 1 there is nothing to sum). Skip the rest of this docstring until step 4.
 
 From then on, each dimension of parallelism notes in a parameter's record what it changes. Initial
 weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
@@ -19,8 +19,9 @@ the record.
 (0-63, 0-3: what the first of two ranks holds.) Each gradient is summed over its `data_group`, by
 the sync of step 2 or by ZeRO. `partial_over` names further groups over which this gradient is
 summed, because each of their ranks saw only some of the tokens (step 4, `sum_partial_gradients`),
-and `stage_copies` says whether two stages sum it (step 6, `sum_tied`). Where ZeRO cuts is not in
-the record, because the shards of its units (step 3) cut across parameters.
+and `stage_copies` is 2 if the first stage and the last both hold it, and sum it (step 6,
+`sum_tied`). Where ZeRO cuts is not in the record, because the shards of its units (step 3) cut
+across parameters.
 """
 
 import hashlib
@@ -62,8 +63,8 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield the initial values of whole parameters, in fp32, in order. They are drawn in threads,
-    one for each CPU core of this rank, and at most this many whole parameters exist at a time.
+    """Yield the initial values of whole parameters, in fp32, in order. They are drawn in threads:
+    the machine's CPUs, divided by its ranks. About as many whole parameters exist at a time.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, (os.cpu_count() or 1) // ranks)
