@@ -23,19 +23,20 @@ broadcasts rank 0's weights.)
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: gradients are views of flat buffers, *buckets*, of at most
-                     --bucket-mb 1 MiB. Each bucket counts down the additions to its gradients that
-                     are still to come: with 2 micro-batches, tiny's first bucket, of 11 parameters,
-                     begins with 22. Its all-reduce starts, during the last backward, when its count
-                     and those of all buckets before it are 0 (Li et al. 2020, "PyTorch
+                     --bucket-mb 1 MiB. A bucket counts how many additions to its gradients are
+                     still to come. Tiny's first has 11 parameters, so with 2 micro-batches it
+                     begins with 22. At 0, in the last backward, the bucket is complete. It is sent
+                     as soon as all buckets before it are complete, too (Li et al. 2020, "PyTorch
                      Distributed"):
 
         backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
         its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
         all-reduce                     | bucket 0      | bucket 1     | bucket 2      | bucket 3 |
 
-    (Time runs to the right; digits show where one bucket ends and the next begins. Buckets may end
-    inside a layer: tiny's bucket 1 also has layer 1's down_proj, and bucket 2 layer 0's down_proj
-    and up_proj. With naive, all messages would follow after the last backward.)
+    (Time runs to the right; the digits show where one bucket ends and the next begins, and how many
+    there are does not matter. Buckets may end inside a layer: tiny's bucket 1 also has layer 1's
+    down_proj, and bucket 2 layer 0's down_proj and up_proj. With naive, all messages would follow
+    after the last backward.)
 
 THE LAW. In a ring, a rank sends 2 (n-1) messages, each 1/n of a gradient (`RingSync` below): in a
 training step 2 (n-1)/n times the bytes of all gradients and of the loss. For tiny on 4 ranks

@@ -38,26 +38,27 @@ different terms.
 
 Where f and g are in the code:
 
-    embed_tokens                      g: a forward hook (each rank embeds the tokens of its rows)
-    attention, MLP     f: in `column_parallel`, which takes the place of the block's `project`
-                                      g: a forward hook
-    lm_head            f: a forward pre-hook            (no g: its logits stay sharded)
+                       f is in                         g is in
+    embed_tokens       -                               a forward hook (a rank embeds its own rows)
+    attention, MLP     `column_parallel`, in place     a forward hook
+                       of the block's `project`
+    lm_head            a forward pre-hook              - (its logits stay sharded)
 
 So one f serves q, k and v, another one gate and up. RoPE comes after f: it sees all positions.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, and a
-micro-batch sends the same bytes (without recomputation). An all-reduce is a reduce-scatter, then an
-all-gather. g does the first half, and the f of the next block the second. In between, norms and
-residual sums see s/n of the s tokens, so the inputs that norms save for backward are 1/n, too.
-(What f gathers is saved whole by the block's first matrices.) A norm's weight is whole on all
-ranks, but a rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds
-these terms up over tp, once in a training step.
+micro-batch sends the same bytes (without recomputation or --tp-overlap). An all-reduce is a
+reduce-scatter, then an all-gather. g does the first half, and the f of the next block the second.
+In between, norms and residual sums see s/n of the s tokens, so the inputs that norms save for
+backward are 1/n, too. (What f gathers is saved whole by the block's first matrices.) A norm's
+weight is whole on all ranks, but a rank now has only its own tokens' term of the gradient:
+`sum_partial_gradients` adds these terms up over tp, once in a training step.
 
                       forward                             backward
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
 
-(Korthikanti et al. call this f g, and this g g-bar.)
+(In Korthikanti et al. these two are called g and g-bar: their g is our f, their g-bar our g.)
 
 WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
 Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
@@ -89,7 +90,7 @@ tp (n-1)/n times
     --no-sp --recompute full            10 S      4 S     forward again, except its last all-reduce
 
 (Why except the last: recomputation stops as soon as it has all that backward needs, and the output
-of a layer's last g is not needed.)
+of a layer's last g is not needed. With --compile it does not stop.)
 
 For the loss it also sends, in each micro-batch, 2 numbers a token to every other rank. Once in a
 training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
@@ -455,10 +456,9 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one
     all-reduce per group.
 
-    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each: of a
-    unit of k elements for each rank, rank r of dp has elements r k to (r+1) k - 1. The ranks of a
-    tp group have the same r, and units cut alike. So they have the same elements of each norm, and
-    can add them up.
+    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. All
+    ranks of a tp group have the same place in dp, and ZeRO cuts their units at the same elements.
+    So their parts of a norm's gradient are of the same elements, and can be added.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():  # in the course, records name only tp in `partial_over`

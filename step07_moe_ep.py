@@ -42,10 +42,11 @@ Transformer's, for K choices of a token),
 
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
-0.0625) = 1.15; if all f and all P are 1/E, it is 1. Where f is high, P is pushed down. (The loss
-that you see excludes this one.) f_e and P_e are those of a micro-batch, so two layouts train alike
-only if their --micro-batch-size is the same. (And where two p are almost equal, rounding may
-decide, in any layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
+0.0625) = 1.15; if all f and all P are 1/E, it is 1. f is a count, without a gradient; the gradient
+of P_e is proportional to f_e: where f is high, P is pushed down. (The loss that you see excludes
+this one.) f_e and P_e are those of a micro-batch, so two layouts train alike only if their
+--micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
+layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
 
 GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
 of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks
@@ -290,9 +291,9 @@ class LossBalancedMoE(MoE):
         """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
         that share the micro-batch add up to it.
 
-        f_e is that of the whole micro-batch, by an all-reduce of counts. P_e is the sum of p_e over
-        all its tokens, divided by their number; this rank has the sum over its own tokens, divided
-        by the number of all.
+        f_e is that of the whole micro-batch, by an all-reduce of counts. In place of P_e this
+        rank's term has the sum of p_e over its own tokens, divided by the number of all tokens of
+        the micro-batch. Over the ranks these add up to P_e.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.group).wait()
@@ -334,9 +335,9 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (Recomputation does not count twice: it stops when the factors of the product with the
-        scores are there, before this line. With --compile it does run this line: then all loads
-        double, and load - mean keeps its sign.)
+        (Recomputation does not count twice. It ends before this line: the last tensors that
+        backward needs are the outputs and the scores, which are multiplied before it. With
+        --compile it gets here: then all loads double, and load - mean keeps its sign.)
         """
         self.load_E += counts_E
         return out

@@ -83,9 +83,9 @@ class Ranks:
 
 def check_environment():
     """Raise UserError if a launcher other than torchrun seems to have started several processes:
-    each would train alone, and all would write to the same directory. Raise it, too, if only some
-    of torchrun's variables are set (they may be left over in the shell): the processes would not
-    find one another.
+    each would train alone, and all would write to the same directory. Raise it, too, if some of
+    RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not all that
+    torchrun sets.
     """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     missing = sorted(NEEDED - os.environ.keys())

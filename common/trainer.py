@@ -151,8 +151,8 @@ class Run:
         self.parts = parts
         done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
-        # `with` closes all three, however the loop ends: the progress bar; the profiler, whose
-        # value is a function to call after each step; the handlers of signals, which are only noted
+        # `with` ends all three, however the loop ends: the progress bar; the profiler, whose value
+        # is a function to call after each step; and `Signals`, in which signals are only noted
         with self.bar, trace as end_traced_step, Signals() as signals:
             self.began = time.perf_counter()
             for step in range(done, self.config.steps):
