@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from extras.plan.gpus import ROOM, Gpu
+from extras.plan.gpus import GIB, ROOM, Gpu
 from extras.plan.layouts import RECOMPUTE, Layout, meshes, variants
 from extras.plan.memory import Held, held
 from extras.plan.seconds import Seconds, rank_works, step_seconds
@@ -66,13 +66,14 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
 
 
 def best_plans(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
-    """Yield the best layout of each mesh, fastest first."""
+    """Yield the best layout of each mesh, fastest first. Of those with equal numbers, the first."""
     seen = set()
     for plan in search(m, world, batch, gpu):
-        mesh = plan.layout.only("pp", "dp", "cp", "tp", "ep")
-        if mesh not in seen:
-            seen.add(mesh)
+        numbers = round(plan.seconds.step, 3), round(plan.held.total / GIB, 1)
+        names = {plan.layout.only("pp", "dp", "cp", "tp", "ep"), numbers}
+        if not names & seen:
             yield plan
+        seen |= names
 
 
 def leanest(m: Shape, mesh: Layout) -> Layout:

@@ -28,7 +28,7 @@ from extras.plan.layouts import (
     variants,
 )
 from extras.plan.memory import layer_bytes, micro_batch, rank_weights
-from extras.plan.search import evaluate, search
+from extras.plan.search import best_plans, evaluate, search
 from extras.plan.seconds import step_seconds
 from extras.plan.shapes import Shape, divisors, flops_per_token, gpt, named_shape
 
@@ -222,6 +222,13 @@ def test_the_search_finds_what_trying_everything_finds():
         if len(found) == 5:
             break
     assert list(found.values()) == pytest.approx(sorted(best.values())[:5], rel=1e-9)
+
+
+def test_no_two_plans_have_the_same_numbers():
+    """Meshes that differ only in name, as cp 4 and cp 8 with twice the sequences, count once."""
+    plans = list(best_plans(named_shape("smollm-360m", DENSE), 8, 64, H100))
+    numbers = [(round(p.seconds.step, 3), round(p.held.total / 2**30, 1)) for p in plans]
+    assert len(numbers) > 5 and len(set(numbers)) == len(numbers)
 
 
 # The command

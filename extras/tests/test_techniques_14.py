@@ -162,6 +162,21 @@ def test_what_is_lost_is_owed(sync, nbytes, loss):
     assert (missing - owed).abs().max() < 1e-4 < missing.abs().max() < loss
 
 
+PLAIN = dict(optimizer="sgd", lr=0.1)
+LOSSY = PLAIN | dict(script="step02_ddp", bucket_mb=0.001)
+
+
+@cases("sync, fraction, bound", [("bf16", 1.0, 1e-3), ("int8", 1.0, 5e-3), ("topk", 0.8, 2e-2)])
+def test_lossy_sums_stay_near(pools, sync, fraction, bound):
+    """The losses of a run in fewer bits are near one process's, and not equal to them."""
+    (plain,) = pools(1).run(train, rows.__name__, PLAIN)
+    for found in pools(3).run(
+        train, rows.__name__, LOSSY | dict(sync=sync, topk_fraction=fraction)
+    ):
+        errors = [abs(a - b) for a, b in zip(found.losses, plain.losses, strict=True)]
+        assert 0 < max(errors) < bound, errors
+
+
 # --- Updates (step 1) ----------------------------------------------------------------------------
 
 

@@ -144,7 +144,8 @@ def write_ids(
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     texts = iter(texts)
-    n_tokens = n_bytes = 0
+    n_tokens = 0
+    n_bytes = 0
     with open(f"{out}.part", "wb") as file:
         while batch := list(islice(texts, AT_ONCE)):
             n_bytes += sum(len(text.encode()) for text in batch)
