@@ -207,8 +207,8 @@ class Zero1(Optimizer):
     because the update comes between the two halves of the all-reduce.
 
     `mark_ready` starts the reduce-scatter of a unit's gradients when that unit and all before it
-    are complete, as step 2 sends buckets. `Optimizer.step` updates the masters, which are here our
-    shards, and calls `publish`, which gathers weights.
+    are complete, as step 2 sends buckets. The update is `Optimizer.step`, all that is inherited: it
+    updates the masters, which are here our shards, and calls `publish`, which gathers weights.
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |

@@ -63,8 +63,9 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield the initial values of whole parameters, in fp32, in order. They are drawn in threads:
-    the machine's CPUs, divided by its ranks. About as many whole parameters exist at a time.
+    """Yield the initial values of whole parameters, in fp32, in order. They are drawn in as many
+    threads as this rank's share of the machine's CPUs. About as many whole parameters exist at a
+    time.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, (os.cpu_count() or 1) // ranks)

@@ -8,8 +8,8 @@ they create the groups of the mesh. With step 2, read `Ranks.require_same`, `com
 
 Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file. If
 only that rank stopped or saved, the next collective would hang. `Ranks` lets all know, so that all
-decide alike. Its messages are so small that the steps' laws of
-bytes, and `sent` in metrics.jsonl, do not count them.
+decide alike. Its messages are so small that the steps' laws of bytes, and `sent` in metrics.jsonl,
+do not count them.
 """
 
 import hashlib

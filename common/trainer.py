@@ -69,7 +69,7 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 class RunConfig:
     """Flags of the run.
 
-    Where it computes, and what it writes.
+    They say where it computes, and what it writes.
     """
 
     device: str = flag("auto", "where to compute", ("auto", "cuda", "cpu"))
