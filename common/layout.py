@@ -2,33 +2,31 @@
 gradient is summed.
 
 In steps 1 to 3 all parameters have the same record: not sharded, the gradient summed over dp (in
-step 1 there is nothing to sum). Skip the rest of this docstring until step 4.
+step 1 there is nothing to sum). With these steps, skip the rest of this docstring.
 
-From then on, each dimension of parallelism notes in a parameter's record what it changes. Initial
+From step 4 on, each dimension of parallelism notes in a parameter's record what it changes. Initial
 weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
-the record.
+the record. The records on the first of two ranks of tp (with SP), or of ep:
 
     parameter (full shape)                shards                      partial_over   data_group
     steps 1 to 3: every parameter         none                        ()             "dp"
     step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63         ()             "dp"
-            norm.weight [128]             none                        ("tp",)        "dp"      (SP)
+            norm.weight [128]             none                        ("tp",)        "dp"
     step 5: the same                      the same                    the same       "data"
     step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3          ()             "expert_data"
             router.weight [8, 128]        none                        ("tp",)        "data"
 
-(0-63, 0-3: what the first of two ranks holds.) Each gradient is summed over its `data_group`, by
-the sync of step 2 or by ZeRO. `partial_over` names further groups over which this gradient is
-summed, because each of their ranks saw only some of the tokens (step 4, `sum_partial_gradients`),
-and `stage_copies` is 2 if the first stage and the last both hold it, and sum it (step 6,
-`sum_tied`). Where ZeRO cuts is not in the record, because the shards of its units (step 3) cut
-across parameters.
+(A weight is stored [out, in], so dim 0 has the columns of W in y = x W.) Each gradient is summed
+over its `data_group`, by the sync of step 2 or by ZeRO. Where `partial_over` is not empty, each
+rank of that group saw only some of the tokens, and has only their term of the gradient: these terms
+are summed, too (step 4, `sum_partial_gradients`). `stage_copies` is 2 if the first pipeline stage
+and the last both hold the parameter, and sum its gradient (step 6, `sum_tied`). Where ZeRO cuts is
+not in the record, because the shards of its units (step 3) cut across parameters.
 """
 
 import hashlib
 import math
-import os
-from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +36,7 @@ from torch import Tensor, nn
 from common.comm import Group, Mesh, all_reduce
 from common.model import Decoder
 
-# --- Initial values, step 1 (there `layout_of(param).shards` is empty) ----------------------------
+# --- Step 1: initial values -----------------------------------------------------------------------
 
 
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
@@ -62,23 +60,6 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     return value.normal_(0.0, std, generator=generator)
 
 
-def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield the initial values of whole parameters, in fp32, in order. They are drawn in as many
-    threads as this rank's share of the machine's CPUs. About as many whole parameters exist at a
-    time.
-    """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(named), threads):
-            drawing = []
-            for name, param in named[start : start + threads]:
-                value = torch.empty(full_shape(param))
-                drawing.append(pool.submit(draw, value, name, n_layers, seed))
-            for future in drawing:
-                yield future.result()
-
-
 def materialize(
     model: Decoder,
     seed: int,
@@ -90,21 +71,19 @@ def materialize(
     New parameters take the place of the old ones: add hooks on parameters after this call. (Hooks
     on modules may come before.)
 
-    A rank draws each whole parameter, and keeps the shards that the record describes. (In steps 1
-    to 3 there are none.)
+    A rank draws each whole parameter, one at a time, and keeps the shards that the record
+    describes. (In steps 1 to 3 there are none.)
     """
-    chosen = []
-    for name, param in model.named_parameters():
-        if only is None or name in only:
-            chosen.append((name, param))
-    drawn = draw_all(chosen, model.config.n_layers, seed)
-    for (_, param), value in zip(chosen, drawn, strict=True):
+    for name, param in list(model.named_parameters()):
+        if only is not None and name not in only:
+            continue
+        value = draw(torch.empty(full_shape(param)), name, model.config.n_layers, seed)
         for shard in layout_of(param).shards:
             value = shard_of(value, shard)
         filled = nn.Parameter(value.to(device, dtype))
         filled.parallel_layout = layout_of(param)
         replace_param(model, param, filled)
-    materialize_buffers(model, device)
+    materialize_buffers(model, device)  # only step 7 has any
 
 
 def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
@@ -115,42 +94,19 @@ def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
                 setattr(module, key, new)
 
 
-def materialize_buffers(model: nn.Module, device: torch.device):
-    """From step 7 on: allocate the buffers of a meta-device model. They begin at zero."""
-    for module in model.modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                persistent = key in module.state_dict()  # whether checkpoints save it
-                module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)
-
-
-# --- The record, step 2; shards, step 4 -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shard:
-    """From step 4 on: this rank holds the indices `start` to `stop` - 1 of dimension `dim`, which
-    had `full` of them. Shards are equally long, so the last ones may go beyond `full`, with
-    padding: of 257 rows on two ranks, the second has 129 to 257, and row 257 is padding. (If a
-    dimension is sharded twice, the second counts from the start of the first one's shard.)
-    """
-
-    dim: int
-    over: str  # a group of the mesh
-    start: int
-    stop: int
-    full: int  # the size of the dimension before it was sharded
+# --- Step 2: the record ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """From step 2 on: the record of one parameter."""
+    """The record of one parameter. Until step 4, only `data_group` matters."""
 
-    shards: tuple[Shard, ...] = ()  # from step 4 on: one for each time it was sharded, in order
-    # From step 4 on: groups over which its gradient must still be summed
-    partial_over: tuple[str, ...] = ()
     # The group over which step 2's sync, or ZeRO, sums its gradient. Step 5: "data", dp x cp
     data_group: str = "dp"
+    # Step 4: one for each time it was sharded, in order
+    shards: tuple["Shard", ...] = ()
+    # Step 4: groups over which its gradient must still be summed
+    partial_over: tuple[str, ...] = ()
     # Step 6, a tied matrix: 2 if the first stage and the last, on two ranks, both hold it
     stage_copies: int = 1
 
@@ -160,48 +116,21 @@ def layout_of(param: Tensor) -> ParamLayout:
     return getattr(param, "parallel_layout", ParamLayout())
 
 
-def note_layout(param: Tensor, **changes: Any):
-    """From step 4 on: change fields of a parameter's record."""
-    param.parallel_layout = replace(layout_of(param), **changes)
-
-
 def data_group_of(param: Tensor, mesh: Mesh) -> Group:
-    """From step 2 on: the ranks over which a parameter's gradient is summed by step 2's sync or by
-    ZeRO. They train the same weights (with ZeRO, shards of them) on other sequences, or from step 5
-    on other tokens: in steps 2 to 4 they are `mesh["dp"]`. (What must still be summed over tp is in
-    `partial_over`.)
+    """The ranks over which step 2's sync, or ZeRO, sums a parameter's gradient: in steps 2 to 4
+    `mesh["dp"]`. They train the same weights on other sequences (from step 5 on: other tokens).
     """
     return mesh[layout_of(param).data_group]
 
 
-def shard_of(full: Tensor, shard: Shard) -> Tensor:
-    """From step 4 on: this rank's shard of a tensor, zero in the padding. It may be all padding."""
-    shape = list(full.shape)
-    shape[shard.dim] = shard.stop - shard.start
-    local = full.new_zeros(shape)
-    start = min(shard.start, full.shape[shard.dim])
-    length = min(shard.stop, full.shape[shard.dim]) - start
-    local.narrow(shard.dim, 0, length).copy_(full.narrow(shard.dim, start, length))
-    return local
-
-
-def full_shape(param: Tensor) -> list[int]:
-    """The shape of the whole parameter. (From step 4 on this rank may hold only a shard of it.)"""
-    shape = list(param.shape)
-    # In reverse order: if a dimension was sharded twice, the first Shard has its whole size
-    for shard in reversed(layout_of(param).shards):
-        shape[shard.dim] = shard.full
-    return shape
-
-
-# --- The global norm, step 3 ----------------------------------------------------------------------
+# --- Step 3: the global norm ----------------------------------------------------------------------
 
 
 def global_norm(
     model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False
 ) -> float:
-    """From step 3 on: the L2 norm of the whole gradient, of which ranks hold shards. Call it after
-    all sums over ranks.
+    """The L2 norm of the whole gradient, of which ranks hold shards. Call it after all sums over
+    ranks. `sharded`: by ZeRO.
 
     If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So if c
     ranks hold an element, each adds 1/c of its square. c is the number of ranks, divided by the
@@ -230,10 +159,8 @@ def global_norm(
 
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """From step 3 on: the number of different parts of this gradient that ranks hold: 1 if all hold
-    the same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
-
-    `sharded`: by ZeRO, so that the ranks of `data_group` hold different elements.
+    """The number of different parts of a gradient that ranks hold: 1 if all hold the same elements,
+    4 if tp 2 and ZeRO over dp 2 shard it.
     """
     groups = {shard.over for shard in record.shards}
     if "pp" in mesh.groups:
@@ -244,10 +171,65 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """From step 3 on: groups that together cover the mesh. An all-reduce over each of them in turn
-    sums over all ranks. (In step 3 that is dp alone. From step 5 on, "data" takes the place of dp
-    and cp.)
+    """Groups that together cover the mesh: an all-reduce over each of them in turn sums over all
+    ranks. (In step 3 that is dp alone. From step 5 on, "data" takes the place of dp and cp.)
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
     return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]
+
+
+# --- Step 4: shards -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
+
+    Shards are equally long, so the last ones may go beyond the tensor, with padding: of 257 rows on
+    two ranks, the second has 129 to 257, and row 257 is padding. (If an optional technique shards a
+    dimension twice, the second shard counts from the start of the first.)
+    """
+
+    dim: int
+    over: str  # a group of the mesh
+    start: int
+    stop: int
+    full: int  # the size of the dimension before it was sharded: 257
+
+
+def note_layout(param: Tensor, **changes: Any):
+    """Change fields of a parameter's record."""
+    param.parallel_layout = replace(layout_of(param), **changes)
+
+
+def shard_of(full: Tensor, shard: Shard) -> Tensor:
+    """This rank's shard of a tensor, zero in the padding. It may be all padding."""
+    shape = list(full.shape)
+    shape[shard.dim] = shard.stop - shard.start
+    local = full.new_zeros(shape)
+    start = min(shard.start, full.shape[shard.dim])
+    length = min(shard.stop, full.shape[shard.dim]) - start
+    local.narrow(shard.dim, 0, length).copy_(full.narrow(shard.dim, start, length))
+    return local
+
+
+def full_shape(param: Tensor) -> list[int]:
+    """The shape of the whole parameter, of which this rank may hold a shard."""
+    shape = list(param.shape)
+    # In reverse order: if a dimension was sharded twice, the first Shard has its whole size
+    for shard in reversed(layout_of(param).shards):
+        shape[shard.dim] = shard.full
+    return shape
+
+
+# --- Step 7: buffers ------------------------------------------------------------------------------
+
+
+def materialize_buffers(model: nn.Module, device: torch.device):
+    """Allocate the buffers of a meta-device model, and fill them with zeros."""
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                persistent = key in module.state_dict()  # whether checkpoints save it
+                module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)

@@ -45,7 +45,7 @@ def param_of(whole: tuple, *shards: Shard) -> nn.Parameter:
     for shard in shards:
         value = shard_of(value, shard)
     param = nn.Parameter(value)
-    param.parallel_layout = ParamLayout(shards)
+    param.parallel_layout = ParamLayout(shards=shards)
     return param
 
 
@@ -78,7 +78,7 @@ def saved_pieces(whole: Tensor, tp: int, dim: int, zero: int) -> dict[Place, dic
         shard = Shard(dim, "tp", rank * length, (rank + 1) * length, whole.shape[dim])
         local = shard_of(whole, shard)
         param = nn.Parameter(local)
-        param.parallel_layout = ParamLayout((shard,))
+        param.parallel_layout = ParamLayout(shards=(shard,))
         step = math.ceil(local.numel() / zero)
         for start in range(0, local.numel(), step):
             span = (start, min(start + step, local.numel()))
@@ -97,7 +97,7 @@ def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to
     for rank in range(to_tp):
         shard = Shard(to_dim, "tp", rank * length, (rank + 1) * length, whole.shape[to_dim])
         param = nn.Parameter(shard_of(whole, shard))
-        param.parallel_layout = ParamLayout((shard,))
+        param.parallel_layout = ParamLayout(shards=(shard,))
         place = place_of(param, (0, param.numel()))
         found = saved.shard("weight", "master", place.box, place.shape)
         close(found, param, f"shard of rank {rank}")

@@ -478,7 +478,7 @@ def test_groups():
     close(layout_of(moe.router.weight), router, "the record of the router")
     start = mesh.rank % 2 * 4
     shard = Shard(0, "ep", start, start + 4, 8)
-    record = ParamLayout((shard,), data_group="expert_data")
+    record = ParamLayout(shards=(shard,), data_group="expert_data")
     for name, param in moe.experts.named_parameters():
         close((len(param), layout_of(param)), (4, record), f"{name}: length and record")
 
