@@ -122,9 +122,11 @@ class Run:
         self.first = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
-        self.history = []  # a dict for each step; on rank 0 the rows of metrics.jsonl
-        self.began = 0.0  # since when the present step is timed; 0 before the first: see `main`
+        self.history: list[dict] = []  # a row for each step; rank 0 writes them to metrics.jsonl
+        self.training = False  # whether the first step has begun
+        self.began = 0.0  # since when the present step is timed, in seconds
         self.watch = HangWatch(config.timeout, self.out)
+        self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
 
     def __enter__(self) -> "Run":
         return self
@@ -146,7 +148,7 @@ class Run:
             after a signal      save one, and end
 
         `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
-        and sync. (sync is passed only because an optional one may have state to save.)
+        and sync.
         """
         self.parts = parts
         done = self.set_up()
@@ -154,6 +156,7 @@ class Run:
         # `with` ends all three, however the loop ends: the progress bar; the profiler, whose value
         # is a function to call after each step; and `Signals`, in which signals are only noted
         with self.bar, trace as end_traced_step, Signals() as signals:
+            self.training = True
             self.began = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
@@ -204,13 +207,13 @@ class Run:
             self.fingerprint, "--dataset: the fingerprints of its tokens differ"
         )
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
-        self.last_checkpoint = folder  # that the next one follows
         if folder is None:
             return 0
+        self.last_checkpoint = folder
         saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        # State besides parameters, which an optional technique may save (see `save`)
+        # What `save` calls the state of a part
         for name, state in saved.own_state.items():
             if name not in self.parts:
                 raise UserError(
@@ -267,9 +270,8 @@ class Run:
     def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
 
-        (An optional technique may pass a part with methods `state` and `load_state`, for state
-        besides parameters: a dict of tensors, which is restored in the same layout only. No part of
-        a step has them.)
+        (A part of an optional technique may have methods `state` and `load_state`. Its state, a
+        dict of tensors, is restored in the same layout only.)
         """
         state = {}
         for name, part in self.parts.items():
@@ -331,16 +333,11 @@ class Run:
         self.began = now
         rate = tokens / seconds
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
-        shown = f"loss {numbers['loss']:.4f}  {rate:,.0f} tok/s"
         row |= self.meter.measure(rate)
-        if "mfu" in row:
-            shown += f"  MFU {row['mfu']:.1%}"
-        if "peak_memory" in row:
-            shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
         row["sent"] = self.take_sent()
         self.history.append(row)
         if self.first:
-            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.set_postfix_str(progress(row), refresh=False)
             self.bar.update()
             with self.writing(), open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -357,6 +354,16 @@ class Run:
             yield
         except OSError as error:
             raise UserError(f"--out {self.out}: cannot write: {error.strerror or error}") from error
+
+
+def progress(row: dict[str, Any]) -> str:
+    """What the progress bar shows of a row of metrics.jsonl."""
+    shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
+    if "mfu" in row:
+        shown += f"  MFU {row['mfu']:.1%}"
+    if "peak_memory" in row:
+        shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
+    return shown
 
 
 def draw_loss(history: list[dict], target: Path):
@@ -387,7 +394,7 @@ def main(train: Callable[[Any, Run], None], cls: type):
         if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
             torch.distributed.destroy_process_group()
     except Exception as error:
-        status = report(error, early=run is None or not run.began)
+        status = report(error, early=run is None or not run.training)
     sys.stdout.flush()
     sys.stderr.flush()
     if several:
@@ -407,12 +414,10 @@ def report(error: Exception, early: bool) -> int:
         fixable = True
     if isinstance(error, torch.OutOfMemoryError):
         fixable = True
-        advice = "--micro-batch-size: lower it, or use --recompute full"
-        if early:
-            advice = (
-                "--model: it does not fit on this GPU: shard it, as step03_zero.py --zero 3 does"
-            )
-        text = f"{advice}: {error}"
+        text = (
+            "--micro-batch-size: lower it, use --recompute full, or shard the model, as "
+            f"step03_zero.py --zero 3 does: {error}"
+        )
     if not fixable:
         traceback.print_exception(error)
         return 1
