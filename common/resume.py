@@ -1,5 +1,9 @@
-"""Which checkpoint a run resumes from, and which flags it must keep: each flag that both scripts
-have, also --steps, on which the learning rate depends; except those of the three sets below.
+"""Which checkpoint a run resumes from, and which flags must stay as they were.
+
+A flag that decides what is computed must stay: model, data, batch, learning rate, and also --steps,
+on which the learning rate depends. Others may change: those that say where the run computes and
+what it writes (FREE), how the work is cut into pieces (WORK), and on which ranks it is done
+(LAYOUT). The data are compared by the fingerprint of their tokens, not by their path.
 """
 
 from pathlib import Path
@@ -10,22 +14,11 @@ from common.checkpoint import Checkpoint, find, seen_by_rank_0
 from common.flags import spelled
 from common.ranks import Ranks
 
-# FREE: where a run computes and writes, when it saves, how it is watched. (dataset: another path
-# may have the same tokens, which the fingerprint shows. dtype: only the rounding changes.)
+# (dtype: only the rounding changes)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-# WORK: in which pieces, with how much memory and in which messages the work is done. (But see
-# `may_change`: with an auxiliary loss, micro_batch_size must stay.)
 WORK = {"micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"}
-# LAYOUT: on which ranks (`ranks` is no flag, but their number, which `Run` adds)
+# (ranks: no flag, but their number, which `Run` adds)
 LAYOUT = {"ranks", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep"}
-
-
-def refuse_to_mix(out: Path):
-    """Raise UserError: this run would write its checkpoints among those of another run in --out."""
-    raise UserError(
-        f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or another "
-        "--out"
-    )
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
@@ -35,28 +28,36 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
               "auto"  the newest sound one in --out; None if there is none
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints that would
-    be mixed with others. A collective.
+    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints of another
+    run. A collective.
     """
     if resume == "auto":
         return find(out, ranks)
-    own = seen_by_rank_0(out, ranks)
-    if resume == "":
-        if own:
-            refuse_to_mix(out)
-        return None
-    where = Path(resume)
-    if not seen_by_rank_0(where, ranks):
+    if resume != "" and not seen_by_rank_0(Path(resume), ranks):
         raise UserError(f"--resume {resume}: no checkpoint is there")
-    # If --out has checkpoints, only its own newest may be resumed into it: else new checkpoints
-    # would stand among those of another run
-    if own and where.resolve() not in (out.resolve(), own[0].resolve()):
-        refuse_to_mix(out)
-    return find(where, ranks)
+    own = seen_by_rank_0(out, ranks)
+    if own:
+        # This run must continue from the newest of them: else its own checkpoints would stand among
+        # those of another run
+        continues = resume != "" and Path(resume).resolve() in (out.resolve(), own[0].resolve())
+        if not continues:
+            raise UserError(
+                f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
+                "another --out"
+            )
+    if resume == "":
+        return None
+    return find(Path(resume), ranks)
 
 
-def may_change(flags: dict[str, Any]) -> set[str]:
-    """The flags that do not change what is computed, but for rounding."""
+def may_change(flags: dict[str, Any], has_state: bool = False) -> set[str]:
+    """The flags that do not change what is computed, but for rounding.
+
+    `has_state`: an optional technique has saved state that fits only its own rank, such as the
+    errors of a sync that compresses gradients. Then the layout must stay.
+    """
+    if has_state:
+        return FREE
     free = FREE | WORK | LAYOUT
     # An auxiliary loss (step 7's --balance loss, and those of optional balances) is a mean over
     # each micro-batch, so the size of a micro-batch decides what is computed
@@ -66,12 +67,10 @@ def may_change(flags: dict[str, Any]) -> set[str]:
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
-    """Raise UserError unless the data are the saved run's, and so is each flag that may not
-    change.
+    """Raise UserError unless the data are the saved run's, and so is each flag of both runs that
+    may not change.
     """
-    # An optional technique may have saved state that fits only its own rank, such as the errors of
-    # a sync that compresses gradients: then the layout must stay
-    free = FREE if saved.has_state else may_change(flags)
+    free = may_change(flags, saved.has_state)
     for name, value in flags.items():
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
