@@ -118,7 +118,7 @@ def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
 
 def sgd(optimizer: "Optimizer") -> torch.optim.Optimizer:
     """Gradient descent with weight decay, without state. Tests use it: if all gradients are wrong
-    by one factor, so are SGD's weights (with --grad-clip 0), but not Adam's, which divides by the
+    by one factor, so are SGD's updates (with --grad-clip 0), but not Adam's, which divides by the
     gradient's size.
     """
     return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)

@@ -1,27 +1,7 @@
-"""Initial values, and one small record per parameter: how it is sharded, and over which ranks its
-gradient is summed.
+"""Initial values of the parameters (step 1), and a small record of each: over which ranks its
+gradient is summed (step 2), and how it is sharded (step 4).
 
-In steps 1 to 3 all parameters have the same record: not sharded, the gradient summed over dp (in
-step 1 there is nothing to sum). With these steps, skip the rest of this docstring.
-
-From step 4 on, each dimension of parallelism notes in a parameter's record what it changes. Initial
-weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm follow
-the record. The records on the first of two ranks of tp (with SP), or of ep:
-
-    parameter (full shape)                shards                      partial_over   data_group
-    steps 1 to 3: every parameter         none                        ()             "dp"
-    step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63         ()             "dp"
-            norm.weight [128]             none                        ("tp",)        "dp"
-    step 5: the same                      the same                    the same       "data"
-    step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3          ()             "expert_data"
-            router.weight [8, 128]        none                        ("tp",)        "data"
-
-(A weight is stored [out, in], so dim 0 has the columns of W in y = x W.) Each gradient is summed
-over its `data_group`, by the sync of step 2 or by ZeRO. Where `partial_over` is not empty, each
-rank of that group saw only some of the tokens, and has only their term of the gradient: these terms
-are summed, too (step 4, `sum_partial_gradients`). `stage_copies` is 2 if the first pipeline stage
-and the last both hold the parameter, and sum its gradient (step 6, `sum_tied`). Where ZeRO cuts is
-not in the record, because the shards of its units (step 3) cut across parameters.
+The parts of this file follow the steps; read a part when you come to its step.
 """
 
 import hashlib
@@ -72,7 +52,8 @@ def materialize(
     on modules may come before.)
 
     A rank draws each whole parameter, one at a time, and keeps the shards that the record
-    describes. (In steps 1 to 3 there are none.)
+    describes: in steps 1 to 3 the whole. (Step 3 calls this once for each unit of ZeRO, with `only`
+    its names, so that the whole model is never in memory.)
     """
     for name, param in list(model.named_parameters()):
         if only is not None and name not in only:
@@ -99,15 +80,35 @@ def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """The record of one parameter. Until step 4, only `data_group` matters."""
+    """The record of one parameter. In steps 2 and 3 all have the default one; skip the rest of this
+    docstring until step 4.
 
-    # The group over which step 2's sync, or ZeRO, sums its gradient. Step 5: "data", dp x cp
+    From then on, each dimension of parallelism notes in a parameter's record what it changes.
+    Initial weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global
+    norm follow the record. On the first of two ranks of tp (with SP), or of ep:
+
+        parameter (full shape)                shards                   partial_over   data_group
+        step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63      ()             "dp"
+                norm.weight [128]             none                     ("tp",)        "dp"
+        step 5: the same                      the same                 the same       "data"
+        step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3       ()             "expert_data"
+                router.weight [8, 128]        none                     ("tp",)        "data"
+
+    (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W. Dim 0 of step 7's
+    up_proj.weight has the experts.) A gradient is always summed over its `data_group`. Some must
+    also be summed over tp, because with SP the ranks of tp have different tokens: their record says
+    so in `partial_over`. Where ZeRO cuts is not in the record, because the shards of its units
+    (step 3) cut across parameters.
+    """
+
+    # The group over which step 2's sync, or ZeRO, sums its gradient. From step 5 on "data": dp x cp
     data_group: str = "dp"
     # Step 4: one for each time it was sharded, in order
     shards: tuple["Shard", ...] = ()
-    # Step 4: groups over which its gradient must still be summed
+    # Step 4: groups over which its gradient must still be summed (`sum_partial_gradients`)
     partial_over: tuple[str, ...] = ()
-    # Step 6, a tied matrix: 2 if the first stage and the last, on two ranks, both hold it
+    # Step 6, a tied matrix: 2 if the first pipeline stage and the last, on two ranks, both hold it,
+    # and sum its gradient (`sum_tied`)
     stage_copies: int = 1
 
 
@@ -129,14 +130,14 @@ def data_group_of(param: Tensor, mesh: Mesh) -> Group:
 def global_norm(
     model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False
 ) -> float:
-    """The L2 norm of the whole gradient, of which ranks hold shards. Call it after all sums over
-    ranks. `sharded`: by ZeRO.
+    """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
+    sums over ranks. `sharded`: by ZeRO.
 
-    If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So if c
-    ranks hold an element, each adds 1/c of its square. c is the number of ranks, divided by the
-    number of different parts into which they cut the parameter (`distinct_parts`). Step 3, 8 ranks
-    of dp: without ZeRO all hold the whole parameter, one part, so c = 8 / 1; with ZeRO there are 8
-    parts, and c = 1. From step 4 on, for example with tp 2 and dp 4:
+    If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So each
+    adds 1/c of its squares, if c ranks hold the same elements. c is the number of ranks, divided by
+    the number of different parts into which they cut the parameter (`distinct_parts`). Step 3, 8
+    ranks of dp: without ZeRO all hold the whole parameter, one part, so c = 8 / 1; with ZeRO there
+    are 8 parts, and c = 1. From step 4 on, for example with tp 2 and dp 4:
 
                                  a matrix, sharded over tp    the weight of a norm
         without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
@@ -145,14 +146,11 @@ def global_norm(
     (For a tied matrix on two stages c is twice as large: step 6.)
     """
     params = dict(model.named_parameters())
-    by_copies: dict[float, list[Tensor]] = {}
+    square = torch.zeros((), dtype=torch.float64, device=next(iter(params.values())).device)
     for name, gradient in gradients.items():
         record = layout_of(params[name])
         copies = record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded)
-        by_copies.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=next(iter(params.values())).device)
-    for copies, held in by_copies.items():
-        square = square + nn.utils.get_total_norm(held).double().square() / copies
+        square += torch.linalg.vector_norm(gradient).double().square() / copies
     for group in norm_groups(mesh):
         all_reduce(square, mesh[group]).wait()
     return square.sqrt().item()
@@ -171,8 +169,9 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """Groups that together cover the mesh: an all-reduce over each of them in turn sums over all
-    ranks. (In step 3 that is dp alone. From step 5 on, "data" takes the place of dp and cp.)
+    """After an all-reduce over each of these groups in turn, every rank has the sum over all ranks.
+
+    In step 3 that is dp alone. From step 5 on, "data" is dp x cp in one.
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
@@ -231,5 +230,4 @@ def materialize_buffers(model: nn.Module, device: torch.device):
     for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                persistent = key in module.state_dict()  # whether checkpoints save it
-                module.register_buffer(key, torch.zeros_like(buffer, device=device), persistent)
+                setattr(module, key, torch.zeros_like(buffer, device=device))

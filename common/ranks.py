@@ -24,10 +24,7 @@ import torch.distributed as dist
 
 from common import UserError
 
-# What init_process_group needs, and, to choose a GPU, `choose_device`
-NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
-SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# --- During a run ---------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -36,8 +33,8 @@ class Ranks:
     """
 
     def __init__(self):
-        """On GPUs the default group is NCCL's, whose messages wait for the GPU's work. So create a
-        group of gloo, which sends from CPU to CPU at once.
+        """On GPUs the default group is NCCL's, whose messages are queued behind the GPU's work. So
+        create a group of gloo, which sends from CPU to CPU at once.
         """
         self.rank = 0
         self.world = 1
@@ -81,11 +78,25 @@ class Ranks:
                 raise UserError(found)
 
 
+# --- At the launch --------------------------------------------------------------------------------
+
+# What init_process_group reads, and LOCAL_RANK, by which `choose_device` chooses a GPU
+NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
+SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# With it torchrun gives each start of a job its own store, through which ranks find one another.
+# Else the ranks that it starts after a failure find the addresses of those that are gone
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
 def check_environment():
-    """Raise UserError if a launcher other than torchrun seems to have started several processes:
-    each would train alone, and all would write to the same directory. Raise it, too, if some of
-    RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not all that
-    torchrun sets.
+    """Raise UserError if variables of the environment show that this launch cannot work:
+
+    - some of RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not
+      all of NEEDED;
+    - another launcher than torchrun seems to have started several processes: each would train
+      alone, and all would write to the same directory;
+    - torchrun has --max-restarts, without OWN_STORE.
     """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     missing = sorted(NEEDED - os.environ.keys())
@@ -95,6 +106,9 @@ def check_environment():
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
     if present:
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and os.environ.get(OWN_STORE) != "1":
+            raise UserError(f"--max-restarts {restarts}: set {OWN_STORE}=1 before torchrun")
         return
     for name in SET_BY_OTHERS:
         n = os.environ.get(name)
@@ -139,37 +153,14 @@ def compare_launches():
     )
 
 
-def store_of_restart() -> dict[str, Any]:
-    """Arguments of init_process_group, if torchrun has started this job again after a failure; else
-    none.
-
-    All starts of a job share one store of keys and values, through which ranks find one another.
-    After a failure it still has the addresses of the processes that are gone. So each start after
-    the first puts a prefix of its own before its keys.
-
-    (On one node. Each node's torchrun counts its own failures, so that on several nodes the
-    prefixes can differ, and the ranks do not find one another: PyTorch's issue 135712. There set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which each start has a store of its own.)
-    """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    if restarts == "0" or own_store:
-        return {}
-    address = os.environ["MASTER_ADDR"]
-    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
-    rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
-    return dict(store=dist.PrefixStore(f"restart {restarts}", store), rank=rank, world_size=world)
-
-
 def initialise(backend: str, **options: Any):
-    """dist.init_process_group, also after a restart. Raises UserError if the ranks do not find one
+    """dist.init_process_group. Raises UserError if it fails: most often, ranks do not find one
     another.
     """
     try:
-        dist.init_process_group(backend, **options, **store_of_restart())
+        dist.init_process_group(backend, **options)
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            "the ranks do not find one another: check MASTER_ADDR and NCCL_SOCKET_IFNAME or "
-            f"GLOO_SOCKET_IFNAME ({error})"
+            f"the ranks cannot be connected: {error} (If they do not find one another, check "
+            "MASTER_ADDR, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME)"
         ) from error

@@ -84,7 +84,7 @@ def test_a_technique_trains_by_its_launch_line(tiny, tmp_path):
 
 NO_CARD = dict(GLOO_SOCKET_IFNAME="eth9")
 MISTAKES = [  # command, ranks, a part of the error, environment
-    ("step02_ddp.py", 2, "error: the ranks do not find one another: ", NO_CARD),
+    ("step02_ddp.py", 2, "error: the ranks cannot be connected: ", NO_CARD),
     ("step07_moe_ep.py --pp 2 --tp 4", 2, "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
     ("-m extras", 0, "error: give a step's file first", {}),
 ]
@@ -106,8 +106,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path)
     )
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
-    assert run(2, f"{base} --out {whole}".split(), tmp_path / "log")[0] == 0
-    job = start(2, f"{base} --out {killed}".split(), tmp_path / "log")
+    own_store = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert run(2, f"{base} --out {whole}".split(), tmp_path / "log", **own_store)[0] == 0
+    job = start(2, f"{base} --out {killed}".split(), tmp_path / "log", **own_store)
     while job.poll() is None and len(rows(killed)) < 6:
         time.sleep(0.02)
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()

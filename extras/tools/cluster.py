@@ -10,7 +10,7 @@ their cables' speed.
 
 Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d
 --rdzv_endpoint=node0:29500 ...`; the words after `--` end this command, and may begin with options
-of torchrun such as --max-restarts=3. Lines printed by nodes other than node 0 begin with the node's
+of torchrun such as --log-dir=logs. Lines printed by nodes other than node 0 begin with the node's
 name.
 
 It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one
