@@ -180,7 +180,7 @@ def test_processes_that_would_not_find_one_another_are_refused(monkeypatch, vari
 def test_ranks_that_do_not_find_one_another_are_told_what_to_check():
     """PyTorch's own error follows."""
     failing = mock.patch.object(dist, "init_process_group", side_effect=RuntimeError("timed out"))
-    with failing, pytest.raises(UserError, match="timed out .*check MASTER_ADDR.*SOCKET_IFNAME"):
+    with failing, pytest.raises(UserError, match=r"timed out .*check MASTER_ADDR.*SOCKET_IFNAME"):
         initialise("gloo")
 
 
