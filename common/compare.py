@@ -11,12 +11,12 @@
 The first is called the reference; the order changes only the columns. Two layouts of one training
 have the same losses and gradient norms, up to rounding, whose effects grow from step to step. So
 only the first steps are judged (--first 20). In fp32, the default on CPUs, a relative difference
-above 0.001 there (--bound) is almost certainly a bug. (These two, both right, differ by 1.5e-5 in
-step 19, and by a tenth in step 79. In step 7, rounding may also send a token to another expert.) In
-bf16 rounding alone gives more: compare runs with --dtype fp32.
+above 0.001 there (--bound) is almost certainly a bug. (Differences grow: these two, both right,
+differ by 4.6e-5 in step 20. In step 7, rounding may also send a token to another expert.) In bf16
+rounding alone gives more: compare runs with --dtype fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
-Flags that decide what is computed, such as --seed, are printed if they differ, but a difference
+Flags that may decide what is computed, such as --seed, are printed if they differ, but a difference
 does not change the status.
 """
 
@@ -37,8 +37,8 @@ def other_flags(reference: str, run: str) -> list[str]:
     """
     reference_flags = json.loads((Path(reference) / "config.json").read_text())
     flags = json.loads((Path(run) / "config.json").read_text())
-    # Flags that a resumed run may change (resume.py) change at most the rounding, and are not
-    # reported; except dtype, which changes the rounding a lot, and dataset, because here no
+    # What a resumed run may change (resume.py) has at most an effect on rounding, and is not
+    # reported. Two exceptions: dtype, whose effect is large, and dataset, because here no
     # fingerprint shows whether two paths have the same tokens
     free = (may_change(flags) & may_change(reference_flags)) - {"dataset", "dtype"}
     found = []
@@ -67,18 +67,17 @@ def relative(value: float | None, reference: float | None) -> float:
 
 
 def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
-    """The rows of the steps up to `first`, which both runs must have, unless both have ended
-    before. Raises ValueError.
+    """The rows of the steps up to `first`. Both runs must have them, or both must have ended in the
+    same, earlier step. Raises ValueError.
     """
-    shorter = min(len(reference_rows), len(rows))
-    longer = max(len(reference_rows), len(rows))
-    if shorter < min(first, longer):
+    pairs = list(zip(reference_rows[:first], rows[:first], strict=False))
+    if first < 1 or not pairs:
+        raise ValueError("there are no steps to compare")
+    if len(pairs) < first and len(reference_rows) != len(rows):
         raise ValueError(
-            f"one run has ended in step {shorter}: --first {shorter} judges what both have"
+            f"one run has ended in step {len(pairs)}: --first {len(pairs)} judges what both have"
         )
-    if shorter == 0:
-        raise ValueError("the runs have no steps to compare")
-    return list(zip(reference_rows[:first], rows[:first], strict=True))
+    return pairs
 
 
 def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
@@ -120,10 +119,10 @@ def main():
             print(f"the runs have other flags: {difference}")
         reference_rows = read_metrics(given.reference)
         rows = read_metrics(given.run)
-        equal = compare(reference_rows, rows, given.first, given.bound)
+        within = compare(reference_rows, rows, given.first, given.bound)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    sys.exit(0 if equal else 1)
+    sys.exit(0 if within else 1)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@
         sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
 
 makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The first line of
-the class's docstring is the title of its flags in --help. `needs` says which values other flags
-must have, because else this flag would do nothing: here --zero 0, in steps that have a --zero.
+the class's docstring is the title of its flags in --help. If a flag is given, `needs` says which
+values other flags must have, because else it would do nothing: here --zero 0, in steps that have a
+--zero.
 
     $ torchrun step03_zero.py --zero 1 --sync ring
     error: --sync has no effect without --zero 0: leave it out
@@ -43,7 +44,7 @@ def flag(
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     if least is None:
-        least = 1 if type(default) is int and default > 0 else 0  # a bool is another type
+        least = 1 if type(default) is int and default > 0 else 0  # `type`: True is an int, too
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -67,14 +68,16 @@ def add_flags(parser: Parser, cls: type):
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     kinds = get_type_hints(cls)
-    for base in cls.__mro__[:-1]:  # step 7's Config, step 6's, ..., step 1's; without `object`
+    for base in cls.__mro__[:-1]:  # step 7's Config, ..., step 1's, RunConfig; without `object`
         group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
             field = remaining.pop(name, None)
             if field is None:  # a subclass declares this flag, too, and has listed it
                 continue
-            # argparse formats a help text with %
-            help_text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
+            help_text = field.metadata["help"]
+            if field.default != "":
+                help_text += f" (default: {field.default})"
+            help_text = help_text.replace("%", "%%")  # argparse formats it with %
             # SUPPRESS: the result has only those flags that were given
             options: dict[str, Any] = dict(help=help_text, default=argparse.SUPPRESS)
             if kinds[name] is bool:
@@ -111,7 +114,7 @@ def in_words(name: str, values: Collection) -> str:
 
 def check_needs(name: str, config: Any, metadata: Any):
     """Raise UserError if the flag has no effect beside the values of the other flags."""
-    # As the user wrote it: a False can only have come from --no-...
+    # As the user wrote it. (The flag was given, so a False came from --no-...)
     written = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
     for other, values in metadata["needs"].items():
         value = getattr(config, other, None)

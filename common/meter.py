@@ -3,10 +3,11 @@
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
 are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's
 (of the experts, only those that it visits), and 7 x seq x dim for each layer's causal attention.
-(One of these 7 products, the scores in backward, is a repetition. What --recompute repeats is not
-counted.) PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of
-tokens, not over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it
-is 6.4 %.
+(One of these 7 products, the scores in backward, is a repetition. It is counted, because every
+fused attention repeats it; what --recompute repeats is not.) For tiny, 5,538,560 FLOPs a token
+(step 1) at 100,000 tokens a second are 0.55 TFLOP/s, on a GPU with a peak of 989 an MFU of 0.06 %.
+PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not
+over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %.
 """
 
 import math
@@ -55,7 +56,8 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part on the lowest rank that has one.
+    """A row of the table: a parameter's whole shape, and the part on the rank that made the row.
+    (Of several ranks' rows, the table has the lowest rank's.)
 
     What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
     rank keeps fewer bytes, except while it uses a parameter.
@@ -153,14 +155,16 @@ def check_profile(n: int, steps: int):
 
 @contextmanager
 def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
-    """Skip two steps, then trace n: in the first, memory is allocated and layers are compiled; in
-    the second the profiler warms up. Yields a function to call after each step.
+    """Trace n steps, after two that are skipped: in the first of these, memory is allocated and
+    layers are compiled; in the second the profiler warms up. Yields a function to call after each
+    step.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
-    ranges: the optimizer's step; `wait tp`, while a rank waits for a message over tp; and in steps
-    6 and 7 `F0.1`, the forward of micro-batch 0 through stage 1. On a GPU, OUT/memory-RANK.pickle
-    has the last 200,000 allocations and frees before the trace ended, for
-    https://pytorch.org/memory_viz. A signal may end the trace early.
+    ranges: the optimizer's step; `wait tp`, where a rank waits for a message over tp; and in steps
+    6 and 7 `F0.1`, the forward of micro-batch 0 through stage 1. (On a CPU `wait tp` is as long as
+    the wait. On a GPU only the stream of the computation waits: look for gaps in it.) On a GPU,
+    OUT/memory-RANK.pickle has the last 200,000 allocations and frees before the trace ended, for
+    https://pytorch.org/memory_viz. If a signal ends the run, the trace is shorter, or missing.
     """
 
     def do_nothing():

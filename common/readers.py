@@ -4,7 +4,7 @@ every step without this file.
     --dataset            what is read
     (nothing)            the source code of Python's standard library, without its tests and IDLE
                          (its text, and so the losses, may differ between two installations)
-    a.txt                one document (\\r\\n is read as \\n)
+    a.txt                one document (any line end, CR LF or CR, is read as LF)
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
     a folder             every file in it and in its subfolders; all must have the same suffix of
@@ -30,7 +30,8 @@ import numpy as np
 
 from common import UserError
 
-# What a damaged file raises: the system, gzip and zlib; ValueError: json, pyarrow, `checked`
+# What a damaged file raises: OSError (the system, gzip), EOFError (gzip), zlib.error, ValueError
+# (json, pyarrow, `checked`)
 DAMAGED = (OSError, EOFError, zlib.error, ValueError)
 # Folders of the standard library that are not read: not every Python has its tests and IDLE
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
@@ -95,8 +96,8 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
 
 
 def in_random_order(paths: list[Path]) -> list[Path]:
-    """The files in a random order that is always the same. (Neighbours are alike, but the tail of
-    the data, which is held out, should be like the rest.)
+    """The files in a random order that is always the same. (Files of one folder are alike, and the
+    end of the data is held out: in the folders' order it would be unlike the rest.)
     """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
@@ -162,7 +163,7 @@ def read_hub(source: str) -> Contents:
         rows = datasets.load_dataset(name, config or None, split="train").select_columns("text")
     except Exception as error:  # of many types, from several libraries
         raise UserError(
-            f"--dataset {source}: no such file, and as a data set of the hub: {error} "
+            f"--dataset {source}: it is no file, and the hub does not give it: {error} "
             "(HF_HUB_OFFLINE=1 reads one that was downloaded before)"
         ) from error
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)

@@ -1,9 +1,9 @@
 """Which checkpoint a run resumes from, and which flags must stay as they were.
 
 A flag that decides what is computed must stay: model, data, batch, learning rate, and also --steps,
-on which the learning rate depends. Others may change: those that say where the run computes and
-what it writes (FREE), how the work is cut into pieces (WORK), and on which ranks it is done
-(LAYOUT). The data are compared by the fingerprint of their tokens, not by their path.
+on which the learning rate depends. Two sets of flags may change: FREE, where the run computes and
+what it writes; and WORK, how the ranks divide and do the work, and what they keep in memory. The
+data are compared by the fingerprint of their tokens, not by their path.
 """
 
 from pathlib import Path
@@ -16,20 +16,36 @@ from common.ranks import Ranks
 
 # (dtype: only the rounding changes)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-WORK = {"micro_batch_size", "recompute", "compile", "sync", "bucket_mb", "zero", "keep"}
-# (ranks: no flag, but their number, which `Run` adds)
-LAYOUT = {"ranks", "tp", "sp", "tp_overlap", "cp", "cp_mode", "pp", "schedule", "chunks", "ep"}
+WORK = {
+    "micro_batch_size",  # but see `may_change`
+    "recompute",
+    "compile",
+    "sync",
+    "bucket_mb",
+    "zero",
+    "keep",
+    "ranks",  # no flag, but their number, which `Run` adds
+    "tp",
+    "sp",
+    "tp_overlap",
+    "cp",
+    "cp_mode",
+    "pp",
+    "schedule",
+    "chunks",
+    "ep",
+}
 
 
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     """The checkpoint that --resume selects, the same on all ranks; None to start anew.
 
     `resume`: ""      None
-              "auto"  the newest sound one in --out; None if there is none
+              "auto"  the newest sound one in --out; None if --out has no checkpoint
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints of another
-    run. A collective.
+    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints, and this
+    run would not continue from their newest. A collective.
     """
     if resume == "auto":
         return find(out, ranks)
@@ -37,8 +53,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
         raise UserError(f"--resume {resume}: no checkpoint is there")
     own = seen_by_rank_0(out, ranks)
     if own:
-        # This run must continue from the newest of them: else its own checkpoints would stand among
-        # those of another run
+        # Else old and new checkpoints would mix, and the newest would not be the last
         continues = resume != "" and Path(resume).resolve() in (out.resolve(), own[0].resolve())
         if not continues:
             raise UserError(
@@ -54,11 +69,11 @@ def may_change(flags: dict[str, Any], has_state: bool = False) -> set[str]:
     """The flags that do not change what is computed, but for rounding.
 
     `has_state`: an optional technique has saved state that fits only its own rank, such as the
-    errors of a sync that compresses gradients. Then the layout must stay.
+    errors of a sync that compresses gradients. Then WORK must stay, too.
     """
     if has_state:
         return FREE
-    free = FREE | WORK | LAYOUT
+    free = FREE | WORK
     # An auxiliary loss (step 7's --balance loss, and those of optional balances) is a mean over
     # each micro-batch, so the size of a micro-batch decides what is computed
     if flags.get("balance", "none") not in ("none", "bias"):
@@ -76,6 +91,6 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
         if before != value and name not in free:
             what = "the number of ranks" if name == "ranks" else spelled(name)
             raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
-    # A fingerprint "" is that of converted weights, which have seen no data: any may follow
+    # Weights converted from another format have the fingerprint "": any data may follow
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

@@ -78,8 +78,10 @@ class RunConfig:
     )
     out: str = flag("", "run directory; default: runs/ and the name of the script")
     save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
-    resume: str = flag("", "run directory or checkpoint to resume; auto: --out, if it has any")
-    timeout: float = flag(600.0, "seconds that a step may take before the job ends; 0: any number")
+    resume: str = flag(
+        "", "run directory or checkpoint to resume; auto: the newest in --out, if there is one"
+    )
+    timeout: float = flag(600.0, "seconds after which a step is taken to hang; 0: never")
     profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
@@ -122,6 +124,7 @@ class Run:
         self.first = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
+        self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         self.history: list[dict] = []  # a row for each step; rank 0 writes them to metrics.jsonl
         self.training = False  # whether the first step has begun
         self.began = 0.0  # since when the present step is timed, in seconds
@@ -140,12 +143,12 @@ class Run:
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
-        caller's loop runs. Raises UserError.
+        caller's loop runs. Raises UserError. Besides yielding, it
 
-            before the first    restore a checkpoint (--resume): the first number is then the steps
-                                that it has done
-            after some          save a checkpoint (--save-every)
-            after a signal      save one, and end
+            before the first step    restores a checkpoint, if --resume asks for it; the first
+                                     number is then the number of steps that it has done
+            after some steps         saves a checkpoint (--save-every)
+            after a signal           saves one, and ends
 
         `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
         and sync.
@@ -153,8 +156,8 @@ class Run:
         self.parts = parts
         done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
-        # `with` ends all three, however the loop ends: the progress bar; the profiler, whose value
-        # is a function to call after each step; and `Signals`, in which signals are only noted
+        # However the loop ends, `with` ends the progress bar, the profiler (which gives a function
+        # to call after each step), and the context in which signals are only noted
         with self.bar, trace as end_traced_step, Signals() as signals:
             self.training = True
             self.began = time.perf_counter()
@@ -191,9 +194,9 @@ class Run:
         flops = flops_per_token(rows, model.config, top_k)
         self.meter = Meter(next(model.parameters()), flops, self.world)
         self.introduce(rows)
-        self.take_sent()  # what was sent so far is no part of the steps' laws
-        options = dict(unit="step", disable=not self.first)
-        self.bar = tqdm(initial=done, total=self.config.steps, **options)
+        self.take_sent()  # forget what was sent so far: metrics.jsonl counts the steps'
+        steps = self.config.steps
+        self.bar = tqdm(initial=done, total=steps, unit="step", disable=not self.first)
         return done
 
     def restore(self) -> int:
@@ -270,8 +273,8 @@ class Run:
     def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
 
-        (A part of an optional technique may have methods `state` and `load_state`. Its state, a
-        dict of tensors, is restored in the same layout only.)
+        (For optional techniques: a part with methods `state` and `load_state` has a dict of tensors
+        saved, and restored in the same layout only.)
         """
         state = {}
         for name, part in self.parts.items():
@@ -304,9 +307,9 @@ class Run:
             name = wrong[0]
             what = name.replace("_", " ")
             raise UserError(
-                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If "
-                "one device trains well with these flags, it is a bug in the sharding. "
-                f"Gradients that are not finite: {self.gradients_not_finite()})"
+                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If step 1 trains "
+                "well with these flags, it is a bug in the sharding. Gradients not finite: "
+                f"{self.gradients_not_finite()})"
             )
 
     def gradients_not_finite(self) -> str:
@@ -378,9 +381,10 @@ def draw_loss(history: list[dict], target: Path):
 
 
 def main(train: Callable[[Any, Run], None], cls: type):
-    """Parse the flags and train. Exit with status 0, or as `report` says.
+    """Parse the flags and train. Exit with status 0, or as `report` says. (Ctrl-C before the first
+    step is Python's KeyboardInterrupt.)
 
-    With several ranks, the process ends at once: threads of NCCL or gloo can block a normal
+    With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
     shutdown, and the other ranks may wait until this one is gone.
     """
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1

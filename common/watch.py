@@ -1,4 +1,6 @@
-"""How a run ends early: a signal ends it after the present step, and a step that hangs at once."""
+"""How a run ends early: by a signal, after the present step; or because a step takes longer than
+--timeout.
+"""
 
 import faulthandler
 import os
@@ -19,8 +21,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 
 class Signals(AbstractContextManager):
-    """In this context Ctrl-C, SIGTERM and SIGUSR1 do not end the process: they are noted, so that
-    the run can save.
+    """In this context a first Ctrl-C, SIGTERM or SIGUSR1 does not end the process: it is noted, so
+    that the run can save.
 
     Others end it without a checkpoint, for example SIGHUP, which a terminal sends when it is
     closed. (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run,
@@ -44,7 +46,7 @@ class Signals(AbstractContextManager):
         torchrun.)
 
         Python calls this only between its own instructions. So Ctrl-C seems dead while a rank hangs
-        in a collective: then torchrun kills it, or --timeout ends it.
+        in a collective, until torchrun kills the rank (30 seconds later) or --timeout ends it.
         """
         now = time.monotonic()
         if not self.received:
@@ -57,14 +59,15 @@ class HangWatch:
     """If a step takes longer than `seconds` (0: never), print where this rank waits, and end its
     process.
 
-    If one rank waits for ever, the others soon wait for it in a collective, so all print their
-    stacks at about the same time. The rank whose stack differs is usually the one that the others
-    wait for. The first rank to exit makes torchrun send SIGTERM to the others, which `Signals` only
-    notes, so they still get to print.
+    If one rank is stuck, the others soon wait for it in a collective, so all print their stacks at
+    about the same time. The rank whose stack differs is usually the one that the others wait for.
+    The first rank to exit makes torchrun send SIGTERM to the others, which `Signals` only notes, so
+    they still get to print.
 
-    On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK: see
-    `torchfrtrace --prefix nccl- OUT`. A --timeout above 10 minutes (NCCL) or 30 (gloo) has no
-    effect while a rank is in a collective: then PyTorch ends it first.
+    On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
+    `torchfrtrace --prefix nccl- OUT` says in which collective each rank is. A --timeout above 10
+    minutes (NCCL) or 30 (gloo) has no effect while a rank is in a collective: then PyTorch ends it
+    first.
     """
 
     def __init__(self, seconds: float, out: Path):

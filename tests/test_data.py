@@ -296,7 +296,7 @@ def test_without_network_the_error_is_one_line(monkeypatch, capfd, offline):
     """Without the hub, the error comes at once: nothing is tried again."""
     at_hub(monkeypatch, "http://127.0.0.1:9", offline)  # nobody listens at this port
     message = refused("owner/name")
-    assert message.startswith("--dataset owner/name: no such file, and as a data set of the hub")
+    assert message.startswith("--dataset owner/name: it is no file, and the hub does not give it")
     assert ("OfflineModeIsEnabled" if offline else "Connection refused") in message
     assert "Retry" not in capfd.readouterr().err
 
