@@ -47,7 +47,7 @@ flight at once; in 1F1B, on rank r, at most p - r.
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (The interleaved
-schedule, at the end of this file, hides them behind work.)
+schedule, in the second part of this file, hides them behind work.)
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
 is the dx to send. The simple way keeps x and y from the forward to the backward:
@@ -58,10 +58,10 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
 
 (Skip this paragraph at first.) Backward never reads y's numbers: a layer ends with a sum, x +
 mlp(...), whose backward does not use its result. What backward needs is the graph that computed y.
-So `Stage` keeps the last node of this graph, where backward starts (`get_gradient_edge(y)`),
-without y itself. y is freed when the next y has taken its place: a rank holds at most two outputs
-at a time, not one for each micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has
-the same aim.)
+So `Stage` keeps, in place of y, a handle on the last node of this graph, where backward starts:
+`get_gradient_edge(y)`. y is freed when the next y has taken its place: a rank holds at most two
+outputs at a time, not one for each micro-batch in flight. (Megatron-LM's
+deallocate_pipeline_outputs has the same aim.)
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
 last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
@@ -260,8 +260,8 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 
 class Pipeline:
     """One stage on each rank. `execute` is a schedule, written as a loop: here AFAB (all forward,
-    all backward); subclasses write another. Loops communicate by `send_receive` and six short
-    forms.
+    all backward); subclasses write another. Loops communicate by six methods, all of which call
+    `send_receive`.
     """
 
     stage_type = Stage  # an optional technique may use another
@@ -303,7 +303,7 @@ class Pipeline:
 
     def recv_forward(self, i: int) -> Tensor | None:
         """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
-        return self.send_receive(self.group.rank - 1, receive_of=i)
+        return self.send_receive(self.group.rank - 1, receive_like=i)
 
     def send_forward(self, y: Tensor):
         """Send y to the next rank. (The last rank sends nothing.)"""
@@ -311,7 +311,7 @@ class Pipeline:
 
     def recv_backward(self, i: int) -> Tensor | None:
         """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
-        return self.send_receive(self.group.rank + 1, receive_of=i)
+        return self.send_receive(self.group.rank + 1, receive_like=i)
 
     def send_backward(self, dx: Tensor | None):
         """Send dx to the previous rank. (The first rank sends nothing.)"""
@@ -319,21 +319,21 @@ class Pipeline:
 
     def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
         """Send y and receive the dy of micro-batch i, together."""
-        return self.send_receive(self.group.rank + 1, send=y, receive_of=i)
+        return self.send_receive(self.group.rank + 1, send=y, receive_like=i)
 
     def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
         """Send dx and receive the x of micro-batch i, together."""
-        return self.send_receive(self.group.rank - 1, send=dx, receive_of=i)
+        return self.send_receive(self.group.rank - 1, send=dx, receive_like=i)
 
     def send_receive(
-        self, peer: int, send: Tensor | None = None, receive_of: int | None = None
+        self, peer: int, send: Tensor | None = None, receive_like: int | None = None
     ) -> Tensor | None:
         """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
         nothing, and return None.
 
-        `receive_of`: a number; receive a tensor, as large as this micro-batch's x (the last one may
-        have fewer sequences). It does not select a message: the k-th receive from a peer gets its
-        k-th send.
+        `receive_like`: receive one, of the size of this micro-batch's x (the last one may have
+        fewer sequences). The number gives only the size: messages of two ranks arrive in the order
+        in which they were sent.
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
@@ -342,8 +342,8 @@ class Pipeline:
         received = None
         if send is not None:
             sends.append((send, peer))
-        if receive_of is not None:
-            received = self.buffer(receive_of)
+        if receive_like is not None:
+            received = self.buffer(receive_like)
             receives.append((received, peer))
         exchange(sends, receives, self.group).wait()
         return received
@@ -388,56 +388,94 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --- For a second evening, until `Config`: a schedule is a list of actions for each rank, and one
-# class runs any lists of forwards and backwards.
-#
-# INTERLEAVED (--pp 2 --schedule interleaved). Cut the model into v times p shorter stages, and give
-# rank r the v stages r, r + p, r + 2p, ... The pipeline still fills and drains over p-1 stages, but
-# each is 1/v as long: the bubble is (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches
-# and 2 stages a rank, the last picture that `python -m common.schedules 2 4 2` draws is
-#
-#     rank 0    01012.aa3bb2aa3bb.cc.ddccdd
-#     rank 1    .010aa1bb2aa3bb2cc3ddccdd..
-#
-# The drawing does not show which of the rank's two stages works. Rank 0's list begins with (F1.2:
-# the forward of micro-batch 1 through stage 2)
-#
-#     F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
-#
-# A character is now half as long, because the stages are. Each rank is idle for 3 units beside 24
-# of work, (p-1)/(v m) = 1/8; with 1F1B it would be 6 of these units, 1/4. The price is more
-# messages: for each micro-batch the first rank sends v outputs y and v-1 gradients dx, the last one
-# v-1 y and v dx, every other rank v of each.
-# And on rank r up to (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's
-# layers: in the picture, on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
-#
-# LISTS CAN DEADLOCK. An example:
-#
-#     rank 0    F0 B0 F1 B1
-#     rank 1    F1 B1 F0 B0
-#
-# Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which comes
-# after B0. `simulate` (common/schedules.py) notices that no rank can go on, and raises ValueError.
-#
-# MESSAGES CAN DEADLOCK, too. `exchange` returns at once, but with NCCL the messages of a group are
-# one queue: behind a send that waits for its receive, no receive begins. So assume that a send
-# blocks until it is received. Below, both ranks do their work in the order of 1F1B. At `send!` rank
-# 0 sends F1's output while rank 1 sends B0's, and both wait for ever:
-#
-#     rank 0    F0, send, F1, send!, receive, B0, ...
-#     rank 1    receive, F0, B0, send!, receive, F1, ...
-#
-# `add_messages` (common/schedules.py) finds an order in which that cannot happen. Here rank 1
-# begins to receive F1's input before it computes F0 (and waits for it only before F1), so that rank
-# 0's second send finds its receive:
-#
-#     rank 0    F0, send, F1, send, receive, B0, ...
-#     rank 1    receive, receive, F0, B0, send, F1, ...
+# Made from (config, model, mesh, positions); its `step` runs a training step. (The end of this file
+# adds "interleaved", for which --chunks is.)
+SCHEDULES: dict[str, type] = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
+
+
+@dataclass
+class Config(step05.Config):
+    """Pipeline parallelism."""
+
+    pp: int = flag(1, "ranks that share the layers")
+    schedule: str = flag("1f1b", "order of the work", SCHEDULES)
+    chunks: int = flag(
+        2, "stages on each rank", least=2, needs={"schedule": ["interleaved"], "pp": AT_LEAST_2}
+    )
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose_device(config)
+    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # new: pp
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+    shape = model_shape(config.model)
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    positions = shard_context(model, mesh, config).to(device)
+    # new: delete the layers of other ranks, before memory is allocated for any
+    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
+    set_up_layers(model, config)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
+        sync.begin(len(xs))
+        loss = pipeline.step(xs, ys, n_targets)  # new: forward and backward of all micro-batches
+        sync.finish()  # sums over ranks
+        sum_partial_gradients(model, optimizer.gradients(), mesh)
+        sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
+        all_reduce(loss, mesh["data"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
+
+        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        lr = learning_rate(step, config)
+        optimizer.step(lr)
+        optimizer.zero_grad()
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+# --- For a second evening: schedules with several stages on a rank. Such a schedule is no loop, but
+# a list of actions for each rank, and one class runs any lists. `Interleaved` says what it is good
+# for: begin there.
 
 
 class ListPipeline:
     """Runs lists of actions, with any number of stages on a rank. A subclass says which lists, and
-    may replace what follows.
+    may replace the attributes below.
+
+    LISTS CAN DEADLOCK. An example:
+
+        rank 0    F0 B0 F1 B1
+        rank 1    F1 B1 F0 B0
+
+    Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which
+    comes after B0. `simulate` (common/schedules.py) notices that no rank can go on, and raises
+    ValueError.
+
+    MESSAGES CAN DEADLOCK, too. `exchange` does not wait for its messages, but with NCCL those of a
+    group are one queue: behind a send that waits for its receive, no receive begins. So assume that
+    a send blocks until it is received. Below, both ranks work in the order of 1F1B, and stand at
+    their last word for ever: rank 0 sends F1's output, rank 1 sends B0's, and nobody receives.
+
+        rank 0    F0, send, F1, send
+        rank 1    receive, F0, B0, send
+
+    `add_messages` (common/schedules.py) finds an order in which that cannot happen. Here rank 1
+    begins to receive F1's input before it computes F0 (and waits for it only before F1), so that
+    rank 0's second send finds its receive:
+
+        rank 0    F0, send, F1, send, receive, B0, ...
+        rank 1    receive, receive, F0, B0, send, F1, ...
     """
 
     v = 1  # stages on each rank
@@ -490,8 +528,9 @@ class ListPipeline:
         """Run the program. An action waits for its input, and a send for the previous send to the
         same peer.
         """
-        # inputs[a]: the tensor that action a will use, and the message that brings it (Pending() if
-        # this rank computed it). If a is this rank's, "compute" takes it out; if a peer's, "send"
+        # inputs[a]: the tensor that action a will use, and the message that brings it here
+        # (Pending() if this rank computed it). If a is this rank's, "compute" uses it; if a peer's,
+        # "send" sends it there
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
@@ -523,7 +562,26 @@ class ListPipeline:
 
 
 class Interleaved(ListPipeline):
-    """1F1B with `--chunks` stages on each rank."""
+    """1F1B with v = `--chunks` stages on each rank: rank r of p has stages r, r + p, r + 2p, ...
+
+    The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
+    (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2 stages a rank that is 1/8,
+    and with 1F1B 1/4. The last picture that `python -m common.schedules 2 4 2` draws (a character
+    is half as long as in those above, because the stages are: 3 are idle beside 24 of work):
+
+        rank 0    01012.aa3bb2aa3bb.cc.ddccdd
+        rank 1    .010aa1bb2aa3bb2cc3ddccdd..
+
+    It does not show which of the rank's two stages works. Rank 0's list begins with (F1.2: the
+    forward of micro-batch 1 through stage 2)
+
+        F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
+
+    The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
+    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
+    (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
+    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
+    """
 
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
         self.v = config.chunks
@@ -535,63 +593,7 @@ class Interleaved(ListPipeline):
         return interleaved(p, m, v, rank)
 
 
-# Made from (config, model, mesh, positions); its `step` runs a training step
-SCHEDULES: dict[str, type[Pipeline | ListPipeline]] = {
-    "afab": Pipeline,
-    "1f1b": OneForwardOneBackward,
-    "interleaved": Interleaved,
-}
-
-
-@dataclass
-class Config(step05.Config):
-    """Pipeline parallelism."""
-
-    pp: int = flag(1, "ranks that share the layers")
-    schedule: str = flag("1f1b", "order of the work", SCHEDULES)
-    chunks: int = flag(
-        2, "stages on each rank", needs={"schedule": ["interleaved"], "pp": AT_LEAST_2}
-    )
-
-
-def train(config: Config, run: Run):
-    """The whole run."""
-    device, dtype = choose_device(config)
-    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # new: pp
-    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
-    shape = model_shape(config.model)
-    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    with torch.device("meta"):
-        model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    positions = shard_context(model, mesh, config).to(device)
-    # new: delete the layers of other ranks, before memory is allocated for any
-    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
-    set_up_layers(model, config)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
-
-    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
-        tokens, targets = data.batch(step)
-        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
-        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
-        xs = own_xs.split(config.micro_batch_size)
-        ys = own_ys.split(config.micro_batch_size)
-        sync.begin(len(xs))
-        loss = pipeline.step(xs, ys, n_targets)  # new: forward and backward of all micro-batches
-        sync.finish()  # sums over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)
-        sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
-        all_reduce(loss, mesh["data"]).wait()
-        all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
-
-        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
-        lr = learning_rate(step, config)
-        optimizer.step(lr)
-        optimizer.zero_grad()
-        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+SCHEDULES["interleaved"] = Interleaved
 
 
 if __name__ == "__main__":

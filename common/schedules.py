@@ -21,7 +21,7 @@ COSTS = {"F": 1, "B": 2}  # units of time of a forward, and of a backward, which
 
 
 class Action(NamedTuple):
-    """One unit of a rank's work. ("F", 3, 1), written F3.1: the forward of micro-batch 3 through
+    """One piece of a rank's work. ("F", 3, 1), written F3.1: the forward of micro-batch 3 through
     stage 1.
     """
 
@@ -84,17 +84,17 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B with v stages on each rank (Narayanan et al. 2021, "Efficient Large-Scale Language Model
     Training on GPU Clusters", section 2.2).
 
-    Raises UserError if v > 1 and m is no multiple of p.
+    Raises UserError if m is no multiple of p. (Meant for v > 1: with one stage on each rank, plain
+    1F1B has fewer micro-batches in flight.)
     """
-    if v == 1:  # plain 1F1B has the same bubble, and fewer micro-batches in flight
-        return one_f_one_b(p, m, v, rank)
     if m % p:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # (v-1) p forwards bring the first p micro-batches to this rank's last stage. 1F1B would then
-    # add one for each rank behind this one. Here it is two for each, so that every output has time
-    # to travel before it is needed. (If messages took no time, one would give the same bubble.)
+    # After (v-1) p forwards the next one is the first through this rank's last stage, as the first
+    # forward is in 1F1B. That would now add one for each rank behind this one. Here it is two for
+    # each, so that every output has time to travel before it is needed. (If messages took no time,
+    # one would give the same bubble.)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -128,7 +128,7 @@ def producer(action: Action, n_stages: int) -> Action | None:
 class Span(NamedTuple):
     """When an action runs, in the units of `costs`, and on which rank."""
 
-    end: float  # comes first, because spans are sorted by it
+    end: float  # comes first, because spans are sorted by it, and then by rank
     rank: int
     start: float
     action: Action
@@ -202,11 +202,15 @@ def add_messages(
 
     Why there is no deadlock, even if a send blocks until it is received. Number actions and
     messages in the order in which the loop below meets them; a send and its receive are one
-    message, with one number. So the numbers in each program increase. Suppose that some ranks wait
-    for ever, and take the smallest number that is not done. Each rank that takes part in it has
-    reached it, because all smaller ones are done. A message can then pass. An action has its input:
-    the action that made it ended earlier (all costs are above 0), so both that earlier action and
-    the message have smaller numbers, and are done. Nothing is left to wait for: a contradiction.
+    message, with one number.
+
+        1. In each program the numbers increase.
+        2. What an action or a message needs has a smaller number: the action that made its input
+           ended earlier (all costs are above 0), and its message was numbered right after that.
+
+    Suppose that some ranks wait for ever, and take the smallest number that is not done. All ranks
+    that take part in it have come to it, by 1, and what it needs is done, by 2. So it can go on: a
+    contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, ranks, costs):

@@ -44,13 +44,10 @@ def acts(text: str) -> list[Action]:
 
 
 def sizes_of(name: str) -> list[tuple[int, int, int]]:
-    """(p, m, v) on which a schedule is tried: only interleaved takes v > 1, and then only full
-    rounds of p.
-    """
-    sizes = [(p, m, 1) for p in RANKS for m in MICRO_BATCHES]
+    """(p, m, v) on which a schedule is tried: interleaved takes v > 1, and only full rounds of p."""
     if name == "interleaved":
-        sizes += [(p, m, v) for p in RANKS for m in MICRO_BATCHES for v in (2, 3) if m % p == 0]
-    return sizes
+        return [(p, m, v) for p in RANKS for m in MICRO_BATCHES for v in (2, 3) if m % p == 0]
+    return [(p, m, 1) for p in RANKS for m in MICRO_BATCHES]
 
 
 def lists_of(name: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
