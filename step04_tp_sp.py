@@ -6,8 +6,10 @@ channel alone. In attention, A is q_proj, k_proj and v_proj, B is o_proj, and h,
 works on each key/value head with its query heads alone. In Megatron-LM (Shoeybi et al. 2019) A is
 sharded by columns (outputs), between channels or heads, and B by rows (inputs): a rank has the rows
 of B that its columns of A feed. So rank i can compute its term h(x A_i) B_i without the others, and
-the block's output is the sum of these terms. (In the code a matrix lies transposed: nn.Linear has
-weights [out, in]. So `shard_param` cuts dim 0 for columns of A, dim 1 for rows of B.)
+the block's output is the sum of these terms.
+
+In the code a matrix lies transposed: nn.Linear has weights [out, in]. So `shard_param` cuts dim 0
+for columns of A, dim 1 for rows of B.
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -46,24 +48,26 @@ Where f and g are in the code:
 
 So one f serves q, k and v, another one gate and up. RoPE comes after f: it sees all positions.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory, and a
-micro-batch sends the same bytes (without recomputation or --tp-overlap). An all-reduce is a
-reduce-scatter, then an all-gather. g does the first half, and the f of the next block the second.
-In between, norms and residual sums see s/n of the s tokens, so the inputs that norms save for
-backward are 1/n, too. (What f gathers is saved whole by the block's first matrices.) A norm's
-weight is whole on all ranks, but a rank now has only its own tokens' term of the gradient:
-`sum_partial_gradients` adds these terms up over tp, once in a training step.
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
+n ranks compute the same norms and residual sums, on the same s tokens. But an all-reduce is a
+reduce-scatter, after which each rank has the sums of s/n tokens, and then an all-gather, after
+which each has those of all. With SP g does only the first, and the f of the next block the second.
+In between, a rank has s/n tokens: its norms, its residual sums, and what norms save for backward
+are 1/n. A micro-batch sends the same bytes (without recomputation or --tp-overlap). (What f gathers
+is saved whole by the block's first matrices.) A norm's weight is whole on all ranks, but a rank now
+has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp,
+once in a training step.
 
                       forward                             backward
     f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
     g   leave_block   reduce-scatter                      all-gather
 
-(In Korthikanti et al. these two are called g and g-bar: their g is our f, their g-bar our g.)
+(In Korthikanti et al. this pair is named g and g-bar: their g is our f, their g-bar our g.)
 
 WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
 Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
 
-                                           shape            value    gradient
+                                           shape            value    gradient  remark
     embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
     x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
     weights of the norms                   [dim]            whole    partial   --no-sp: whole
@@ -85,11 +89,11 @@ tp (n-1)/n times
                                         a layer   embedding and head
     with SP or without                  8 S       4 S
     SP, --tp-overlap                    10 S      4 S     backward gathers x of both blocks again
-    SP, --recompute full                11 S      4 S     forward again, except its last g
-    SP, --recompute full --tp-overlap   13 S      4 S
-    --no-sp --recompute full            10 S      4 S     forward again, except its last all-reduce
+    SP, --recompute full                11 S      4 S     + 3: forward again (4 S) but its last g
+    SP, --recompute full --tp-overlap   13 S      4 S     10 + 3
+    --no-sp --recompute full            10 S      4 S     + 2: forward again but its last all-reduce
 
-(Why except the last: recomputation stops as soon as it has all that backward needs, and the output
+(Why "but its last": recomputation stops as soon as it has all that backward needs, and the output
 of a layer's last g is not needed. With --compile it does not stop.)
 
 For the loss it also sends, in each micro-batch, 2 numbers a token to every other rank. Once in a
@@ -423,9 +427,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     if group.size == 1:
         return
     if sp and config.seq_len % group.size:
-        raise UserError(
-            f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or --no-sp"
-        )
+        raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence")
 
     def f_before(module: nn.Module, inputs: tuple) -> Tensor:
         return enter_block(inputs[0], group, sp)
@@ -433,6 +435,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_block(output, group, sp)
 
+    # f is a part of `project`, because with `overlap` it is one function with the matrices after
+    # it. A hook does for g, and for the f of the head
     if overlap:
         project = partial(column_parallel_overlap, group=group)
     else:

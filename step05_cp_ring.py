@@ -4,9 +4,9 @@ ranks.
 Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token
 alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
 have. Queries stay on their rank, and keys and values travel round a ring, to the next higher rank
-(Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank computes with the k and v that it
-holds, while (except in the last hop) it receives the next. In hop h, rank r has those of rank r - h
-(mod n).
+(Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank holds the k and v of one rank,
+computes with those that its queries see, and meanwhile (except in the last hop) receives the next.
+In hop h, rank r has those of rank r - h (mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
 `#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
@@ -19,8 +19,9 @@ because these keys come later.
     queries of rank 3     # # # +     7: all ranks wait for this one
 
 ZIGZAG (--cp-mode zigzag, the default). To balance the work, the sequence is cut into 2n chunks, and
-rank r has chunks r and 2n-1-r as its shard, an early one and a late one. (Llama 3 shards so, too,
-but gathers the k and v of a whole sequence before a layer's attention; Dubey et al. 2024, 3.3.2.)
+rank r has chunks r and 2n-1-r as its shard, an early one and a late one. A chunk is half as long as
+a shard above, so a block here has a quarter of the area of one there. (Llama 3 shards so, too, but
+gathers the k and v of a whole sequence before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
@@ -32,10 +33,9 @@ but gathers the k and v of a whole sequence before a layer's attention; Dubey et
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-16 units on each rank. (A block has here a quarter of the area of a block above. So 16 of these
-units are 4 of those above: the average of 1, 3, 5 and 7.) The work is equal not only in total but
-in each hop. Rank 1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries,
-chunk of keys):
+16 units on each rank. (16 of these units are 4 of those above: the average of 1, 3, 5 and 7.) The
+work is equal not only in total but in each hop. Rank 1, for example, has chunks 1 and 6, and works
+on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
@@ -53,11 +53,12 @@ Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
-BACKWARD. k and v travel a second time. Behind those of each rank travels dkv, the sum so far of
-their gradients: each rank that they visit adds the term of its queries, and sends dkv on. So k and
-v are sent n-1 times, and dkv n times. The last time returns it to its owner, and no computation
-hides that message. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2 {2 0} has the
-terms of rank 2, then rank 0:
+BACKWARD. k and v go round the ring a second time. With them goes dkv, the sum so far of their
+gradients. Each rank adds the term of its own queries, and sends dkv on to the right, where it is
+needed only at the end of the next hop. After n hops all ranks have added their terms, and the last
+message brings dkv back to its owner; no computation is left to hide it. So k and v are sent n-1
+times, and dkv n times. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2 {2 0} has
+the terms of rank 2, then rank 0:
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -139,12 +140,13 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     is k and v.
 
     While the caller computes with one k and v, they are sent to the right, and the next ones are
-    received from the left. The last ones are not sent.
+    received from the left. (What follows a `yield` runs when the caller asks for the next pair, so
+    the wait comes after the caller's work.) The last ones are not sent.
     """
     source = group.rank
     for _ in range(group.size - 1):
         next_kv, passing = pass_on(kv, group)
-        yield source, kv  # the caller computes; we go on when it asks for the next pair
+        yield source, kv
         passing.wait()
         kv = next_kv
         source = (source - 1) % group.size
@@ -313,7 +315,7 @@ class RingAttention(torch.autograd.Function):
         own_kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
-        for source, (source_k, source_v) in travel(own_kv, group):
+        for source, (source_k, source_v) in travel(own_kv, group):  # kv [2, ...]: k, and v
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
                 part_o, part_lse = attention(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
@@ -433,7 +435,7 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     positions = mode.positions(model.config.seq_len, group.rank, group.size)
     if config.sp and len(positions) % tp:
         raise UserError(
-            f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves: use --no-sp"
+            f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves to a rank"
         )
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)

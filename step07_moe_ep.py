@@ -43,10 +43,10 @@ Transformer's, for K choices of a token),
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
 0.0625) = 1.15; if all f and all P are 1/E, it is 1. f is a count, without a gradient; the gradient
-of P_e is proportional to f_e: where f is high, P is pushed down. (The loss that you see excludes
-this one.) f_e and P_e are those of a micro-batch, so two layouts train alike only if their
---micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
-layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
+of P_e is proportional to f_e: where f is above average, P is pushed down, elsewhere up. (The loss
+that you see excludes this one.) f_e and P_e are those of a micro-batch, so two layouts train alike
+only if their --micro-batch-size is the same. (And where two p are almost equal, rounding may
+decide, in any layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
 
 GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
 of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks
@@ -54,14 +54,14 @@ can share the experts, and ep need not be a dimension of the mesh ("MoE parallel
 al. 2025). An expert is whole on its rank: tp does not cut it, and the MLP's f and g (step 4) are
 gone. On 16 ranks:
 
-    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks                  to
+    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks ...              so over it we ...
     dp           0 4 8 12                            have different sequences   shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       hold the same weights,     sum the gradients
-                                                     except those of experts    of these weights
-    sequence     0 1 2 3             (cp x tp)       share each micro-batch     count for f_e
+    data         0 2 4 6 8 10 12 14  (dp x cp)       hold the same weights      sum gradients
+                                                     (of experts: see below)
+    sequence     0 1 2 3             (cp x tp)       share each micro-batch     sum counts for f_e
     ep           0 1 2 3 4 5 6 7     (neighbours)    hold all experts together  exchange rows
     expert_data  0 8                                 hold the same experts      sum their gradients
-    stage        0 1 2 ... 15        (dp x cp x tp)  hold the same layers       count for the biases
+    stage        0 1 2 ... 15        (dp x cp x tp)  hold the same layers       sum counts (bias)
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
@@ -206,7 +206,8 @@ class MoE(nn.Module):
 
     def visit(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Each token's rows through its experts: x [T, D] -> outputs [T, K, D]."""
-        # On rank 0 of the figure ids are [[3, 0], [0, 2]], so order is 1 2 3 0, and token 0 1 1 0
+        # Flat, choice i is token i // K's. On rank 0 of the figure ids are [[3, 0], [0, 2]], flat
+        # 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
@@ -282,9 +283,9 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
-        # A step has global_batch_size / micro_batch_size micro-batches, on all ranks of dp
-        # together. Their gradients are summed. To get the mean of their losses, each is divided by
-        # this number
+        # Gradients are summed over the step's global_batch_size / micro_batch_size micro-batches,
+        # on all ranks of dp together. To get the mean of their losses, each is divided by this
+        # number (where the loss of tokens is divided by the number of targets)
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
@@ -419,13 +420,13 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
     """
-    leaving_GL = counts_E.view(group.size, -1)
-    arriving_GL = torch.empty_like(leaving_GL)
-    all_to_all(arriving_GL, leaving_GL, group).wait()
+    leaving = counts_E.view(group.size, -1)
+    arriving = torch.empty_like(leaving)
+    all_to_all(arriving, leaving, group).wait()
     # Split sizes: the CPU waits for the GPU here, once for both. (In bf16, on a GPU with a kernel
     # for grouped_mm, nothing else waits.)
-    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return leaving_on_cpu, arriving_on_cpu, arriving_GL.sum(0)
+    leaving_GL, arriving_GL = torch.stack((leaving, arriving)).cpu()
+    return leaving_GL, arriving_GL, arriving.sum(0)
 
 
 def run_experts_on_their_ranks(

@@ -44,7 +44,7 @@ def acts(text: str) -> list[Action]:
 
 
 def sizes_of(name: str) -> list[tuple[int, int, int]]:
-    """(p, m, v) on which a schedule is tried: interleaved takes v > 1, and only full rounds of p."""
+    """(p, m, v) on which a schedule is tried: interleaved takes v > 1, and full rounds of p."""
     if name == "interleaved":
         return [(p, m, v) for p in RANKS for m in MICRO_BATCHES for v in (2, 3) if m % p == 0]
     return [(p, m, 1) for p in RANKS for m in MICRO_BATCHES]
