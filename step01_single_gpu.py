@@ -40,8 +40,9 @@ each token a layer saves
 (From log sum exp, backward computes the attention probabilities again, so that they need not be
 saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With --recompute full
 (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in
-bf16: 256 bytes), and backward repeats its forward. The repetition stops before the product with
-down_proj, because by then it has all that backward needs. (With --compile it does not stop.)
+bf16: 256 bytes), and backward repeats its forward. The repetition stops as soon as it has the last
+of the numbers above, the input of down_proj: that product itself is not repeated. (With --compile
+it does not stop.)
 
 (RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of
 the two norms also saves its normalised input in fp32, and a bf16 input as fp32: a layer of tiny
@@ -50,9 +51,11 @@ saves 6,184 bytes in bf16, 10,280 in fp32.)
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
 (The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
 average (nearly), so one product of attention costs it 2 x dim x seq/2 = seq x dim. There are seven:
-two in forward (scores, output), and five in backward (the scores again, as in FlashAttention; the
-gradients of the probabilities, of v, q and k). Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176
-weights in matrices without the embedding:
+
+    forward 2     scores S = q k^T, output o = P v
+    backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
+
+Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices without the embedding:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
@@ -71,7 +74,8 @@ here is PyTorch's own: torch.utils.checkpoint.
 
 Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum().clamp(min=1) * len(xs)`:
 the mean of means. tests/test_step01.py::test_train fails where micro-batches have different numbers
-of targets. (On the default data the losses stay the same: there every token is a target.)
+of targets. (On the default data the losses stay the same: there every token is a target, and all
+micro-batches are equally long.)
 """
 
 import math
@@ -286,7 +290,8 @@ def train(config: Config, run: Run):
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ...; with --resume, the steps that a checkpoint has not yet done
+    # Yields 0, 1, ... (with --resume, the steps that a checkpoint has not yet done). The objects
+    # are for checkpoints
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)

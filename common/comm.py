@@ -1,5 +1,5 @@
-"""From step 2 on: ranks, the mesh that they form, and their messages: torch.distributed with named
-dimensions.
+"""From step 2 on: this wraps torch.distributed. Ranks form a mesh with named dimensions, and send
+one another messages.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
 memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*, calls
@@ -110,8 +110,8 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue)
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # Over dp travel gradients (and ZeRO's weights), over the others mostly activations. Why
-            # that matters: `add_groups`, from step 4 on
+            # `queue` matters from step 4 on: see `add_groups`. (Over dp travel gradients, and
+            # ZeRO's weights, over the other dimensions mostly activations)
             self.join(name, name, queue="gradients" if name == "dp" else "activations")
 
     def __getitem__(self, name: str) -> Group:
@@ -119,8 +119,9 @@ class Mesh:
         return self.groups[name]
 
     def join(self, name: str, *dims: str, queue: str) -> np.ndarray:
-        """Create the groups along `dims`, called `name`; return their ranks: int [groups, size], a
-        row for each group. `queue`: "gradients" or "activations".
+        """Split all ranks into groups, in each of which they differ only along `dims`; this mesh
+        calls them `name`. Returns their ranks: int [groups, size], a row for each group. `queue`:
+        "gradients" or "activations".
 
         In the figure above, the groups along dp are [0 4] [1 5] [2 6] [3 7]. (From step 5 on a
         group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), join("data", "dp", "cp")
@@ -168,8 +169,9 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: those that are being sent, kept alive here, because PyTorch does not promise
-        that the work of a send keeps them. `then`: called after the wait, if there are works.
+        """`tensors` (of `exchange`): those that are being sent, kept alive here, because PyTorch
+        does not promise that the work of a send keeps them. `then` (of gloo's `reduce_scatter`):
+        called after the wait, if there are works.
         """
         self.group = group
         self.works = works
@@ -258,15 +260,15 @@ def all_to_all(
 def exchange(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
 ) -> Pending:
-    """Send and receive messages, each (tensor, the peer's rank in the group). Peers must agree on
-    shape and dtype: gloo checks only that the bytes fit.
+    """Send and receive messages, each (tensor, the peer's rank in the group). Those between two
+    ranks match in order. Peers must agree on shape and dtype: gloo checks only that the bytes fit.
     """
     if group.size == 1:  # the first receive gets the first send, and so on
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives first. Gloo's `isend` to a peer that already waits writes the whole message before it
-    # returns, so two ranks that both send first would send one after the other
+    # Receives first: gloo sends both ways at once only if both peers have already said where to
+    # put the message. (Its `isend` to a peer that waits writes the whole message before it returns)
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

@@ -20,10 +20,14 @@ Targets are shifted here, before step 5 shards a sequence. Attention may look ba
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
 on its share.
 
+(PyTorch's DistributedSampler deals a shuffled list out to the ranks. Its order changes only if
+`set_epoch` is called, and at the end of an epoch it repeats sequences, so that all ranks have
+equally many.)
+
 readers.py reads files and data sets. Text becomes bytes even if the model's vocabulary is larger,
-and each rank holds all of it in memory, two bytes a token (four while it is read). A .bin file of
-token ids is mapped, so that a rank holds nothing of it: convert a large corpus. (At the start each
-rank reads the whole file once, for its largest id.)
+and each rank holds all of it in memory, two bytes a token (while it is read, four or more). A .bin
+file of token ids is mapped, so that a rank holds nothing of it: convert a large corpus. (At the
+start each rank reads the whole file once, for its largest id.)
 """
 
 import hashlib
@@ -44,8 +48,8 @@ BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
 
 def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced). tokens: one stream of ids, uint16: the bytes of each text, then
-    END. replaced: the number of U+FFFD in them, the text's own, or put by `read_txt` for bytes that
-    are not UTF-8.
+    END. replaced, for a warning: the number of U+FFFD in them, the text's own, or put by `read_txt`
+    for bytes that are not UTF-8.
     """
     streams = [np.array([], np.uint16)]  # of no texts at all
     replaced = 0
@@ -105,12 +109,7 @@ class Data:
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step: tokens and targets, int64 [batch_size, seq].
-
-        (Why not PyTorch's DistributedSampler: it deals a shuffled list out to the ranks. Its order
-        changes only if `set_epoch` is called, and at the end of an epoch it repeats sequences, so
-        that all ranks have equally many.)
-        """
+        """The global batch of a step: tokens and targets, int64 [batch_size, seq]."""
         windows = []
         for sample in range(step * self.batch_size, (step + 1) * self.batch_size):
             epoch, place = divmod(sample, self.n_train)

@@ -79,15 +79,15 @@ def rope_tables(
     channel = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(channel / config.head_dim)
     if config.rope_scaling != 1.0:
-        # Llama 3 was trained on sequences of 8192 tokens, Llama 3.1 and 3.2 on longer ones. A pair
-        # of channels with 4 turns or more within 8192 tokens keeps its frequency. That of a pair
-        # with 1 turn or fewer is divided by `rope_scaling`. Between the two it is interpolated.
+        # Llama 3.1 and 3.2 stretch RoPE to sequences longer than Llama 3's 8192 tokens. A pair of
+        # channels with 4 turns or more within 8192 tokens keeps its frequency. That of a pair with
+        # 1 turn or fewer is divided by `rope_scaling`. Between the two it is interpolated.
         turns = 8192 * frequency / (2 * torch.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = positions[..., None] * frequency
-    angle = torch.cat((angle, angle), dim=-1)  # channels i and i + head_dim/2 have the same angle
-    angle = angle.unsqueeze(-2)  # and so do all heads
+    angle = positions[..., None] * frequency  # [..., seq, head_dim/2]
+    # Channels i and i + head_dim/2 have the same angle, and so have all heads
+    angle = torch.cat((angle, angle), dim=-1)[..., None, :]
     return angle.cos(), angle.sin()
 
 
