@@ -146,11 +146,12 @@ def global_norm(
     (For a tied matrix on two stages c is twice as large: step 6.)
     """
     params = dict(model.named_parameters())
-    square = torch.zeros((), dtype=torch.float64, device=next(iter(params.values())).device)
+    norms = []
     for name, gradient in gradients.items():
         record = layout_of(params[name])
         copies = record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded)
-        square += torch.linalg.vector_norm(gradient).double().square() / copies
+        norms.append(torch.linalg.vector_norm(gradient) / math.sqrt(copies))
+    square = torch.stack(norms).double().square().sum()
     for group in norm_groups(mesh):
         all_reduce(square, mesh[group]).wait()
     return square.sqrt().item()
