@@ -109,7 +109,6 @@ from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,
-    accumulate_wide,
     clip_coefficient,
     learning_rate,
     scale,
@@ -195,9 +194,9 @@ class Zero1(Optimizer):
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                | all units |
 
-    A `.grad` has one micro-batch's gradient alone, in fp32 or wider. The hook `mark_ready` moves it
-    to the unit's `local_grad`, where micro-batches add up, and starts the unit's reduce-scatter
-    after the last one. All ranks start these in the same
+    A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
+    The hook `mark_ready` moves it to the unit's `local_grad`, where micro-batches add up in fp32,
+    and starts the unit's reduce-scatter after the last one. All ranks start these in the same
     order, because they run backward through the same graph. Each parameter must get a gradient in
     every micro-batch; if one does not, `finish` raises an error.
 
@@ -221,7 +220,6 @@ class Zero1(Optimizer):
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            accumulate_wide(named.values())
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
             unit = self.unit_type(named, group)
             self.units.append(unit)
