@@ -195,10 +195,11 @@ class Zero1(Optimizer):
         all-gather                                                                | all units |
 
     A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
-    The hook `mark_ready` moves it to the unit's `local_grad`, where micro-batches add up in fp32,
+    The hook `add_gradient` moves it to the unit's `local_grad`, where micro-batches add up in fp32,
     and starts the unit's reduce-scatter after the last one. All ranks start these in the same
     order, because they run backward through the same graph. Each parameter must get a gradient in
-    every micro-batch; if one does not, `finish` raises an error.
+    every micro-batch; if one does not, `finish` raises an error. (Step 2 fixes the order of its
+    sums, and so can allow it.)
 
     The update is `Optimizer.step`, all that is inherited: it updates the masters, which are here
     our shards, and calls `publish`, which gathers weights.
@@ -227,7 +228,7 @@ class Zero1(Optimizer):
                 master = unit.view_shard(unit.master, name)
                 if len(master):
                     self.masters[name] = master
-                param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
+                param.register_post_accumulate_grad_hook(partial(self.add_gradient, unit, name))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
     def begin(self, n_micro_batches: int):
@@ -235,8 +236,9 @@ class Zero1(Optimizer):
         for unit in self.units:
             unit.missing = n_micro_batches * len(unit.named)
 
-    def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: autograd has set `param.grad`. Add it to the unit's `local_grad`.
+    def add_gradient(self, unit: Unit, name: str, param: nn.Parameter):
+        """Hook: autograd has set `param.grad`. Move it to the unit's `local_grad`, and start the
+        unit's sum if that is due.
 
         RuntimeError if it comes after the last expected one: it would not be summed.
         """

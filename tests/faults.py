@@ -87,7 +87,7 @@ FAULTS = [
         "step02_ddp",
         "        for pending in self.pending:\n            pending.wait()",
         "        self.pending[-1].wait()",
-        "test_step02::test_bucket_sync_sums_micro_batches_and_ranks",
+        "test_step02::test_bucket_sync_sends_during_the_last_backward",
         "only the last sum is waited for",
     ),
     Fault(

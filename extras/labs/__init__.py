@@ -42,7 +42,7 @@ TASKS: dict[int, dict[str, str]] = {
     },
     3: {
         "units": "Unit.view Unit.overlap Unit.view_shard unit_names",
-        "stage 1": "Zero1.begin Zero1.mark_ready Zero1.sum_is_due Zero1.start_sum "
+        "stage 1": "Zero1.begin Zero1.add_gradient Zero1.sum_is_due Zero1.start_sum "
         "Zero1.complete_sums Zero1.finish Zero1.gradients",
         "update": "Zero1.publish Zero1.zero_grad",
         "stage 2": "Zero2.sum_is_due Zero2.start_sum",
