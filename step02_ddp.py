@@ -48,8 +48,8 @@ this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
 rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends:
-common/comm.py computes it for each collective by this law, and adds up. With --sync ring the
-messages of gradients are our own, and each is counted.
+common/comm.py computes it for each collective, for an all-reduce by this law, and adds up. With
+--sync ring the messages of gradients are our own, and each is counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -190,7 +190,7 @@ def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[B
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
         own_group = data_group_of(param, mesh)
-        if own_group is not group or size + nbytes > limit:
+        if own_group is not group or size + nbytes > limit:  # begin a bucket
             contents.append([])
             group = own_group
             size = 0
