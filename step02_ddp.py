@@ -48,8 +48,8 @@ this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
 rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends:
-common/comm.py computes it for each collective by this law, and adds up. With --sync ring the
-messages of gradients are our own, and each is counted.
+common/comm.py computes it for each collective, for an all-reduce by this law, and adds up. With
+--sync ring the messages of gradients are our own, and each is counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -184,23 +184,19 @@ def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[B
 
     All gradients of a bucket are summed over the same group: in this step the only one, dp.
     """
-    buckets = []
-    members: list[nn.Parameter] = []  # of the next bucket
+    contents: list[list[nn.Parameter]] = []  # of each bucket
+    group = None  # of the last bucket: over which its gradients are summed
     size = 0  # bytes of its gradients
-    group = None  # over which they are summed
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
         own_group = data_group_of(param, mesh)
-        if members and (size + nbytes > limit or own_group is not group):
-            buckets.append(Bucket(members, group))
-            members = []
+        if own_group is not group or size + nbytes > limit:  # begin a bucket
+            contents.append([])
+            group = own_group
             size = 0
-        members.append(param)
+        contents[-1].append(param)
         size += nbytes
-        group = own_group
-    if members:
-        buckets.append(Bucket(members, group))
-    return buckets
+    return [Bucket(members, data_group_of(members[0], mesh)) for members in contents]
 
 
 class BucketSync:
@@ -210,7 +206,8 @@ class BucketSync:
     part of a bucket's buffer: there the gradients of all micro-batches add up, and nothing is
     copied. Backward completes gradients roughly from the last parameter to the first; buckets list
     them in this order. All ranks must start their collectives in the same order: a bucket is sent
-    when it *and all before it* are complete.
+    when it *and all before it* are complete. (The embedding's gradient comes last: nothing is left
+    to hide the last sum.)
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
@@ -256,9 +253,7 @@ class BucketSync:
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
-        """Wait for every sum. (The embedding's gradient comes last: nothing is left to hide its
-        sum.)
-        """
+        """Wait for every sum."""
         # A parameter that had no gradient in some micro-batch holds back its bucket and all later
         # ones. They are sent here: late, but with the right sums
         while self.unsent:

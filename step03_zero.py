@@ -109,7 +109,6 @@ from common.trainer import Run, choose_device, main
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,
-    accumulate_wide,
     clip_coefficient,
     learning_rate,
     scale,
@@ -122,12 +121,10 @@ class Unit:
     """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates
     one shard.
 
-    Gradients go through three buffers, each None while it is not needed:
+    Gradients go through two buffers, each None while it is not needed:
 
         local_grad     [padded]        of this rank's tokens
-        new_sum        [padded / n]    this rank's shard of local_grad, summed over ranks
-        summed_grad    [padded / n]    what the update reads: in stage 1 new_sum, in stages 2 and 3
-                                       the new_sum of all micro-batches, added up
+        summed_grad    [padded / n]    this rank's shard of the sum over ranks: the update reads it
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -149,12 +146,9 @@ class Unit:
         self.shard = self.flat[self.first : self.first + self.length]
         # In fp32 or fp64 this is the shard itself
         self.master = self.shard.to(wide(some_param.dtype))
-        self.missing = 0  # additions to gradients that are still to come in this training step
+        self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
-        self.new_sum: Tensor | None = None
         self.summed_grad: Tensor | None = None
-        # Stages 2 and 3: names whose gradient of this micro-batch is in local_grad
-        self.arrived: set[str] = set()
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
@@ -163,31 +157,21 @@ class Unit:
         start, stop = self.span[name]
         return flat[start:stop].view_as(self.named[name])
 
+    def overlap(self, name: str) -> tuple[int, int]:
+        """Which elements of `flat` are in the parameter and in this rank's shard: low <= i < high.
+        If there are none, high is low.
+        """
+        start, stop = self.span[name]
+        low = max(start, self.first)
+        high = min(stop, self.first + self.length)
+        return low, max(low, high)
+
     def view_shard(self, shard: Tensor, name: str) -> Tensor:
         """A parameter's part of this rank's `shard`, a view [k]; k is 0 if other ranks hold all of
         it.
         """
-        start, stop = self.span[name]
-        # What the parameter and this rank's shard have in common
-        low = max(start, self.first)
-        high = min(stop, self.first + self.length)
-        if low >= high:
-            return shard[:0]
+        low, high = self.overlap(name)
         return shard[low - self.first : high - self.first]
-
-    def allocate_grad(self):
-        """Allocate a flat buffer for this rank's gradients, in fp32 or wider, not initialised.
-        (Stage 1 zeroes it. In stages 2 and 3 each parameter's part is overwritten; the padding
-        keeps what memory had, and its sum is never read.)
-        """
-        self.local_grad = torch.empty_like(self.flat, dtype=wide(self.flat.dtype))
-
-    def reduce(self) -> Pending:
-        """Start the reduce-scatter of the gradients. This rank's shard of the sum goes to a new
-        `new_sum`.
-        """
-        self.new_sum = self.local_grad.new_empty(self.length)
-        return reduce_scatter(self.new_sum, self.local_grad, self.group)
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
@@ -206,13 +190,19 @@ class Zero1(Optimizer):
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
     because the update comes between the two halves of the all-reduce.
 
-    `mark_ready` starts the reduce-scatter of a unit's gradients when that unit and all before it
-    are complete, as step 2 sends buckets. The update is `Optimizer.step`, all that is inherited: it
-    updates the masters, which are here our shards, and calls `publish`, which gathers weights.
-
         last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                | all units |
+
+    A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
+    The hook `add_gradient` moves it to the unit's `local_grad`, where micro-batches add up in fp32,
+    and starts the unit's reduce-scatter after the last one. All ranks start these in the same
+    order, because they run backward through the same graph. Each parameter must get a gradient in
+    every micro-batch; if one does not, `finish` raises an error. (Step 2 fixes the order of its
+    sums, and so can allow it.)
+
+    The update is `Optimizer.step`, all that is inherited: it updates the masters, which are here
+    our shards, and calls `publish`, which gathers weights.
     """
 
     sharded = True
@@ -225,58 +215,71 @@ class Zero1(Optimizer):
         self.config = config
         self.mesh = mesh
         self.units: list[Unit] = []
+        self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
+        # Reduce-scatters: a unit, its gradients, this rank's shard of their sum, and its Pending
+        self.in_flight: list[tuple[Unit, Tensor, Tensor, Pending]] = []
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
-            self.units.append(self.unit_type(named, group))
-        self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
-        for unit in self.units:
-            for name, param in unit.named.items():
+            unit = self.unit_type(named, group)
+            self.units.append(unit)
+            for name, param in named.items():
                 master = unit.view_shard(unit.master, name)
                 if len(master):
                     self.masters[name] = master
-                param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
-        self.unsent: list[Unit] = []  # whose sums have not started, in the order of backward
-        self.pending: list[tuple[Unit, Pending]] = []  # reduce-scatters in flight
+                param.register_post_accumulate_grad_hook(partial(self.add_gradient, unit, name))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which
-        autograd accumulates.
-        """
-        self.unsent = self.units[::-1]
-        self.pending = []
+        """Before the first micro-batch: expect a gradient of each parameter from each."""
         for unit in self.units:
-            unit.allocate_grad()
-            unit.local_grad.zero_()
             unit.missing = n_micro_batches * len(unit.named)
-            # In stage 1 `.grad` adds up micro-batches, so it must be fp32. (Stages 2 and 3 have
-            # another `begin`: their `.grad` has one micro-batch, in the weight's dtype)
-            accumulate_wide(unit.named.values())
-            for name, param in unit.named.items():
-                param.grad = unit.view(unit.local_grad, name)
 
-    def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: autograd has added to a gradient of `unit`. Start the sums of what is complete."""
+    def add_gradient(self, unit: Unit, name: str, param: nn.Parameter):
+        """Hook: autograd has set `param.grad`. Move it to the unit's `local_grad`, and start the
+        unit's sum if that is due.
+
+        RuntimeError if it comes after the last expected one: it would not be summed.
+        """
         unit.missing -= 1
         if unit.missing < 0:
             raise RuntimeError(f"a gradient of {name} came after the last expected one")
-        while self.unsent and self.unsent[0].missing == 0:
-            self.start_sum(self.unsent.pop(0))
+        if unit.local_grad is None:
+            unit.local_grad = torch.zeros_like(unit.flat, dtype=wide(unit.flat.dtype))
+        unit.view(unit.local_grad, name).add_(param.grad)
+        param.grad = None
+        if self.sum_is_due(unit):
+            self.start_sum(unit)
+
+    def sum_is_due(self, unit: Unit) -> bool:
+        """Whether to sum the unit's gradients over ranks now: once, after the last micro-batch."""
+        return unit.missing == 0
 
     def start_sum(self, unit: Unit):
         """Start the reduce-scatter of a unit's gradients."""
-        self.pending.append((unit, unit.reduce()))
+        new_sum = unit.local_grad.new_empty(unit.length)
+        pending = reduce_scatter(new_sum, unit.local_grad, unit.group)
+        self.in_flight.append((unit, unit.local_grad, new_sum, pending))
+
+    def complete_sums(self):
+        """Wait for all sums in flight, and add each to its unit's `summed_grad`."""
+        for unit, _, new_sum, pending in self.in_flight:
+            pending.wait()
+            if unit.summed_grad is None:
+                unit.summed_grad = new_sum
+            else:  # stages 2 and 3: it has the sums of earlier micro-batches
+                unit.summed_grad += new_sum
+        self.in_flight = []
 
     def finish(self):
-        """After the last micro-batch: complete every `summed_grad`."""
-        while self.unsent:  # because a parameter had no gradient in some micro-batch
-            self.start_sum(self.unsent.pop(0))
-        for unit, pending in self.pending:
-            pending.wait()
-            unit.summed_grad = unit.new_sum
-        self.pending = []
+        """After the last micro-batch: complete every `summed_grad`. RuntimeError if a gradient has
+        not come.
+        """
+        for unit in self.units:
+            if unit.missing:
+                raise RuntimeError(f"{unit.missing} gradients are missing, of {list(unit.named)}")
+        self.complete_sums()
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's part of each parameter's gradient, by name; the part may be empty."""
@@ -295,104 +298,46 @@ class Zero1(Optimizer):
         for pending in gathers:
             pending.wait()
 
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """For checkpoints: which elements of each flattened parameter this rank updates."""
-        spans = {}
-        for unit in self.units:
-            for name in unit.named:
-                # Where this rank's shard starts, counted from the parameter's first element
-                start = max(unit.first - unit.span[name][0], 0)
-                spans[name] = (start, start + len(unit.view_shard(unit.master, name)))
-        return spans
-
     def zero_grad(self):
         """Free the gradients."""
         self.torch_optimizer.zero_grad()
         for unit in self.units:
             unit.local_grad = None
-            unit.new_sum = None
             unit.summed_grad = None
-            for param in unit.named.values():
-                param.grad = None
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """For checkpoints: which elements of each flattened parameter this rank updates."""
+        spans = {}
+        for unit in self.units:
+            for name, (start, _) in unit.span.items():
+                low, high = unit.overlap(name)
+                spans[name] = (low - start, high - start)
+        return spans
 
 
 class Zero2(Zero1):
-    """ZeRO 2: gradients are sharded as well. Each parameter must get a gradient in every
-    micro-batch; if one does not, the next micro-batch or `finish` raises an error.
-
-    A unit's whole gradient is freed after its reduce-scatter, which overlaps the next unit's
-    backward:
+    """ZeRO 2: gradients are sharded as well. Each micro-batch's are summed over ranks, and a unit's
+    whole gradient is freed after its reduce-scatter, which overlaps the next unit's backward:
 
         backward          | H | layer 1 | layer 0 | E |
         reduce-scatter        | H       | layer 1 | layer 0 | E |
 
     H's is freed when the backward of layer 0 begins, layer 1's when that of E begins, and so on. So
     whole gradients of two units exist at a time. The last sum, here E's, is awaited in the next
-    micro-batch's backward, or in `finish`. All ranks start the sums in the same order, because they
-    run backward through the same graph.
-
-    A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
-    Micro-batches and ranks are added up in fp32: `mark_ready` copies it into an fp32 buffer.
+    micro-batch's backward, or in `finish`.
     """
 
-    def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: a new `summed_grad` of zeros for each unit."""
-        self.in_flight: tuple[Unit, Pending] | None = None
-        for unit in self.units:
-            unit.arrived.clear()
-            unit.missing = n_micro_batches * len(unit.named)
-            unit.summed_grad = unit.flat.new_zeros(unit.length, dtype=unit.master.dtype)
-
-    def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's
-        buffer.
-        """
-        # For step 6, a rank with a single unit: the sum of the micro-batch before may still be
-        # reading `local_grad`. (With several units, another unit's `start_sum` has waited for it)
-        if self.in_flight is not None and self.in_flight[0] is unit:
-            self.complete_sum()
-        if unit.local_grad is None:
-            unit.allocate_grad()
-        if name in unit.arrived:
-            absent = ", ".join(unit.named.keys() - unit.arrived)
-            raise RuntimeError(f"{name} got a second gradient before these got one: {absent}")
-        unit.view(unit.local_grad, name).copy_(param.grad)
-        param.grad = None
-        unit.arrived.add(name)
-        unit.missing -= 1
-        if unit.missing < 0:
-            raise RuntimeError(f"a gradient of {name} came after the last expected one")
-        if len(unit.arrived) == len(unit.named):
-            unit.arrived.clear()
-            self.start_sum(unit)
+    def sum_is_due(self, unit: Unit) -> bool:
+        """Whether each parameter has got one gradient more since the last sum."""
+        return unit.missing % len(unit.named) == 0
 
     def start_sum(self, unit: Unit):
         """Wait for the previous unit's sum, which overlapped this unit's backward; then start this
         unit's sum.
         """
-        self.complete_sum()
-        self.in_flight = (unit, unit.reduce())
-
-    def complete_sum(self):
-        """Wait for the sum in flight, add it to its unit's `summed_grad`, and free the whole
-        gradient.
-        """
-        if self.in_flight is None:
-            return
-        unit, pending = self.in_flight
-        pending.wait()
-        unit.summed_grad += unit.new_sum
-        unit.new_sum = None
-        unit.local_grad = None
-        self.in_flight = None
-
-    def finish(self):
-        """After the last micro-batch: wait for the last sum."""
-        self.complete_sum()
-        for unit in self.units:
-            if unit.missing:
-                absent = ", ".join(unit.named.keys() - unit.arrived)
-                raise RuntimeError(f"{unit.missing} gradients are missing, of {absent}")
+        self.complete_sums()
+        super().start_sum(unit)
+        unit.local_grad = None  # `in_flight` has it until the sum is complete
 
 
 class ShardedUnit(Unit):
@@ -413,24 +358,21 @@ class ShardedUnit(Unit):
         super().__init__(named, group)
         self.shard = self.shard.clone()
         self.master = self.shard.to(self.master.dtype)
-        self.nbytes = self.flat.nbytes
-        self.gathered = True
-        self.gathering = Pending()  # an empty one: nothing to wait for
-        self.free()
+        self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
+        self.flat.untyped_storage().resize_(0)
 
     def gather(self):
-        """If the flat buffer is empty, allocate it and start the all-gather that fills it."""
-        if not self.gathered:
-            self.flat.untyped_storage().resize_(self.nbytes)
+        """If `flat` has no memory, allocate it and start the all-gather that fills it."""
+        if self.gathering is None:
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
             self.gathering = all_gather(self.flat, self.shard, self.group)
-            self.gathered = True
 
     def free(self):
         """Free the memory of `flat`, which the next `gather` fills again."""
-        if self.gathered:
+        if self.gathering is not None:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)
-            self.gathered = False
+            self.gathering = None
 
 
 class Zero3(Zero2):
@@ -454,11 +396,13 @@ class Zero3(Zero2):
     input_layernorm.weight. The layer's backward is then over, except for the rest of this norm's
     own, which reads no weights of the unit.
 
-    Skip at first: if embedding and head are tied, their matrix is in E, and H is the last norm
-    alone. E is gathered for the embedding, freed, and gathered again with H. Then it stays until
-    the end of backward, because autograd adds the head's part of the gradient and the embedding's
-    before it hands them over. So E is whole besides the present unit and the next, and the law's e
-    counts only the norm.
+    Skip at first: most segments (embedding, a layer, norm and head) have one unit. If embedding and
+    head are tied, the last segment has two: their matrix is in E, and H is the last norm alone. E
+    is gathered for the embedding, freed, and gathered again with H. Then it stays until the end of
+    backward, because autograd adds the head's part of the gradient and the embedding's before it
+    hands them over. So E is whole besides the present unit and the next, and the law's e counts
+    only the norm. In step 6, segments of other ranks' modules are empty; in step 7, a layer with
+    experts has two units.
     """
 
     unit_type = ShardedUnit
@@ -467,28 +411,25 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        trunk = model.model
-        # The model in the order of forward: the embedding; each layer; norm with head. The unit of
-        # a segment is gathered before its use. (With a tied head the last segment has two units, E
-        # and H, and from step 7 on a layer with experts has two.)
+        # The units of each segment of the model, in the order of forward. Number 0 is the embedding
         self.segments: list[list[ShardedUnit]] = []
-        self.add_segment(trunk.embed_tokens)
-        # The first segment whose backward needs weights: the embedding's does not
-        self.first_with_weights = len(self.segments)
-        for layer in trunk.layers.values():
+        self.add_segment(model.model.embed_tokens)
+        for layer in model.model.layers.values():
             self.add_segment(layer)
-        self.add_segment(trunk.norm, model.lm_head)
+        self.add_segment(model.model.norm, model.lm_head)
 
     def add_segment(self, *modules: nn.Module | None):
-        """Hook modules that run one after another. From step 6 on, None: another rank has them."""
-        if modules[0] is None or modules[-1] is None:
+        """Hook modules that run one after another, and list their units."""
+        number = len(self.segments)
+        self.segments.append([])
+        if modules[0] is None:  # step 6: another rank has them
             return
         params = set()
         for module in modules:
             params.update(module.parameters())
-        units = [unit for unit in self.units if not params.isdisjoint(unit.named.values())]
-        number = len(self.segments)
-        self.segments.append(units)
+        for unit in self.units:
+            if not params.isdisjoint(unit.named.values()):
+                self.segments[number].append(unit)
         modules[0].register_forward_pre_hook(partial(self.before_forward, number))
         modules[-1].register_forward_hook(partial(self.after_forward, number))
 
@@ -498,9 +439,9 @@ class Zero3(Zero2):
         """
         for unit in self.segments[number]:
             unit.gather()
-        # No prefetch after the last segment (forward), before the first (backward), or of the
-        # embedding, whose backward needs no weights. (In forward it is never `ahead`)
-        if self.first_with_weights <= ahead < len(self.segments):
+        # No prefetch after the last segment, in forward; or of the embedding, whose backward needs
+        # no weights
+        if 0 < ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()
         # The wait comes last, so that the prefetch is under way before the computation begins
@@ -515,13 +456,10 @@ class Zero3(Zero2):
         """Hook: free this segment's units, unless it is the last, and see to it that they are
         gathered again before its backward.
         """
-        is_last = number + 1 == len(self.segments)
-        # The last segment stays: its backward follows at once. (Not on an earlier stage of step 6,
-        # where this costs the memory of one layer)
-        if not is_last:
+        if number + 1 < len(self.segments):  # the last one's backward follows at once
             for unit in self.segments[number]:
                 self.free_after_use(unit)
-        if output.requires_grad and number >= self.first_with_weights:
+        if number > 0 and output.requires_grad:  # the embedding's backward needs no weights
             # Called when the gradient of this output is there: the segment's backward comes next
             output.register_hook(partial(self.before_backward, number))
 

@@ -87,7 +87,7 @@ FAULTS = [
         "step02_ddp",
         "        for pending in self.pending:\n            pending.wait()",
         "        self.pending[-1].wait()",
-        "test_step02::test_bucket_sync_sums_micro_batches_and_ranks",
+        "test_step02::test_bucket_sync_sends_during_the_last_backward",
         "only the last sum is waited for",
     ),
     Fault(
@@ -106,15 +106,15 @@ FAULTS = [
     ),
     Fault(
         "step03_zero",
-        "dtype=wide(self.flat.dtype))",
-        "dtype=self.flat.dtype)",
+        "dtype=wide(unit.flat.dtype))",
+        "dtype=unit.flat.dtype)",
         "test_step03::test_a_rank_gets_its_parts_of_summed_gradients",
         "gradients are summed over ranks in 16 bits",
     ),
     Fault(
         "step03_zero",
-        "unit.summed_grad += unit.new_sum",
-        "unit.summed_grad = unit.new_sum + (unit.summed_grad if unit.group.size > 1 else 0)",
+        "unit.summed_grad += new_sum",
+        "unit.summed_grad = new_sum + (unit.summed_grad if unit.group.size > 1 else 0)",
         "test_step03::test_a_rank_gets_its_parts_of_summed_gradients",
         "in a group of one, a sum replaces the accumulated gradient",
     ),

@@ -41,10 +41,11 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "train",
     },
     3: {
-        "units": "Unit.view Unit.view_shard unit_names",
-        "stage 1": "Unit.reduce Zero1.begin Zero1.mark_ready Zero1.finish Zero1.gradients",
+        "units": "Unit.view Unit.overlap Unit.view_shard unit_names",
+        "stage 1": "Zero1.begin Zero1.add_gradient Zero1.sum_is_due Zero1.start_sum "
+        "Zero1.complete_sums Zero1.finish Zero1.gradients",
         "update": "Zero1.publish Zero1.zero_grad",
-        "stage 2": "Zero2.begin Zero2.mark_ready Zero2.start_sum Zero2.complete_sum Zero2.finish",
+        "stage 2": "Zero2.sum_is_due Zero2.start_sum",
         "gather": "ShardedUnit.gather ShardedUnit.free",
         "stage 3": "Zero3.fetch Zero3.after_forward Zero3.before_backward Zero3.start_sum "
         "Zero3.publish",

@@ -150,7 +150,9 @@ class Film(Run):
         gradients = [param.grad for param in self.model.parameters()]
         for unit in units:
             weights += [unit.flat, unit.shard]
-            gradients += [unit.local_grad, unit.new_sum, unit.summed_grad]
+            gradients += [unit.local_grad, unit.summed_grad]
+        for _, *tensors, _ in getattr(self.optimizer, "in_flight", []):
+            gradients += tensors
         state = list(self.optimizer.masters.values()) + [unit.master for unit in units]
         for of_master in self.optimizer.torch_optimizer.state.values():
             state += [of_master[name] for name in ("exp_avg", "exp_avg_sq")]
@@ -226,17 +228,15 @@ def held(stage: int, sync: step03.Zero1, unit: step03.Unit) -> dict[str, list]:
     gone = shards("gone", "gone")
     under_way = shards("way", "way")
     weights = whole
-    if stage == 3 and not unit.gathered:
+    if stage == 3 and unit.gathering is None:
         weights = own
     elif stage == 3 and unit.gathering.works:
         weights = under_way
     gradient = gone if unit.local_grad is None else whole
-    sending = [each for each, _ in sync.pending] if stage == 1 else []
-    if stage > 1 and sync.in_flight is not None:
-        sending = [sync.in_flight[0]]
+    sending = [each for each, *_ in sync.in_flight]
     if unit in sending:
         gradient = under_way
-    summed = gone if unit.new_sum is None and unit.summed_grad is None else own
+    summed = gone if unit.summed_grad is None and unit not in sending else own
     return dict(weights=weights, gradient=gradient, summed=summed, optimizer=own)
 
 

@@ -82,16 +82,15 @@ class AllOnHost(ShardedMasterOnHost):
         self.shard = to_host(self.shard)
 
     def gather(self):
-        """If the flat buffer is empty, allocate it, copy our shard to the GPU, and start to gather.
+        """If `flat` has no memory, allocate it, copy our shard to the GPU, and start to gather.
 
         The host does not wait for the copy. The shard may be overwritten after the norm's `item`,
         for which the host has waited until all copies of this step were done.
         """
-        if not self.gathered:
-            self.flat.untyped_storage().resize_(self.nbytes)
+        if self.gathering is None:
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
             shard = self.shard.to(self.flat.device, non_blocking=True)
             self.gathering = all_gather(self.flat, shard, self.group)
-            self.gathered = True
 
 
 class Zero3OffloadAll(Zero3Offload):

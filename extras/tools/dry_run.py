@@ -249,7 +249,9 @@ class CountedRun:
 
     def require_finite(self, step: int, **numbers: float):
         """Called when the gradients are complete."""
+        units = getattr(self.optimizer, "units", ())  # ZeRO
         self.meter.label("gradients", [param.grad for param in self.model.parameters()])
+        self.meter.label("gradients", [unit.local_grad for unit in units])
         self.meter.label("gradients", self.optimizer.gradients().values())
         self.held = self.meter.held()
 
