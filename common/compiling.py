@@ -16,9 +16,10 @@ def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -
 
     While it traces a layer, torch.compile also looks at the `.grad` of each weight. If the weight
     is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it compiles the layer only in
-    pieces. Weights have a `.grad` in step 1 from the second micro-batch on, with buckets or ZeRO 1
-    from the first. So it is put aside while the layer runs. (Recomputation calls this function
-    inside backward: the `.grad` is back before backward adds to it.)
+    pieces (it breaks the graph). Weights have a `.grad` in step 1 from the second micro-batch on,
+    and with step 2's buckets from the first. So it is put aside while the layer runs.
+    (Recomputation calls this function inside backward: the `.grad` is back before backward adds to
+    it.)
     """
     # Listed at each call: from step 3 on, parameters are replaced after `compile_model`
     params = list(layer.parameters())
