@@ -215,9 +215,10 @@ class GpuNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-def undrawn(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
-    """As `draw` of common/layout.py, but nothing is drawn."""
-    return value
+def empty(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
+    """As `draw_all` of common/layout.py, but nothing is drawn."""
+    for _, param in named:
+        yield torch.empty(layout.full_shape(param))
 
 
 class CountedRun:
@@ -249,9 +250,7 @@ class CountedRun:
 
     def require_finite(self, step: int, **numbers: float):
         """Called when the gradients are complete."""
-        units = getattr(self.optimizer, "units", ())  # ZeRO
         self.meter.label("gradients", [param.grad for param in self.model.parameters()])
-        self.meter.label("gradients", [unit.local_grad for unit in units])
         self.meter.label("gradients", self.optimizer.gradients().values())
         self.held = self.meter.held()
 
@@ -284,7 +283,8 @@ def as_rank(rank: int, ranks: int, meter: Meter, gpu: bool) -> Iterator[None]:
             stack.callback(dist.destroy_process_group)
         if gpu:
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
-        stack.enter_context(mock.patch.object(layout, "draw", undrawn))  # weights have no data
+        # Weights have no data, and the threads that draw would not see the mode below
+        stack.enter_context(mock.patch.object(layout, "draw_all", empty))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
