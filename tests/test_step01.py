@@ -29,7 +29,7 @@ from common.model import (
     rotate,
     summed_cross_entropy,
 )
-from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, train_whole
+from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, together, train
 from tests.script import Script
 from tests.script import step as script_of
 from tests.tape import Live, traced_graphs
@@ -507,7 +507,7 @@ def test_train(flags, rates):
     """Training equals a loop of torch alone, on whole batches, with the mean over all targets.
 
     Except on "all-count", more than half of the targets are IGNORE, unevenly."""
-    losses, norms, gradients, weights = train_whole(STEP1, flags)
+    losses, norms, gradients, weights = train(STEP1, flags)
     flags = BASE | flags
     model = on_meta(tied=flags.pop("tied", False))
     config = step.Config(**flags)
@@ -519,13 +519,15 @@ def test_train(flags, rates):
         loss, norm, expected = plain_step(model, data.batch(number), config.grad_clip)
         close(losses[number], loss, f"step {number + 1}: the loss")
         close(norms[number], norm, f"step {number + 1}: the norm")
+        found = together(gradients[number])
         for name, gradient in expected.items():
-            close(gradients[number][name], gradient, f"step {number + 1}: gradient of {name}")
+            close(found[name], gradient, f"step {number + 1}: gradient of {name}")
         for group in rule.param_groups:
             group["lr"] = rate
         rule.step()
+    masters = together(weights)
     for name, param in model.named_parameters():
-        close(weights[name], param, f"at the end: {name}")
+        close(masters[name], param, f"at the end: {name}")
 
 
 @task("loop", 1)
@@ -533,9 +535,9 @@ def test_batches_without_targets_change_nothing(monkeypatch):
     """If all targets are IGNORE, losses and norms are 0, and the last norm's weight stays 1."""
     batch = (torch.ones(12, 16, dtype=torch.int64), torch.full((12, 16), IGNORE))
     monkeypatch.setattr(Data, "batch", lambda data, number: batch)
-    losses, norms, _, weights = train_whole(STEP1, {})
+    losses, norms, _, weights = train(STEP1, {})
     close((losses, norms), ([0.0] * 3, [0.0] * 3), "losses and gradient norms")
-    close(weights["model.norm.weight"], torch.ones(32), "the last norm's weight")
+    close(together(weights)["model.norm.weight"], torch.ones(32), "the last norm's weight")
 
 
 def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags) -> Watch:
