@@ -4,7 +4,6 @@ Step 1 has no experts. So this file implements the layer once more, by its defin
 puts it into step 1's model (`train`, below). All layouts must train to the same numbers.
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
@@ -23,10 +22,10 @@ import step07_moe_ep as step
 from common import UserError
 from common.comm import Group, Mesh
 from common.layout import ParamLayout, Shard, layout_of
-from common.model import Decoder, ModelConfig
+from common.model import PRESETS, Decoder, ModelConfig
 from common.trainer import Run
 from step04_tp_sp import shard_tensors
-from tests.equal import BASE, STEP1, Watch, close, decoder, draw, equals_step1, run_of
+from tests.equal import BASE, SHAPE, STEP1, Trained, close, decoder, draw, equals_step1, run_of
 from tests.equal import train as train_with
 from tests.tape import Tape
 
@@ -122,7 +121,6 @@ def results(function: Callable, module: nn.Module, x: Tensor, rank: int = 0) -> 
     leaf = x.clone().requires_grad_()
     y = function(leaf)
     y.backward(draw("dy", rank, *x.shape, dtype=x.dtype))
-    close(leaf, x, "the input after the call")
     gradients = {name: param.grad for name, param in module.named_parameters()}
     return dict(y=y.detach(), dx=leaf.grad) | gradients
 
@@ -179,7 +177,7 @@ def test_a_layer_is_its_definition(tokens, k):
 
 @task("layer", 3)
 def test_a_layer_is_mixtrals():
-    """The output is that of Mixtral in transformers, whose auxiliary loss is top_k times ours."""
+    """The output is that of Mixtral in transformers."""
     from transformers.models.mixtral import modeling_mixtral as hf
 
     moe = layer()
@@ -200,10 +198,6 @@ def test_a_layer_is_mixtrals():
     x = draw("x", 0, 2, 8, 6)
     with mock.patch.object(Tensor, "float", Tensor.double):  # transformers routes in fp32
         close(moe(x), mixtral(x), "the output")
-        logits, _, ids = mixtral.gate(x)
-        expected = hf.load_balancing_loss_func((logits,), 5, 2) / 2
-    counts = ids.flatten().bincount(minlength=5)
-    close(moe.aux_loss(logits.softmax(-1), counts), expected, "the auxiliary loss")
 
 
 @task("layer", 3)
@@ -233,27 +227,20 @@ def test_aux_loss_of_the_figure():
     close(loss, 1.15, "the auxiliary loss")
 
 
-def four_that_share_a_micro_batch() -> Mesh:
-    """A mesh of four ranks of cp and tp; each of them holds all experts."""
-    mesh = Mesh(cp=2, tp=2)
-    mesh.join("sequence", "cp", "tp", queue="gradients")
-    mesh.add_groups("ep", mesh.ranks.reshape(-1, 1), queue="gradients")
-    return mesh
-
-
 @ranks(4)
 @task("balance", 6)
 def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
-    mesh = four_that_share_a_micro_batch()
-    moe = step.LossBalancedMoE(6, 10, config(), mesh)
+    mesh = Mesh(cp=2, tp=2)
+    mesh.join("sequence", "cp", "tp", queue="gradients")
+    groups = dict(sequence=mesh["sequence"], ep=Group("ep", 0, 1, None))
+    moe = step.LossBalancedMoE(6, 10, config(), groups)
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
     expected = 5 * (chosen.double().mean((0, 1)) / 2 * p.mean((0, 1))).sum()
     expected.backward()
     own_p = p.detach()[mesh.rank].clone().requires_grad_()
     counts = chosen[mesh.rank].sum(0)
-    before = counts.tolist()
     with Tape() as tape:
         term = moe.aux_loss(own_p, counts)
     term.backward()
@@ -263,7 +250,6 @@ def test_aux_loss():
     close(own_p.grad, p.grad[mesh.rank], "the gradient of this rank's p", 4)
     close(tape.started, [("allreduce", 5 * 8 * 3 // 2)], "calls, with bytes")
     close(tape.left, [], "calls that were never waited for")
-    close(counts.tolist(), before, "the given counts after the call")
 
 
 @task("balance", 2)
@@ -384,10 +370,8 @@ def test_dispatch_and_combine(name):
         (step.dispatch, sent, received),
         (step.combine, received, sent),
     ):
-        for x in (given.clone(), given.T.contiguous().T):  # the second is not contiguous
-            found = function(x, group, leaving, arriving)
-            close(found, expected, f"the output of {function.__name__}", group.size)
-            close(x, given, "the input after the call")
+        found = function(given.T.contiguous().T, group, leaving, arriving)  # not contiguous
+        close(found, expected, f"the output of {function.__name__}", group.size)
 
 
 def on_one_device(routes: Tensor, experts: nn.Module) -> list[dict[str, Tensor]]:
@@ -479,22 +463,6 @@ def test_a_mistake_is_one_line(flags, flag):
 # --- The loop -------------------------------------------------------------------------------------
 
 
-@ranks(4)
-@cases("flags, forwards", [({}, 1), (dict(recompute="full"), 2)])
-def test_law_of_bytes(flags, forwards):
-    """If all experts are equally busy, each forward and backward sends what step 7's law says."""
-    run = run_of(S7, flags | dict(steps=1, ep=2, experts=4, experts_per_token=4))
-    sent = run.history[0]["sent"]
-    passes = 3 * 3  # layers, micro-batches of a rank
-    rows = 16 * 4 // 2 * 32 * 8  # T K (ep - 1) / ep of 32 numbers in fp64
-    counts = 4 * 8 // 2
-    expected = passes * (forwards * (2 * rows + counts) + 2 * rows)
-    close(sent["ep"], expected, "bytes over ep")
-    # 27,648 weights in two experts of each layer, on two ranks; 26,400 other weights, on four
-    close(sent["expert_data"], 27_648 * 8, "bytes of experts' gradients")
-    close(sent["data"], (26_400 + 2) * 8 * 6 // 4, "bytes of other gradients, loss and norm")
-
-
 EXPERTS = dict(experts=4, aux_loss_coeff=0.3)
 TWO = EXPERTS | dict(micro_batch_size=2)
 FOUR = EXPERTS | dict(micro_batch_size=4)
@@ -554,11 +522,9 @@ RESUMED = [
 ]
 
 
-def last_step(result: tuple) -> tuple:
-    """A rank's last loss and norm, and a hash of the bits of each gradient and weight."""
-    losses, norms, gradients, weights = result
-    tensors = [(name, hash(values.tobytes())) for name, _, values in gradients[-1] + weights]
-    return losses[-1], norms[-1], tensors
+def loss_and_weights(result: Trained) -> tuple:
+    """A rank's last loss, and a hash of the bits of each weight after the last step."""
+    return result.losses[-1], [(name, hash(x.tobytes())) for name, _, x in result.weights]
 
 
 @cases("n, name, layout", RESUMED)
@@ -569,32 +535,36 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
     saved = f"{tmp_path}/a/checkpoints/step-00000002"
     resumed = pools(n).run(train_with, name, flags | dict(out=f"{tmp_path}/b", resume=saved))
     for rank in range(n):
-        close(len(resumed[rank][0]), 1, f"rank {rank}: the steps after step 2")
-        found = last_step(resumed[rank])
-        close(found, last_step(whole[rank]), f"rank {rank}: loss, norm, gradients and weights")
+        close(len(resumed[rank].losses), 1, f"rank {rank}: the steps after step 2")
+        expected = loss_and_weights(whole[rank])
+        close(loss_and_weights(resumed[rank]), expected, f"rank {rank}: loss and weights")
 
 
+# Two experts, and each token visits both: all are equally busy
+BUSY = dict(cp=4, ep=2, experts=2)
+FORWARD = 262_144 + 8  # over ep, in a layer: rows and counts
+BACKWARD = 262_144
 SENT = [
     # step, flags, and what a rank sends for one micro-batch: the docstrings' worked numbers
     ("step04_tp_sp", dict(tp=2, global_batch_size=8), dict(tp=9_437_184 + 8_192 + 4_616)),
     ("step05_cp_ring", dict(cp=4), dict(cp=4 * 1_310_720)),  # of 4 layers
     ("step05_cp_ring", dict(cp=4, recompute="full"), dict(cp=4 * (1_310_720 + 393_216))),
     ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 18)),  # the first rank
+    (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), sequence=4 * 24)),
+    (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), sequence=4 * 48)),
 ]
+TINY = {name: getattr(PRESETS["tiny"], name) for name in SHAPE}
+TINY |= dict(dtype="fp32", steps=1, global_batch_size=4, micro_batch_size=4)
 
 
 def sent_in_a_step(name: str, flags: dict) -> dict[str, int]:
-    """What this rank sends by dimension in a training step of tiny, in fp32."""
-    module = importlib.import_module(name)
-    sizes = dict(model="tiny", dtype="fp32", steps=1, global_batch_size=4, micro_batch_size=4)
-    with Watch(module.Config(**BASE | sizes | flags)) as run:
-        module.train(run.config, run)
-    return run.history[0]["sent"]
+    """What this rank sends by group in a training step of tiny, in fp32."""
+    return run_of(name, TINY | flags).history[0]["sent"]
 
 
 @cases("name, flags, expected", SENT)
 def test_worked_numbers_of_bytes(pools, name, flags, expected):
-    """On four ranks, with the docstrings' flags: 4 sequences in a micro-batch."""
+    """On four ranks, with the docstrings' sizes: 4 sequences in a micro-batch."""
     found = pools(4).run(sent_in_a_step, name, flags)[0]
     close({dim: found[dim] for dim in expected}, expected, "bytes")
 
