@@ -48,11 +48,8 @@ def llama_of(model: Decoder) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds to import
 
     shape = model.config
-    rope = dict(rope_theta=shape.rope_theta, rope_type="default")
-    if shape.rope_scaling != 1:
-        rope |= dict(rope_type="llama3", factor=shape.rope_scaling)
-        rope |= dict(original_max_position_embeddings=8192)
-        rope |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+    rope = dict(rope_type="llama3", rope_theta=shape.rope_theta, factor=shape.rope_scaling)
+    rope |= dict(original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0)
     config = LlamaConfig(
         hidden_size=shape.dim,
         intermediate_size=shape.ffn_dim,
@@ -306,8 +303,6 @@ def test_an_update_changes_weights_in_place():
     addresses = [param.data_ptr() for param in model.values()]
     optimizer = step.Optimizer(model, SGD)
     (model.norm.sum() + model.proj.sum()).backward()
-    close(sorted(optimizer.gradients()), ["norm", "proj"], "names of gradients")
-    close(sorted(optimizer.masters), ["norm", "proj"], "names of masters")
     for gradient in optimizer.gradients().values():
         gradient *= 4  # as clipping does
     optimizer.step(0.5)
