@@ -78,7 +78,6 @@ LLAMAS = [
     (1, dict(n_kv_heads=2)),
     (37, dict(n_heads=8, n_kv_heads=2, tied=True, norm_eps=1e-3, rope_theta=100.0)),
     (3001, dict(n_kv_heads=1, rope_theta=500000.0, rope_scaling=32.0)),
-    (701, dict(n_kv_heads=1, rope_theta=500000.0, rope_scaling=8.0, tied=True)),
 ]
 
 

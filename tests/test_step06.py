@@ -48,10 +48,8 @@ def sizes_of(name: str) -> list[tuple[int, int, int]]:
     """(p, m, v) on which a schedule is tried: only interleaved takes v > 1, and then only full
     rounds of p.
     """
-    sizes = [(p, m, 1) for p in RANKS for m in MICRO_BATCHES]
-    if name == "interleaved":
-        sizes += [(p, m, v) for p in RANKS for m in MICRO_BATCHES for v in (2, 3) if m % p == 0]
-    return sizes
+    sizes = product(RANKS, MICRO_BATCHES, (1, 2, 3))
+    return [(p, m, v) for p, m, v in sizes if v == 1 or (name == "interleaved" and m % p == 0)]
 
 
 def lists_of(name: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
