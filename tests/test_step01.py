@@ -29,7 +29,18 @@ from common.model import (
     rotate,
     summed_cross_entropy,
 )
-from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, together, train
+from tests.equal import (
+    BASE,
+    SHAPE,
+    STEP1,
+    Watch,
+    close,
+    close_gradients,
+    decoder,
+    draw,
+    together,
+    train,
+)
 from tests.script import Script
 from tests.script import step as script_of
 from tests.tape import Live, traced_graphs
@@ -102,10 +113,9 @@ def test_the_model_is_llama(monkeypatch, stride, shape):
     expected = llama_loss(llama, tokens, targets, positions)
     expected.backward()
     close(loss, expected, "the loss")
-    params = dict(llama.named_parameters())
-    close(sorted(name for name, _ in model.named_parameters()), sorted(params), "parameters")
-    for name, param in params.items():
-        close(model.get_parameter(name).grad, param.grad, f"the gradient of {name}")
+    names = sorted(name for name, _ in llama.named_parameters())
+    close(sorted(name for name, _ in model.named_parameters()), names, "parameters")
+    close_gradients(model, llama)
 
 
 PARAMETERS = {
@@ -403,8 +413,7 @@ def require_equal_gradients(model: Decoder, bound: float = 1e-10):
     """Two micro-batches give `model` the gradients of a plain model."""
     plain = decoder(dtype=next(model.parameters()).dtype)
     backward_twice(plain)
-    for name, param in plain.named_parameters():
-        close(model.get_parameter(name).grad, param.grad, f"the gradient of {name}", bound=bound)
+    close_gradients(model, plain, bound=bound)
 
 
 @task("recomputation", 3)

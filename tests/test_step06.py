@@ -21,7 +21,7 @@ from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import IGNORE, Decoder
 from common.schedules import Action, add_messages, producer, round_robin, simulate
-from tests.equal import alive, close, decoder, draw, equals_step1
+from tests.equal import alive, close, close_gradients, decoder, draw, equals_step1
 from tests.tape import Tape
 
 ranks = pytest.mark.ranks
@@ -252,8 +252,7 @@ def test_a_stage_passes_gradients_on_and_frees_its_output():
     dx = last.backward(0, None)
     close(first.backward(0, dx), None, "the first stage returns no dx")
     _, whole = on_one_device(1, n_layers=2)
-    for name, param in model.named_parameters():
-        close(param.grad, whole.get_parameter(name).grad, f"the gradient of {name}")
+    close_gradients(model, whole)
     close((len(first.graphs), len(last.graphs)), (0, 0), "graphs that stay")
 
 
@@ -412,8 +411,7 @@ def test_a_step_equals_one_device(schedule, sizes, m, v, layers):
     loss, whole = on_one_device(m, layers)
     is_last = pipeline.group.rank == pipeline.group.size - 1
     close(found, loss if is_last else torch.zeros_like(loss), "the loss, on the last rank", m)
-    for name, param in model.named_parameters():
-        close(param.grad, whole.get_parameter(name).grad, f"the gradient of {name}", m)
+    close_gradients(model, whole, m)
 
 
 @task("messages", 2)
