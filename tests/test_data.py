@@ -5,6 +5,7 @@ The expected tokens are the bytes of the texts, written out by Python's own `enc
 """
 
 import gzip
+import io
 import json
 from pathlib import Path
 from unittest import mock
@@ -42,9 +43,24 @@ def lines(*rows: object) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def write_parquet(path: Path, **columns: list):
-    """Write a .parquet file with these columns."""
-    datasets.Dataset.from_dict(columns).to_parquet(path)
+def parquet(**columns: list) -> bytes:
+    """A .parquet file with these columns."""
+    file = io.BytesIO()
+    datasets.Dataset.from_dict(columns).to_parquet(file)
+    return file.getvalue()
+
+
+def hub_of(monkeypatch: pytest.MonkeyPatch, **columns: list) -> list:
+    """A hub on which every data set has these columns. Returns what it is asked for."""
+    asked = []
+
+    def load_dataset(*words: str, **options: str) -> datasets.Dataset:
+        asked.append((words, options))
+        return datasets.Dataset.from_dict(columns)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return asked
 
 
 # --- Batches ---------------------------------------------------------------------------------
@@ -66,7 +82,9 @@ def test_targets_are_the_next_tokens(numbered):
 
 
 def test_each_epoch_has_every_window_once_in_another_order(numbered):
-    """Each epoch has every training window once, in an order that depends on seed and epoch."""
+    """Each epoch has every training window once, in an order that depends on seed and epoch. Each
+    batch is read by itself, as after a resumption: it does not depend on earlier ones.
+    """
     orders = []
     for seed in range(2):
         batches = [numbered(seed=seed).batch(step)[0] for step in range(41)]
@@ -74,14 +92,6 @@ def test_each_epoch_has_every_window_once_in_another_order(numbered):
             orders.append(tuple(int(bytes(row.tolist())) for row in epoch))
     assert [sorted(order) for order in orders] == [[*range(41)]] * 6
     assert len(set(orders)) == 6
-
-
-def test_batches_do_not_depend_on_earlier_ones(numbered):
-    """A batch is a pure function of (seed, step): a resumed run reads what it would have read."""
-    one = numbered()
-    in_order = [one.batch(step)[0].tolist() for step in range(41)]
-    for step in 40, 3, 14, 13:
-        assert one.batch(step)[0].tolist() == in_order[step]
 
 
 def test_held_out_windows_are_the_last_twentieth(numbered):
@@ -107,21 +117,14 @@ def test_every_kind_of_documents_gives_the_same_tokens(tmp_path):
     rows = lines(*(dict(text=text) for text in TEXTS))
     (tmp_path / "a.jsonl").write_bytes(rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows))
-    write_parquet(tmp_path / "a.parquet", text=TEXTS)
+    (tmp_path / "a.parquet").write_bytes(parquet(text=TEXTS))
     for name in "a.jsonl", "a.jsonl.gz", "a.parquet":
         assert opened(tmp_path / name).tokens.tolist() == TOKENS, name
 
 
 def test_a_data_set_of_the_hub(monkeypatch):
     """NAME:CONFIG is the column `text` of that configuration's split `train`."""
-    asked = []
-
-    def load_dataset(*words, **options):
-        asked.append((words, options))
-        return datasets.Dataset.from_dict(dict(url=["u"] * 4, text=TEXTS))
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    asked = hub_of(monkeypatch, url=["u"] * 4, text=TEXTS)
     assert opened("owner/name:part").tokens.tolist() == TOKENS
     assert asked == [(("owner/name", "part"), dict(split="train"))]
 
@@ -129,7 +132,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
 def test_files_of_a_folder_may_differ_in_other_columns(tmp_path):
     """Only `text` is read, so files of one folder may have other columns of any type."""
     for i, columns in enumerate([dict(), dict(meta=[dict(url="u")]), dict(meta=[5])]):
-        write_parquet(tmp_path / f"{i}.parquet", text=["text"], **columns)
+        (tmp_path / f"{i}.parquet").write_bytes(parquet(text=["text"], **columns))
     assert opened(tmp_path, seq_len=4).tokens.tolist() == [*b"text", END] * 3
 
 
@@ -180,7 +183,6 @@ GOOD = lines(*(dict(text=f"a text with the number {i}") for i in range(9)))
 FILES = [  # name, content, a part of the error
     ("wide.txt", "a text in UTF-16".encode("utf-16"), "convert it to UTF-8"),
     ("table.csv", b"text\nhello\n", "this kind of file cannot be read"),
-    ("README", b"text", "this kind of file cannot be read"),
     ("half.jsonl", GOOD[:-9], "near document 8: Unterminated string"),
     (
         "null.jsonl",
@@ -193,6 +195,7 @@ FILES = [  # name, content, a part of the error
     ("plain.jsonl.gz", GOOD, "Not a gzipped file"),
     ("half.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-12], "Compressed file ended"),
     ("damaged.parquet", b"PAR1 and so on", "Parquet magic bytes not found in footer"),
+    ("column.parquet", parquet(body=["hello"]), "No match for FieldRef.Name(text) in body: string"),
     ("odd.bin", b"12345", "odd.bin.json is damaged: Size of available data"),
 ]
 
@@ -207,14 +210,6 @@ def test_an_unusable_file_is_named(tmp_path, name, content, reason, alone):
     assert name in message and message.startswith(f"--dataset {tmp_path}")
     if alone:
         assert reason in message, message
-
-
-def test_a_parquet_file_without_texts_is_named(tmp_path):
-    """A .parquet file is refused, by name, if it has no column `text`."""
-    write_parquet(tmp_path / "a.parquet", body=["hello"])
-    message = refused(tmp_path / "a.parquet")
-    assert message.startswith(f"--dataset {tmp_path}/a.parquet: ")
-    assert "No match for FieldRef.Name(text) in body: string" in message
 
 
 @pytest.mark.parametrize("files", [{"a.jsonl": b"\n\n"}, {"a.txt": b""}])
@@ -235,13 +230,6 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path, names):
     assert all(name in message for name in names.split() or ["no file"])
 
 
-def test_a_link_to_nowhere_is_named(tmp_path):
-    """A file of a folder that cannot be opened is refused, not left out."""
-    (tmp_path / "a.txt").write_text("a text of more than two windows")
-    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
-    assert f"{tmp_path}/b.txt: unreadable" in refused(tmp_path)
-
-
 MISSING = ["data/trian.jsonl", "trian.txt", "train.bin", "a/b.parquet", "/nowhere/at/all"]
 MISSING += ["./corpus", "../corpus", "~/corpus", "corpus/", "a/b/c", "C:\\corpus", "a corpus"]
 
@@ -259,7 +247,6 @@ def test_a_missing_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path, sourc
     [
         ({"train.bin": b"1234" * 99}, "token id 13363 needs a --model with vocab_size=13364 or m"),
         ({"train.bin": b"1" * 99, "train.bin.json": b'{"dty'}, "train.bin.json is damaged: Unte"),
-        ({"train.bin": b"1" * 99, "train.bin.json": b"{}"}, "train.bin.json is damaged: 'dtype'"),
         (
             {"train.bin": b"1" * 96, "train.bin.json": b'{"dtype": "float32"}'},
             "its dtype is float32",
@@ -281,36 +268,21 @@ def test_token_ids_that_do_not_fit_are_refused(tmp_path, files, reason):
 # --- The hub ---------------------------------------------------------------------------------
 
 
-def at_hub(monkeypatch: pytest.MonkeyPatch, address: str, offline: bool):
-    """Let `datasets` and huggingface_hub work with the hub at this address, or offline."""
-    url = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
-    for config in huggingface_hub.constants, datasets.config:
-        monkeypatch.setattr(config, "HF_HUB_OFFLINE", offline)
-
-
 @pytest.mark.parametrize("offline", [True, False])
 def test_without_network_the_error_is_one_line(monkeypatch, capfd, offline):
     """Without the hub, the error comes at once: nothing is tried again."""
-    at_hub(monkeypatch, "http://127.0.0.1:9", offline)  # nobody listens at this port
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody's
+    for config in huggingface_hub.constants, datasets.config:
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", offline)
     message = refused("owner/name")
     assert message.startswith("--dataset owner/name: it is no file, and the hub does not give it")
     assert ("OfflineModeIsEnabled" if offline else "Connection refused") in message
     assert "Retry" not in capfd.readouterr().err
 
 
-def test_what_a_data_set_lacks_is_named(monkeypatch, tmp_path):
+def test_what_a_data_set_lacks_is_named(monkeypatch):
     """A column that a data set lacks is named, in the words of the library."""
-    (tmp_path / "train.jsonl").write_bytes(lines(dict(body="hello")))
-    load = datasets.load_dataset
-
-    def load_folder(_name: str, *words: str, **options: str) -> datasets.Dataset:
-        return load(str(tmp_path), *words, **options, cache_dir=tmp_path / "cache")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_folder)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    hub_of(monkeypatch, body=["hello"])
     message = refused("owner/name")
     assert message.startswith("--dataset owner/name: ")
     assert "Column name ['text'] not in the dataset" in message
@@ -319,9 +291,12 @@ def test_what_a_data_set_lacks_is_named(monkeypatch, tmp_path):
 # --- Fingerprints ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [0, 500, 999])
-def test_a_changed_token_changes_the_fingerprint(tmp_path, place):
-    """Equal tokens have equal fingerprints; one other token, or one more, has another."""
+@pytest.mark.parametrize("block, place", [(2**21, 0), (2**21, 999), (10, 500), (10, 990)])
+def test_a_changed_token_changes_the_fingerprint(monkeypatch, tmp_path, block, place):
+    """Equal tokens have equal fingerprints; one other token, or one more, has another. With blocks
+    of 10, only the first 10 of each 15 or 16 tokens are read, as in a large file.
+    """
+    monkeypatch.setattr(data, "BLOCK", block)
     ids = np.arange(1000, dtype=np.uint16) % 250
     changed = ids.copy()
     changed[place] += 1
@@ -330,17 +305,3 @@ def test_a_changed_token_changes_the_fingerprint(tmp_path, place):
         tokens.tofile(tmp_path / f"{name}.bin")
         found.append(opened(tmp_path / f"{name}.bin").fingerprint())
     assert found[0] == found[1] and len(set(found)) == 3
-
-
-def test_a_large_file_is_sampled(monkeypatch, tmp_path):
-    """Of a stream of more than 64 blocks, the fingerprint reads only the blocks: it misses a
-    change between two of them."""
-    monkeypatch.setattr(data, "BLOCK", 10)
-    ids = np.zeros(64 * 100, np.uint16)
-    found = []
-    for place in 0, 6309, 6310, 50:
-        tokens = ids.copy()
-        tokens[place] = 1
-        tokens.tofile(tmp_path / "a.bin")
-        found.append(opened(tmp_path / "a.bin").fingerprint())
-    assert len(set(found)) == 3 and found[2] == found[3]

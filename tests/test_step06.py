@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import weakref
+from collections import Counter, deque
 from functools import partial
 from itertools import accumulate, product
 from unittest import mock
@@ -19,8 +20,8 @@ from common import UserError, schedules
 from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import IGNORE, Decoder
-from common.schedules import Action, add_messages, consumer, round_robin, simulate
-from tests.equal import alive, close, decoder, draw, equals_step1
+from common.schedules import Action, add_messages, producer, round_robin, simulate
+from tests.equal import alive, close, close_gradients, decoder, draw, equals_step1
 from tests.tape import Tape
 
 ranks = pytest.mark.ranks
@@ -121,14 +122,12 @@ def test_law_of_the_bubble(name, costs):
 
 
 def test_simulate_gives_times_worked_out_by_hand():
-    """Two ranks with F = 2, B = 3 and messages of 1; and one rank with two stages."""
+    """Two ranks with F = 2, B = 3 and messages of 1."""
     spans = simulate(lists_of("1f1b", 2, 2), round_robin(2, 1), dict(F=2, B=3), message=1)
     by_hand = [(2, 0, 0, "F0.0"), (4, 0, 2, "F1.0"), (5, 1, 3, "F0.1"), (8, 1, 5, "B0.1")]
     by_hand += [(10, 1, 8, "F1.1"), (12, 0, 9, "B0.0"), (13, 1, 10, "B1.1"), (17, 0, 14, "B1.0")]
     expected = [(end, rank, start, *acts(text)) for end, rank, start, text in by_hand]
     close(spans, expected, "(end, rank, start, action)")
-    spans = simulate([acts("F0.0 F0.1 B0.1 B0.0")], round_robin(1, 2), dict(F=2, B=3), message=1)
-    close([end for end, *_ in spans], [2, 4, 7, 10], "end times on one rank")
 
 
 @cases(
@@ -158,19 +157,15 @@ def test_keep_stages(tied, name):
     for rank, stages in enumerate(STAGES[name]):
         model = decoder(partial(step.keep_stages, stages=stages), tied=tied, n_layers=5)
         numbers = sorted(number for layers in stages for number in layers)
-        first = 0 in numbers
-        last = 4 in numbers
         close([*model.model.layers], [str(number) for number in numbers], f"rank {rank}: layers")
         wanted = set()
-        if first or (last and tied):
+        if 0 in numbers:
             wanted.add(TIED)
-        if last:
-            wanted.add("model.norm.weight")
-        if last and not tied:
-            wanted.add("lm_head.weight")
+        if 4 in numbers:
+            wanted |= {"model.norm.weight", TIED if tied else "lm_head.weight"}
         other = {key for key, _ in model.named_parameters() if "layers" not in key}
         close(other, wanted, f"rank {rank}: other parameters")
-        close(model.lm_head is None, not last, f"rank {rank}: it has no head")
+        close(model.lm_head is None, 4 not in numbers, f"rank {rank}: it has no head")
         if tied and TIED in wanted:
             record = layout_of(model.get_parameter(TIED))
             close(record.stage_copies, COPIES[name], f"rank {rank}: copies of the tied matrix")
@@ -208,24 +203,31 @@ def test_too_many_stages_are_refused():
 # --- Stages ---------------------------------------------------------------------------------------
 
 
-def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Tokens, targets, number of targets, positions of m micro-batches of 2 sequences; the last has
-    1.
-    """
-    tokens = (draw("tokens", 0, 2 * m - 1, 6).abs() * 5).long() % 13
-    counted = draw("count", 0, 2 * m - 1, 6) > -0.5
-    targets = tokens.flip(1).where(counted, IGNORE)
-    xs = list(tokens.split(2))
-    ys = list(targets.split(2))
-    return xs, ys, (targets != IGNORE).sum(), torch.arange(6).flip(0) * 2
+def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Tokens, targets and number of targets of m micro-batches of 2 sequences; the last has 1."""
+    tokens = torch.arange((2 * m - 1) * 6).view(-1, 6) * 7 % 13
+    targets = tokens.flip(1).where(tokens % 3 > 0, IGNORE)
+    return list(tokens.split(2)), list(targets.split(2)), (targets != IGNORE).sum()
+
+
+POSITIONS = torch.tensor([10, 8, 6, 4, 2, 0])
+
+
+def on_one_device(m: int, n_layers: int) -> tuple[Tensor, Decoder]:
+    """The loss of the whole model, which has the gradients of m micro-batches."""
+    xs, ys, n_targets = batch(m)
+    model = decoder(n_layers=n_layers)
+    loss = sum(model(x, y, POSITIONS) for x, y in zip(xs, ys, strict=True)) / n_targets
+    loss.backward()
+    return loss, model
 
 
 @task("stage", 2)
 def test_stages_in_turn_are_the_model():
     """Three stages compute the model's loss bit for bit, at positions that bf16 cannot hold."""
     model = decoder(n_layers=4).to(torch.bfloat16)
-    xs, ys, _, positions = batch(2)
-    positions = positions * 301 + 999
+    xs, ys, _ = batch(2)
+    positions = POSITIONS * 301 + 999
     x = xs[0]
     for number, layers in enumerate([range(0, 1), range(1, 3), range(3, 4)]):
         x = step.Stage(model, layers, positions, number).compute_output(x, ys[0])
@@ -235,14 +237,11 @@ def test_stages_in_turn_are_the_model():
 @task("stage", 3)
 def test_a_stage_passes_gradients_on_and_frees_its_output():
     """backward returns dx and adds to the weights' gradients; before it, y's memory is free."""
-    xs, ys, n_targets, positions = batch(1)
-    whole = decoder(n_layers=2)
-    (whole(xs[0], ys[0], positions) / n_targets).backward()
     model = decoder(n_layers=2)
-    first = step.Stage(model, range(0, 1), positions, 0)
-    last = step.Stage(model, range(1, 2), positions, 1)
+    first = step.Stage(model, range(0, 1), POSITIONS, 0)
+    last = step.Stage(model, range(1, 2), POSITIONS, 1)
     for stage in (first, last):
-        stage.begin(xs, ys, n_targets)
+        stage.begin(*batch(1))
     y = first.forward(0, None)
     memory = [weakref.ref(y.untyped_storage())]
     close(y.requires_grad, False, "the output is detached")
@@ -251,92 +250,55 @@ def test_a_stage_passes_gradients_on_and_frees_its_output():
     close(alive(memory), 0, "the output's memory, once it is sent")
     dx = last.backward(0, None)
     close(first.backward(0, dx), None, "the first stage returns no dx")
-    for name, param in model.named_parameters():
-        close(param.grad, whole.get_parameter(name).grad, f"the gradient of {name}")
+    _, whole = on_one_device(1, n_layers=2)
+    close_gradients(model, whole)
     close((len(first.graphs), len(last.graphs)), (0, 0), "graphs that stay")
 
 
 # --- Messages -------------------------------------------------------------------------------------
 
 
-class Recorder(step.Stage):
-    """A stage that computes nothing. `lines`: what its rank does, a list for each call that it
-    waits for.
+def program_of(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[Action | set]:
+    """Run a loop on numbers in place of tensors: what `rank` of p does. It computes an action, or
+    waits for a set of messages; a message is named after the action that needs it.
     """
+    program: list[Action | set] = []
 
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.lines: list[list[tuple]] = []
-
-    def forward(self, i: int, x: int | None) -> int:
-        """Return the micro-batch's number in place of a tensor."""
-        self.lines.append([("compute", Action("F", i, self.rank), None)])
+    def compute(kind: str, i: int, received: int | None) -> int:
+        program.append(Action(kind, i, rank))
         return i
 
-    def backward(self, i: int, dy: int | None) -> int:
-        """Return the micro-batch's number in place of a tensor."""
-        self.lines.append([("compute", Action("B", i, self.rank), None)])
-        return i
+    def exchange(sends: list, receives: list, group: object) -> mock.Mock:
+        messages = {Action("F" if peer > rank else "B", i, peer) for i, peer in sends}
+        messages |= {Action("B" if peer > rank else "F", i, rank) for i, peer in receives}
+        if messages:
+            program.append(messages)
+        return mock.Mock()
 
-
-def program_of(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list[tuple]]:
-    """Run a loop on numbers in place of tensors: what `rank` of p does, one list for each wait."""
     pipeline = object.__new__(cls)
-    pipeline.stage = Recorder(rank)
+    pipeline.stage = mock.Mock(forward=partial(compute, "F"), backward=partial(compute, "B"))
     pipeline.group = mock.Mock(rank=rank, size=p)
     pipeline.xs = [None] * m
     pipeline.buffer = int
-
-    def exchange(sends: list, receives: list, group: object) -> mock.Mock:
-        line = []
-        for i, peer in sends:
-            line.append(("send", Action("F" if peer > rank else "B", i, peer), peer))
-        for i, peer in receives:
-            line.append(("receive", Action("B" if peer > rank else "F", i, rank), peer))
-        if line:
-            pipeline.stage.lines.append(line)
-        return mock.Mock()
-
     with mock.patch.object(step, "exchange", exchange):
         pipeline.execute()
-    return pipeline.stage.lines
+    return program
 
 
-def carry_out(programs: list[list[list[tuple]]], n_stages: int):
-    """Play all ranks. Instructions of a line start together; a send blocks until it is received."""
-    lines = [[list(line) for line in program] for program in programs]
-    inputs = set()  # (rank, action) whose input has arrived
-    moved = True
-    while moved:
-        moved = False
-        for program in lines:
-            while program and not program[0]:
-                program.pop(0)
-        for rank, program in enumerate(lines):
-            for instruction in list(program[0]) if program else []:
-                if play(instruction, rank, lines, inputs, n_stages):
-                    program[0].remove(instruction)
-                    moved = True
-    waiting = [program[0] for program in lines if any(program)]
-    assert not waiting, f"deadlock: the ranks wait at {waiting}"
-
-
-def play(instruction: tuple, rank: int, lines: list, inputs: set, n_stages: int) -> bool:
-    """Play an instruction, if it can be: a receive happens with its send. Returns whether it was
-    played.
+def require_no_deadlock(programs: list[list[set]]):
+    """Play all ranks, each of which waits for one set of messages after another. A message passes
+    when both its ends have begun: sends block until they are received.
     """
-    verb, action, peer = instruction
-    at_end = (action.kind, action.stage) in (("F", 0), ("B", n_stages - 1))  # tokens; the loss
-    if verb == "compute" and (at_end or (rank, action) in inputs):
-        inputs.add((rank, consumer(action, n_stages)))
-        return True
-    if verb == "send" and (rank, action) in inputs and lines[peer]:
-        receive = ("receive", action, rank)
-        if receive in lines[peer][0]:
-            lines[peer][0].remove(receive)
-            inputs.add((peer, action))
-            return True
-    return False
+    queues = [deque(program) for program in programs]
+    while any(queues):
+        begun = Counter(message for queue in queues if queue for message in queue[0])
+        passed = {message for message, ends in begun.items() if ends == 2}
+        assert passed, f"deadlock: the ranks wait for {list(begun)}"
+        for queue in queues:
+            if queue and queue[0] <= passed:
+                queue.popleft()
+            elif queue:
+                queue[0] = queue[0] - passed
 
 
 LOOPS = [("afab", step.Pipeline), ("1f1b", step.OneForwardOneBackward)]
@@ -349,11 +311,12 @@ def test_loops_run_their_schedule_without_deadlock(name, cls):
     for p in RANKS:
         for m in (1, 3, 8):
             programs = [program_of(cls, rank, p, m) for rank in range(p)]
-            for rank, actions in enumerate(lists_of(name, p, m)):
-                lines = [line[0] for line in programs[rank]]
-                done = [action for verb, action, _ in lines if verb == "compute"]
-                close(done, actions, f"p={p} m={m}, rank {rank}: order of work")
-            carry_out(programs, p)
+            messages = []
+            for program, actions in zip(programs, lists_of(name, p, m), strict=True):
+                done = [line for line in program if isinstance(line, Action)]
+                close(done, actions, f"p={p} m={m}: order of work")
+                messages.append([line for line in program if isinstance(line, set)])
+            require_no_deadlock(messages)
 
 
 @task("messages", 1)
@@ -362,7 +325,7 @@ def test_steady_1f1b_waits_once_for_a_send_and_a_receive():
     waits = []
     for rank in range(2):
         program = program_of(step.OneForwardOneBackward, rank, 2, 4)
-        waits.append(len([line for line in program if line[0][0] != "compute"]))
+        waits.append(len([line for line in program if isinstance(line, set)]))
     close(waits, [5, 5], "waits of the two ranks")
 
 
@@ -389,9 +352,17 @@ def test_programs_run_their_lists_without_deadlock(name, costs):
     for p, m, v in sizes_of(name):
         lists = lists_of(name, p, m, v)
         programs = add_messages(lists, round_robin(p, v), costs)
-        for program, actions in zip(programs, lists, strict=True):
-            close([line.action for line in program if line.verb == "compute"], actions, "the list")
-        carry_out([[[tuple(line)] for line in program] for program in programs], p * v)
+        messages = []
+        for rank, program in enumerate(programs):
+            computed = [line.action for line in program if line.verb == "compute"]
+            close(computed, lists[rank], f"p={p} m={m} v={v}, rank {rank}: order of work")
+            messages.append([{line.action} for line in program if line.verb != "compute"])
+            for action in computed:
+                needed = producer(action, p * v)
+                if needed and needed.stage % p != rank:
+                    before = program[: program.index(("compute", action, None))]
+                    assert ("receive", action, needed.stage % p) in before, f"{action} has no input"
+        require_no_deadlock(messages)
 
 
 # --- A whole step on all ranks --------------------------------------------------------------------
@@ -424,7 +395,7 @@ def pipeline_of(
     )
 
     def cut(model: Decoder):
-        made.append(step.SCHEDULES[schedule](config, model, mesh, batch(m)[3]))
+        made.append(step.SCHEDULES[schedule](config, model, mesh, POSITIONS))
 
     model = decoder(cut, n_layers=layers)
     return made[0], model
@@ -434,16 +405,12 @@ def pipeline_of(
 @cases("schedule, sizes, m, v, layers", CASES)
 def test_a_step_equals_one_device(schedule, sizes, m, v, layers):
     """The last rank's loss, and each rank's gradients, are those of the whole model."""
-    xs, ys, n_targets, positions = batch(m)
     pipeline, model = pipeline_of(schedule, sizes, m, v, layers)
-    found = pipeline.step(xs, ys, n_targets)
-    whole = decoder(n_layers=layers)
-    loss = sum(whole(x, y, positions) for x, y in zip(xs, ys, strict=True)) / n_targets
-    loss.backward()
+    found = pipeline.step(*batch(m))
+    loss, whole = on_one_device(m, layers)
     is_last = pipeline.group.rank == pipeline.group.size - 1
     close(found, loss if is_last else torch.zeros_like(loss), "the loss, on the last rank", m)
-    for name, param in model.named_parameters():
-        close(param.grad, whole.get_parameter(name).grad, f"the gradient of {name}", m)
+    close_gradients(model, whole, m)
 
 
 @task("messages", 2)
@@ -452,10 +419,9 @@ def test_each_x_and_dx_is_one_message(schedule, sizes, m, v, layers):
     """A rank sends [2, 6, 16] numbers of fp64, [1, 6, 16] for the last micro-batch, to each
     neighbour stage.
     """
-    xs, ys, n_targets, _ = batch(m)
     with Tape() as tape:
         pipeline, _ = pipeline_of(schedule, sizes, m, v, layers)
-        pipeline.step(xs, ys, n_targets)
+        pipeline.step(*batch(m))
     p = pipeline.group.size
     borders = 0  # between a stage of this rank and one of another
     for stage in range(pipeline.group.rank, p * v, p):
@@ -471,32 +437,28 @@ def test_each_x_and_dx_is_one_message(schedule, sizes, m, v, layers):
 @cases("schedule, sizes, m, v, layers", A_CASE_OF_EACH)
 def test_graphs_in_flight(schedule, sizes, m, v, layers):
     """1F1B holds graphs of p - r micro-batches, AFAB of all; an output goes once it is sent."""
-    xs, ys, n_targets, _ = batch(m)
     pipeline, _ = pipeline_of(schedule, sizes, m, v, layers)
-    stages = list(pipeline.stages.values()) if hasattr(pipeline, "stages") else [pipeline.stage]
     group = pipeline.group
+    compute_output = step.Stage.compute_output
+    stages = set()  # of this rank
     outputs = []
     flying = []
     waiting = []
 
     def watched(stage: step.Stage, x: Tensor, targets: Tensor) -> Tensor:
-        y = type(stage).compute_output(stage, x, targets)
+        stages.add(stage)
+        y = compute_output(stage, x, targets)
         flying.append(1 + sum(len(each.graphs) for each in stages))
         waiting.append(alive(outputs))
         if not stage.is_last:
             outputs.append(weakref.ref(y.untyped_storage()))
         return y
 
-    for stage in stages:
-        stage.compute_output = partial(watched, stage)
-    pipeline.step(xs, ys, n_targets)
+    with mock.patch.object(step.Stage, "compute_output", watched):
+        pipeline.step(*batch(m))
     close(max(flying), most_in_flight(schedule, group.size, group.rank, m, v), "graphs in flight")
     assert max(waiting) <= 1, f"{max(waiting)} outputs wait for a peer"
-    close(
-        (alive(outputs), sum(len(stage.graphs) for stage in stages)),
-        (0, 0),
-        "what stays after the step",
-    )
+    close(alive(outputs), 0, "outputs that stay after the step")
 
 
 UNEVEN = dict(tied=True, micro_batch_size=2)
