@@ -24,7 +24,7 @@ MAY = {  # room (`room_of`) -> the other rooms that it may import
     "loops": COURSE | {"techniques"},
     "tools": COURSE
     | {"extras", "plan"},  # the dry run takes GPUs and the law of FLOPs from the planner
-    "plan": {"common", "techniques"},
+    "plan": {"common", "techniques", "extras"},
     "labs": {"common"},
     "pages": COURSE | {"extras", "tools"},
     "bench": COURSE | {"extras", "tools", "plan", "proof"},

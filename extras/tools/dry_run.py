@@ -21,7 +21,6 @@ it is a CPU's, too). What a technique moves to the host is counted with the rest
 """
 
 import gc
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -45,11 +44,11 @@ from common import UserError, layout
 from common.comm import Mesh
 from common.flags import flag, parse
 from common.shapes import model_shape
-from common.trainer import report
 from extras.__main__ import step_of, techniques, with_flags
 from extras.plan.gpus import GPUS, Gpu
 from extras.plan.shapes import flops_per_token, shape_of
 from extras.plan.tables import table
+from extras.start import start
 from extras.tools.memory import KINDS, Memory, human, tensors_of
 
 # Matmuls, and the place of the first factor among their arguments.
@@ -386,7 +385,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

@@ -23,7 +23,6 @@ You should see about 3.5 bytes a token: a sequence holds that much more text tha
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -37,7 +36,7 @@ from common import UserError
 from common.data import END
 from common.flags import flag, parse
 from common.readers import READERS, kind_of
-from common.trainer import report
+from extras.start import start
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # names of end tokens, the usual first
 AT_ONCE = 100  # documents that are encoded in parallel
@@ -187,7 +186,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)
