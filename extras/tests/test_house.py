@@ -26,7 +26,7 @@ MAY = {  # room (`room_of`) -> the other rooms that it may import
     | {"extras", "plan"},  # the dry run takes GPUs and the law of FLOPs from the planner
     "plan": {"common", "techniques", "extras"},
     "labs": {"common"},
-    "pages": COURSE | {"extras", "tools"},
+    "pages": COURSE | {"extras", "tools", "proof"},  # four ranks of tests/pool.py
     "bench": COURSE | {"extras", "tools", "plan", "proof"},
     "extras": COURSE,  # its __main__
     "tests": COURSE

@@ -234,10 +234,6 @@ class CountedRun:
         self.model, self.optimizer = model, optimizer
         sent = mesh.sent if mesh else Counter()
         yield 0
-        shards = [getattr(unit, "shard", None) for unit in getattr(optimizer, "units", ())]  # ZeRO
-        states = [*optimizer.masters.values(), *optimizer.torch_optimizer.state.values()]
-        self.meter.label("weights", [*model.parameters(), *model.buffers(), *shards])
-        self.meter.label("optimizer state", tensors_of(states))
         gc.collect()  # garbage of the first step would count as memory
         before = Counter(sent)
         self.start = len(self.meter.events)
@@ -248,8 +244,7 @@ class CountedRun:
 
     def require_finite(self, step: int, **numbers: float):
         """Called when the gradients are complete."""
-        self.meter.label("gradients", [param.grad for param in self.model.parameters()])
-        self.meter.label("gradients", self.optimizer.gradients().values())
+        self.meter.label_training(self.model, self.optimizer)
         self.held = self.meter.held()
 
     def record(self, step: int, tokens: int, **numbers: float):
