@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from common import UserError
 from common.flags import flag, parse
-from extras.plan.gpus import GIB, GPUS, NODE
-from extras.plan.layouts import read_layout
+from extras.plan.gpus import GPUS, NODE
+from extras.plan.layouts import meshes, read_layout
 from extras.plan.report import report
-from extras.plan.search import Plan, best_plans, evaluate, smallest
+from extras.plan.search import Plan, best_plans, evaluate
 from extras.plan.shapes import NAMES, Experts, Shape, named_shape
 from extras.start import start
 
@@ -72,16 +72,14 @@ def plans_of(config: Config, m: Shape, batch: int) -> list[Plan]:
     plans = list(tqdm(best, "meshes", WANTED, disable=None, leave=False))
     if plans:
         return plans
-    least = smallest(m, config.gpus, batch)
-    if least is None:
+    if next(meshes(m, config.gpus, batch), None) is None:
         raise UserError(
             f"no layout of {config.gpus} GPUs is legal for {config.model}, --seq-len {m.seq_len} "
             f"and --global-batch-size {batch}: use numbers with more common divisors"
         )
-    x, memory = least
     raise UserError(
         f"{config.model} with --seq-len {m.seq_len} does not fit on {config.gpus} {config.gpu}: "
-        f"the smallest layout ({x.flags()}) needs {memory.total / GIB:.1f} GiB; use more --gpus"
+        'use more --gpus; --layout "--zero 3 --recompute full" says what this layout needs'
     )
 
 

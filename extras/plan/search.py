@@ -70,16 +70,3 @@ def best_plans(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
         if not names & seen:
             yield plan
         seen |= names
-
-
-def leanest(m: Shape, mesh: Layout) -> Layout:
-    """Of a mesh's layouts, the one that usually needs the least memory."""
-    lean = replace(mesh, micro_batch_size=1, recompute="full,logits", schedule="1f1b")
-    return variants(m, lean)[-1]  # the last stage of ZeRO
-
-
-def smallest(m: Shape, world: int, batch: int) -> tuple[Layout, Held] | None:
-    """Of all meshes' leanest layouts, the one with the least memory; None if no layout is legal."""
-    lean = [leanest(m, mesh) for mesh in meshes(m, world, batch) if mesh.micro_batch_size == 1]
-    sizes = [(x, held(m, x)) for x in lean]
-    return min(sizes, key=lambda each: each[1].total, default=None)
