@@ -130,27 +130,28 @@ def all_pictures() -> dict[str, dict]:
     techniques()  # their entries are added to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
-    def of(name: str, columns: list[str], title: str, ranks: int = RANKS, **first: Any) -> dict:
-        """Make a picture from what each of the first `ranks` ranks has recorded under `name`."""
-        who = [recording[name] for recording in seen[:ranks]]
+    def of(name: str, columns: list[str], title: str, **first: Any) -> dict:
+        """Make a picture from what the ranks have recorded under `name`."""
+        who = [recording[name] for recording in seen if recording[name]]
         return picture(
             {key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first
         )
 
     batches = [f"micro-batch {n}" for n in (1, 2, 3)]
-    timing = dict(schedule="1f1b", ranks=4, micro_batches=8)
     schedules = {}
     for name, p, m in product(DRAWN, (2, 4), (4, 8)):
         schedules[f"{name}/{p}/{m}"] = schedule(name, p, m)
     rings = dict(zigzag=ring("zigzag"), ordered=ring("ordered"))
     return dict(
         step01_single_gpu=of(
-            "step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"
+            "step", batches, "A step, and what memory holds", dtype="fp32", recompute="none"
         ),
         step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
         step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
         step04_tp_sp=of("block", four, "Which rank has what, from f to g", tokens="sp"),
         step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
-        step06_pipeline=picture(schedules, "A schedule, action by action", **timing),
+        step06_pipeline=picture(
+            schedules, "A schedule, action by action", schedule="1f1b", ranks=4, micro_batches=8
+        ),
         step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),
     )

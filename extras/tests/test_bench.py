@@ -16,6 +16,8 @@ from tests.pool import Pool
 LINES = []
 for each in CONTESTS.values():
     LINES += [(each.step, f"{each.shared} {flags}") for flags, _ in each.rows.values()]
+for n in (1, 2, 4, 8):
+    LINES += [(row.step, " ".join(gpus.flags_of(row, n, gpus.Config()))) for row in gpus.layouts(n)]
 
 
 @pytest.mark.parametrize("step, flags", sorted(set(LINES)))
@@ -44,16 +46,6 @@ def test_a_contest_beside_pytorch():
     for watched, timed in turns.values():
         assert watched[0].peak > 0 and min(turn.seconds for turn in timed) > 0
         assert len(set(watched[0].losses)) == 4
-
-
-RUNS = [(ranks, row) for ranks in (1, 2, 4, 8) for row in gpus.layouts(ranks)]
-
-
-@pytest.mark.parametrize("ranks, row", RUNS, ids=[f"{n} {row.step} {row.flags}" for n, row in RUNS])
-def test_a_run_for_gpus_is_a_legal_command_line(ranks, row):
-    """The step takes its flags."""
-    config_class = with_flags(importlib.import_module(row.step).Config, techniques())
-    parse(config_class, gpus.flags_of(row, ranks, gpus.Config()))
 
 
 def test_a_run_that_hangs_ends_with_its_children(tmp_path):

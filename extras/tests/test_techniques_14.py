@@ -39,6 +39,7 @@ CPU = torch.device("cpu")
 # --- One process's numbers -----------------------------------------------------------------------
 
 STEP2, STEP3, STEP4 = "step02_ddp", "step03_zero", "step04_tp_sp"
+STEP5, STEP7 = "step05_cp_ring", "step07_moe_ep"
 # SGD shows a wrong scale of gradients, which AdamW hides
 SGD = dict(optimizer="sgd", lr=0.5, micro_batch_size=2)
 TIED = SGD | dict(tied=True)
@@ -420,6 +421,7 @@ def test_law_of_few_heads(kv_heads):
 
 # --- Flags ---------------------------------------------------------------------------------------
 
+ONE_HEAD = "--model debug,n_heads=1,n_kv_heads=1"
 REFUSED = [
     (STEP2, "--sync topk --topk-fraction 1.5", "--topk-fraction 1.5 must be above 0"),
     (STEP2, "--topk-fraction 0.5", "--topk-fraction has no effect without --sync topk"),
@@ -428,13 +430,16 @@ REFUSED = [
     (STEP3, "--zero 2+replicas --replicas 3", "--replicas 3 must divide the 2 ranks of dp x cp"),
     (STEP3, "--optimizer adafactor", "--optimizer adafactor needs whole matrices: use --zero 0"),
     (STEP4, "--tp 2 --zero 0 --optimizer adafactor", "--optimizer adafactor needs whole"),
+    (STEP5, f"--cp 2 --cp-mode ulysses {ONE_HEAD}", "--cp-mode ulysses: --cp 2 must divide"),
+    (STEP7, "--balance groups --expert-groups 3", "--expert-groups 3 must divide"),
+    (STEP7, "--balance groups --groups-per-token 4", "--expert-groups 4 must divide"),
 ]
 
 
 def refusal(step: str, flags: str) -> str:
     """Runs on every rank: the message with which a step refuses flags."""
     module = importlib.import_module(step)
-    words = [*flags.split(), "--device=cpu", "--model=debug"]
+    words = ["--device=cpu", "--model=debug", *flags.split()]
     try:
         with Watch(parse(with_flags(module.Config, TECHNIQUES), words)) as run:
             module.train(run.config, run)

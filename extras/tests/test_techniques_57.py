@@ -322,18 +322,10 @@ def test_capacity_by_definition():
 # --- Mistakes -----------------------------------------------------------------------------------
 
 
-@cases("groups, most", [(3, 1), (4, 4), (4, 1)])
-def test_groups_that_cannot_work(groups, most):
-    """3 groups of 8 experts; all groups for each token; 2 experts for 4 choices."""
-    with pytest.raises(UserError, match=f"--expert-groups {groups} must divide --experts 8"):
-        layer("groups", expert_groups=groups, groups_per_token=most)
-
-
 REFUSED = [
     ("flash", torch.float32, 64, (9, 0), "--dtype bf16"),
     ("flash", torch.bfloat16, 64, (7, 5), "Ampere"),
     ("allgather-flash", torch.bfloat16, 36, (9, 0), "head_dim"),
-    ("ulysses", torch.bfloat16, 64, (9, 0), "--cp 3 must divide a rank's 4 heads"),
 ]
 
 

@@ -52,7 +52,6 @@ class Config:
     out: str = flag("", "the three files' path and name, without their suffixes")
     tokenizer: str = flag("", "apply the tokenizer of this tokenizer.json")
     train: int = flag(0, "train a tokenizer with so many tokens; 0: use --tokenizer", least=0)
-    end: str = flag("", f"the token that ends a document; default: the first of {', '.join(ENDS)}")
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -113,14 +112,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def end_of(tokenizer: Tokenizer, name: str = "") -> int:
+def end_of(tokenizer: Tokenizer) -> int:
     """The id of the token that ends a document. Raises UserError if the tokenizer has none."""
-    names = [name] if name else ENDS
-    for each in names:
-        end = tokenizer.token_to_id(each)
+    for name in ENDS:
+        end = tokenizer.token_to_id(name)
         if end is not None:
             return end
-    raise UserError(f"--end: the tokenizer has no token {' or '.join(names)}: name one that it has")
+    raise UserError(f"--tokenizer: it has no end token, such as {' or '.join(ENDS)}")
 
 
 def documents(dataset: str) -> Iterator[str]:
@@ -173,7 +171,7 @@ def run(config: Config):
             need = "the 256 bytes and the end token are 257 tokens already"
             raise UserError(f"--train {config.train}: {need}")
         tokenizer = train_tokenizer(documents(config.dataset), config.train)
-    end = end_of(tokenizer, config.end)
+    end = end_of(tokenizer)
     facts = write_ids(tqdm(documents(config.dataset), unit=" documents"), tokenizer, end, out)
     size = facts["bytes"] / facts["tokens"]
     print(f"{out}.bin: {facts['tokens']:,} tokens of {size:.2f} bytes")
