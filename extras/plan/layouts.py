@@ -105,6 +105,7 @@ def network(x: Layout, dim: str) -> Network:
     ranks, stride = {  # stride: by how much the numbers of two neighbours differ
         "tp": (x.tp, 1),
         "cp": (x.cp, x.tp),
+        "pp": (x.pp, x.tp * x.cp * x.dp),
         "ep": (x.ep, 1),
         "shard": (x.dp * x.cp, x.tp),
         "expert shard": (x.dp * x.cp * x.tp // x.ep, x.ep),

@@ -8,7 +8,8 @@
                   the same time
     all-to-all    rows go to ranks of the same node at `within` and, at the same time, to other
                   nodes at `between`
-    pipeline      step 6's bubble, as if all stages took equal time
+    pipeline      step 6's bubble, and messages that ranks wait for, as if all stages took equal
+                  time
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
 The bytes explain why small matmuls are slow: [N, K] x [K, M] takes
@@ -18,9 +19,8 @@ In a ring of n ranks on k nodes, data makes n - k hops within nodes and k - 1 be
 ncclTopoTuneModel, in src/graph/tuning.cc). With more ranks, messages become smaller, but there are
 more hops. A network is assumed to be as fast between many nodes as between two.
 
-Left out: messages between the stages of a pipeline, which changed no mean error of published runs
-by more than 0.3 percent points; contention between messages of neighbouring groups on shared links,
-or in a network of many nodes; NVLink SHARP.
+Left out: contention between messages of a pipeline, of neighbouring groups on shared links, or in a
+network of many nodes; NVLink SHARP.
 """
 
 from functools import lru_cache
@@ -54,11 +54,12 @@ class Recipe(NamedTuple):
     stops: bool = False  # recomputation stops before a layer's last matmul, as torch's does
     overlap_dp: bool = False  # sums gradients during backward
     overlap_tp: bool = False  # hides half of backward's messages behind the gradients of weights
+    scatter: bool = True  # tp ranks send a slice each over a pipeline boundary, also without SP
     balanced: bool = False  # stages cost the same: the last one has fewer layers, and the head
     library: float = 1.0  # the part of `Gpu.matmul` that its matmul library reached
 
 
-COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True)
+COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, scatter=False)
 
 
 class Seconds(NamedTuple):
@@ -66,7 +67,7 @@ class Seconds(NamedTuple):
 
     compute: float
     again: float  # recomputation
-    bubble: float  # a pipeline rank waits for others
+    bubble: float  # a pipeline rank waits for others, and for messages between stages
     tp: float  # `tp`, `cp`, `ep`, `dp`: messages that nothing hides
     cp: float
     ep: float
@@ -286,6 +287,42 @@ def rank_works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> np.nda
     return each
 
 
+def messages_waited_for(x: Layout) -> int:
+    """How many messages between stages nothing hides.
+
+    The first micro-batch moves down through all stages, and the last one up again. In 1F1B a rank
+    also waits for its neighbour's messages in between. In an interleaved schedule it does not, if a
+    message takes no longer than a stage's forward.
+    """
+    n_messages = 2 * (x.pp * x.stages - 1)
+    if x.schedule == "1f1b":
+        n_messages += 2 * ((x.micro_batches - 1) * (x.pp - 1) // x.pp)
+    return n_messages
+
+
+def message_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> float:
+    """Seconds of a message between two stages."""
+    sent = (p.share if recipe.scatter else p.own) * p.m.dim * NARROW
+    if network(p.x, "pp").in_node == 1:
+        seconds = gpu.start + sent / gpu.between + gpu.hop_between
+    else:
+        seconds = gpu.start + sent / gpu.within + gpu.hop
+    if recipe.scatter and not p.x.sp:
+        seconds += gather_seconds(p, gpu)
+    return seconds
+
+
+def bubble_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, stage: float) -> float:
+    """Seconds in which a pipeline rank waits for others, and for messages between stages.
+
+    Every stage is assumed to take the mean, `stage` seconds.
+    """
+    if p.x.pp == 1:
+        return 0.0
+    idle = (p.x.pp - 1) * stage
+    return idle + messages_waited_for(p.x) * message_seconds(p, gpu, recipe)
+
+
 def data_seconds(
     x: Layout, gpu: Gpu, recipe: Recipe, weights: list[float], layers: float, micro_batch: float
 ) -> float:
@@ -330,7 +367,8 @@ def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Seco
     each = rank_works(m, x, gpu, recipe)
     busiest = max(each.tolist(), key=sum)
     compute, again, tp, cp, ep = (x.micro_batches * part for part in busiest)
-    bubble = (x.pp - 1) * float(each.sum()) / x.pp / x.stages
+    stage = float(each.sum()) / x.pp / x.stages
+    bubble = bubble_seconds(micro_batch(m, x), gpu, recipe, stage)
     weights = max(rank_weights(m, x), key=sum)
     dp = data_seconds(x, gpu, recipe, weights, m.n_layers / x.pp, sum(busiest))
     update = update_seconds(x, gpu, recipe, weights)

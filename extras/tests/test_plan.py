@@ -129,15 +129,16 @@ def test_activations_that_wait(schedule, stages):
 # Seconds
 
 
-@pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_the_bubble_is_that_of_a_simulation(schedule, v):
-    """It is the time of the lists of actions, less that of a rank's own; a stage takes 3 units."""
-    p, n = 4, 16
-    lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
-    idle = simulate(lists, round_robin(p, v), COSTS)[-1][0] - 3 * n * v
-    x = Layout(pp=p, schedule=schedule, chunks=v, micro_batch_size=1, global_batch_size=n)
-    stage = seconds.rank_works(LLAMA, x, H100).sum() / p / v
-    assert step_seconds(LLAMA, x, H100).bubble == pytest.approx(idle / 3 * stage)
+@pytest.mark.parametrize("message", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
+def test_a_pipeline_waits_as_long_as_in_a_simulation(schedule, v, message):
+    """The bubble, p - 1 times 3 units, and the messages waited for are all that is lost."""
+    for p, n in (4, 4), (4, 64), (6, 18), (6, 13 if v == 1 else 30):
+        lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
+        whole = simulate(lists, round_robin(p, v), COSTS, message)[-1][0]
+        x = Layout(pp=p, schedule=schedule, chunks=v, micro_batch_size=1, global_batch_size=n)
+        waited = seconds.messages_waited_for(x) * message
+        assert 3 * (n * v + p - 1) + waited == pytest.approx(whole, rel=1e-12)
 
 
 def test_ranks_are_spread_over_nodes_of_eight():
