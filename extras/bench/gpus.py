@@ -3,11 +3,11 @@
     python -m extras.bench gpus                                  on all GPUs of this machine
     python -m extras.bench gpus --ranks 2 --model tiny           without a GPU: to try the command
 
-It has two parts: the machine (card, versions, speed of a copy, of a matrix product and of an
-all-reduce), and whole training steps of several layouts. Each training run is started as a user
-starts it, has `--limit` seconds, and if it fails, its last line is shown in place of numbers. The
-steps beside PyTorch's own parallelism are `python -m extras.bench step2` and so on, which use GPUs
-if there are enough. What the dry run and the planner predict needs no GPU, so it is not printed.
+It has three parts: the machine (card, versions, speed of a copy, of a matrix product and of an
+all-reduce); whole training steps of several layouts; and the steps beside PyTorch's own parallelism
+(contests.py). Each training run is started as a user starts it, has `--limit` seconds, and if it
+fails, its last line is shown in place of numbers. What does not fit into `--minutes` is named, and
+left out. What the dry run and the planner predict needs no GPU, so it is not printed here.
 """
 
 import json
@@ -41,6 +41,7 @@ class Config:
 
     ranks: int = flag(0, "GPUs to use: 1, 2, 4 or 8; 0: as many of these as there are", least=0)
     model: str = flag("smollm-1.7b", "preset of the shape, perhaps with changes")
+    minutes: float = flag(12.0, "for everything")
     limit: float = flag(120.0, "seconds of one training run")
 
 
@@ -124,21 +125,23 @@ def versions(kind: str) -> dict[str, str]:
 # --- Runs
 
 
-def run_limited(words: list[str], seconds: float) -> str:
-    """Run a command and its children; return why it failed ("": it did not)."""
+def run_limited(words: list[str], seconds: float) -> tuple[str, str]:
+    """Run a command and its children -> what it printed, and why it failed ("": it did not)."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
         try:
-            status = process.wait(seconds)
+            out = process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return f"no result within {seconds:.0f} s"
+            return "", f"no result within {seconds:.0f} s"
         log.seek(0)
         errors = [line for line in log.read().splitlines() if line.startswith("error: ")]
-    return [*errors, f"status {status}"][0] if status else ""
+    if process.returncode:
+        return out, errors[0] if errors else f"status {process.returncode}"
+    return out, ""
 
 
 def flags_of(row: Row, ranks: int, config: Config) -> list[str]:
@@ -147,13 +150,13 @@ def flags_of(row: Row, ranks: int, config: Config) -> list[str]:
     return [*words, "--micro-batch-size=4", *row.flags.split()]
 
 
-def trained(row: Row, ranks: int, kind: str, config: Config) -> list[str]:
+def trained(row: Row, ranks: int, kind: str, config: Config, limit: float) -> list[str]:
     """Train; return tokens/s, MFU and peak memory of a GPU, or why there are none."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with tempfile.TemporaryDirectory() as out:
         words = [*launcher, f"--nproc_per_node={ranks}", f"{row.step}.py", f"--out={out}"]
         words += [f"--steps={SKIPPED + TIMED}", f"--device={kind}", *flags_of(row, ranks, config)]
-        problem = run_limited(words, config.limit)
+        problem = run_limited(words, limit)[1]
         if problem:
             return [problem, "", ""]
         lines = Path(out, "metrics.jsonl").read_text().splitlines()
@@ -175,18 +178,52 @@ def choose_ranks(config: Config) -> tuple[int, str]:
     return ranks, "cuda" if gpus >= ranks else "cpu"
 
 
+def remaining(config: Config, end: float) -> float:
+    """The seconds that a run may take: --limit, or what is left until `end`."""
+    return max(0.0, min(config.limit, end - time.monotonic()))
+
+
+def show_layouts(ranks: int, kind: str, config: Config, end: float) -> list[str]:
+    """Train each layout until `end`, and print their table; return those that were left out."""
+    rows = [["run", "tokens/s", "MFU", "memory"]]
+    left_out = []
+    for row in layouts(ranks):
+        words = f"{row.step} {row.flags}".strip()
+        seconds = remaining(config, end)
+        if seconds < 20:
+            left_out.append(words)
+            continue
+        rows.append([words, *trained(row, ranks, kind, config, seconds)])
+    print(f"\n{config.model} on {ranks} ranks, {16 * ranks} sequences of a step\n")
+    print(table(rows), flush=True)
+    return left_out
+
+
+def show_contests(ranks: int, config: Config, end: float) -> list[str]:
+    """Run the contests until `end`, and print their tables; return those that were left out."""
+    left_out = []
+    for contest, least in (("step1", 1), ("step2", 2), ("step3", 2), ("step4", 2), ("step6", 4)):
+        seconds = remaining(config, end)
+        if ranks < least or seconds < 20:
+            left_out.append(f"bench {contest}")
+            continue
+        words = [sys.executable, "-m", "extras.bench", contest, "--rounds=3"]
+        out, problem = run_limited(words, seconds)
+        print(f"\n{out or contest + ': '}{problem}", flush=True)
+    return left_out
+
+
 def main(name: str, argv: list[str]):
     """Measure, and print each part as soon as it is known. Raises UserError."""
     config = parse(Config, argv)
     ranks, kind = choose_ranks(config)
+    end = time.monotonic() + 60 * config.minutes
     pool = Pool(ranks, kind)
     try:
         machine = versions(kind) | pool.run(speeds, kind, seconds=config.limit)[0]
     finally:
         pool.stop()
     print(table([["machine", ""], *([key, value] for key, value in machine.items())]), flush=True)
-    print(f"\n{config.model} on {ranks} ranks, {16 * ranks} sequences of a step\n")
-    rows = [["run", "tokens/s", "MFU", "memory"]]
-    for row in layouts(ranks):
-        rows.append([f"{row.step} {row.flags}".strip(), *trained(row, ranks, kind, config)])
-    print(table(rows))
+    left_out = show_layouts(ranks, kind, config, end) + show_contests(ranks, config, end)
+    if left_out:
+        print(f"\nleft out, for want of GPUs or time: {', '.join(left_out)}")
