@@ -4,10 +4,10 @@
     python -m extras.bench gpus --ranks 2 --model tiny           without a GPU: to try the command
 
 It has three parts: the machine (card, versions, speed of a copy, of a matrix product and of an
-all-reduce); whole training steps of several layouts; and the steps beside PyTorch's own parallelism
-(contests.py). Each training run is started as a user starts it, has `--limit` seconds, and if it
-fails, its last line is shown in place of numbers. What does not fit into `--minutes` is named, and
-left out. What the dry run and the planner predict needs no GPU, so it is not printed here.
+all-reduce); whole training steps of several layouts, beside the dry run's lower bound and the
+planner's prediction; and the steps beside PyTorch's own parallelism (contests.py). Each training
+run is started as a user starts it, has `--limit` seconds, and if it fails, its last line is shown
+in place of numbers. What does not fit into `--minutes` is named, and left out.
 """
 
 import json
@@ -27,6 +27,12 @@ import torch.distributed as dist
 
 from common import UserError
 from common.flags import flag, parse
+from common.shapes import model_shape
+from extras.plan.gpus import GPUS
+from extras.plan.layouts import read_layout
+from extras.plan.report import rates
+from extras.plan.search import evaluate
+from extras.plan.shapes import Experts, shape_of
 from extras.plan.tables import table
 from extras.tools.memory import human
 from tests.pool import ROOT, Pool
@@ -41,6 +47,7 @@ class Config:
 
     ranks: int = flag(0, "GPUs to use: 1, 2, 4 or 8; 0: as many of these as there are", least=0)
     model: str = flag("smollm-1.7b", "preset of the shape, perhaps with changes")
+    gpu: str = flag("h100-80", "whose constants dry run and planner use", GPUS)
     minutes: float = flag(12.0, "for everything")
     limit: float = flag(120.0, "seconds of one training run")
 
@@ -167,6 +174,33 @@ def trained(row: Row, ranks: int, kind: str, config: Config, limit: float) -> li
     return [f"{rate:,.0f}", f"{mfu:.1%}" if mfu else "-", human(peak) if peak else "-"]
 
 
+def dry(row: Row, ranks: int, config: Config, limit: float) -> list[str]:
+    """What the dry run says of rank 0: the largest possible MFU, and the peak of its memory."""
+    words = [sys.executable, "-m", "extras.tools.dry_run", f"{row.step}.py", f"--ranks={ranks}"]
+    words += [f"--gpu={config.gpu}", "--json", *flags_of(row, ranks, config)]
+    out, problem = run_limited(words, limit)
+    if problem:
+        return [problem, ""]
+    counts = json.loads(out)
+    return [f"{counts['mfu']:.1%}", human(sum(counts["peak"].values()))]
+
+
+def planned(row: Row, ranks: int, config: Config) -> list[str]:
+    """What the planner predicts: MFU and memory, or why it cannot."""
+    if row.step == "step01_single_gpu" and "--compile" in row.flags:
+        return ["-", "-"]  # it does not know compiled layers
+    shape = shape_of(model_shape(config.model), Experts())
+    try:
+        layout = read_layout(f"{row.flags} --micro-batch-size 4", shape, ranks, 16 * ranks)
+    except UserError as error:  # such as too few layers for the stages
+        return [f"error: {error}", ""]
+    plan = evaluate(shape, layout, GPUS[config.gpu])
+    return [f"{rates(shape, plan, GPUS[config.gpu])[0]:.1%}", human(plan.held.total)]
+
+
+HEADER = ["run", "tokens/s", "MFU", "memory", "dry: MFU <", "memory", "plan: MFU", "memory"]
+
+
 def choose_ranks(config: Config) -> tuple[int, str]:
     """The number of ranks, and the kind of their devices. Raises UserError."""
     gpus = torch.cuda.device_count()
@@ -185,7 +219,7 @@ def remaining(config: Config, end: float) -> float:
 
 def show_layouts(ranks: int, kind: str, config: Config, end: float) -> list[str]:
     """Train each layout until `end`, and print their table; return those that were left out."""
-    rows = [["run", "tokens/s", "MFU", "memory"]]
+    rows = [HEADER]
     left_out = []
     for row in layouts(ranks):
         words = f"{row.step} {row.flags}".strip()
@@ -193,7 +227,9 @@ def show_layouts(ranks: int, kind: str, config: Config, end: float) -> list[str]
         if seconds < 20:
             left_out.append(words)
             continue
-        rows.append([words, *trained(row, ranks, kind, config, seconds)])
+        measured = trained(row, ranks, kind, config, seconds)
+        expected = dry(row, ranks, config, remaining(config, end)) + planned(row, ranks, config)
+        rows.append([words, *measured, *expected])
     print(f"\n{config.model} on {ranks} ranks, {16 * ranks} sequences of a step\n")
     print(table(rows), flush=True)
     return left_out

@@ -3,6 +3,7 @@
 import importlib
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch._dynamo.utils import counters
@@ -46,6 +47,49 @@ def test_a_contest_beside_pytorch():
     for watched, timed in turns.values():
         assert watched[0].peak > 0 and min(turn.seconds for turn in timed) > 0
         assert len(set(watched[0].losses)) == 4
+
+
+RUNS = [(ranks, row) for ranks in (1, 2, 4, 8) for row in gpus.layouts(ranks)]
+
+
+@pytest.mark.parametrize("ranks, row", RUNS, ids=[f"{n} {row.step} {row.flags}" for n, row in RUNS])
+def test_a_run_for_gpus_is_legal_and_planned(ranks, row):
+    """The step takes its flags; the planner knows the layout and its memory (but no --compile)."""
+    config_class = with_flags(importlib.import_module(row.step).Config, techniques())
+    parse(config_class, gpus.flags_of(row, ranks, gpus.Config()))
+    mfu, memory = gpus.planned(row, ranks, gpus.Config())
+    if "--compile" in row.flags:
+        assert (mfu, memory) == ("-", "-")
+    else:
+        assert 5 < float(mfu.rstrip("%")) < 70 and memory.endswith("GiB"), (mfu, memory)
+
+
+def test_a_row_that_cannot_be_planned_says_why():
+    """A model of 2 layers on 4 stages: the other rows of the table still get numbers."""
+    row = gpus.Row("step06_pipeline", "--pp 4")
+    found = gpus.planned(row, 4, gpus.Config(model="debug"))
+    assert found[0].startswith("error: --pp 4: 2 layers for 4 stages")
+
+
+def test_runs_end_in_time(monkeypatch):
+    """A dry run has what training has left of the whole time, not the limit of a run again."""
+    now = 0.0
+    ends = []
+
+    def train(*arguments) -> list[str]:
+        nonlocal now
+        now += arguments[-1]
+        return ["", "", ""]
+
+    def dry_run(*arguments) -> list[str]:
+        ends.append(now + arguments[-1])
+        return ["", ""]
+
+    monkeypatch.setattr(gpus, "trained", train)
+    monkeypatch.setattr(gpus, "dry", dry_run)
+    monkeypatch.setattr(gpus, "time", SimpleNamespace(monotonic=lambda: now))
+    gpus.show_layouts(1, "cpu", gpus.Config(limit=100.0), 150.0)
+    assert ends == [150.0, 150.0]
 
 
 def test_a_run_that_hangs_ends_with_its_children():

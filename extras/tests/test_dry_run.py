@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -116,16 +117,14 @@ def test_h100(recompute, measured):
     assert sum(counts["peak"].values()) / 2**30 == pytest.approx(measured, rel=0.0025)
 
 
-def test_the_report(capsys):
-    """It has the counts. Rank 5 of 8 is on the last stage, and has the head."""
-    line = "step06_pipeline.py --ranks 8 --rank 5 --pp 2 --tp 2 --model debug"
+def test_json(capsys):
+    """`--json` prints the counts. Rank 5 of 8 is on the last stage, and has the head."""
+    line = "step06_pipeline.py --ranks 8 --rank 5 --pp 2 --tp 2 --model debug --json"
     main(line.split())
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    counts = json.loads(capsys.readouterr().out)
+    assert counts["sent"]["pp send"] > 0
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176  # of the matrices tp 2 leaves a half
-    weights = 2 * (layer / 2 + 2 * 64 + 129 * 64 + 64)
-    assert ["weights", *[f"{weights / 1024:.2f}", "KiB"] * 2] in lines
-    sent = 16 * 32 * 64 * 2  # bytes: of 16 sequences, the gradients of half the tokens, in bf16
-    assert ["pp", "send", f"{sent / 1024:.2f}", "KiB"] in lines
+    assert counts["held"]["weights"] == 2 * (layer / 2 + 2 * 64 + 129 * 64 + 64)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ it is a CPU's, too). What a technique moves to the host is counted with the rest
 """
 
 import gc
+import json
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -304,6 +305,7 @@ def config_type(step: Any) -> type:
         ranks: int = flag(1, "ranks of the run, of which this process is one")
         rank: int = flag(0, "which of them")
         gpu: str = flag("h100-80", "the GPU whose peak and bandwidth bound the time", GPUS)
+        json: bool = flag(False, "print JSON instead of tables")
 
     return Config
 
@@ -322,12 +324,13 @@ def check(config: Any):
 
 
 def main(argv: list[str]):
-    """Count a step, and print the tables. Raises UserError."""
+    """Count a step, and print the table or JSON. Raises UserError."""
     step = step_of(argv)
     config = parse(config_type(step), argv[1:])
     check(config)
     gc.freeze()  # imported modules are no garbage; to scan them takes a quarter of the time
-    print(tables(count_step(step.train, config), config))
+    counts = count_step(step.train, config)
+    print(json.dumps(counts, indent=1) if config.json else tables(counts, config))
 
 
 if __name__ == "__main__":
