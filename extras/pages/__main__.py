@@ -25,6 +25,12 @@ from extras.pages.pictures import all_pictures
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+TWINS = {  # step -> the function of bench/peers.py that does the same with PyTorch's own
+    "step02_ddp": "build_ddp",
+    "step03_zero": "build_fsdp",
+    "step04_tp_sp": "build_dtensor",
+    "step06_pipeline": "build_pipelining",
+}
 
 
 def blocks(*lines: str) -> str:
@@ -36,6 +42,12 @@ def blocks(*lines: str) -> str:
     )
 
 
+def lines_of(source: str) -> list[str]:
+    """The lines of a source in HTML."""
+    lexer = PythonLexer(stripnl=False)
+    return highlight(source, lexer, HtmlFormatter(nowrap=True)).split("\n")
+
+
 class Pages:
     """Renders the source files for the template. `lines`: for each module, the lines of its file in
     HTML.
@@ -45,10 +57,7 @@ class Pages:
         self.markdown = MarkdownIt("commonmark", dict(html=False)).enable("table")
         self.texts = {module: path.read_text() for module, path in files.items()}
         self.trees = {module: ast.parse(text) for module, text in self.texts.items()}
-        lexer = PythonLexer(stripnl=False)
-        self.lines = {}
-        for module, text in self.texts.items():
-            self.lines[module] = highlight(text, lexer, HtmlFormatter(nowrap=True)).split("\n")
+        self.lines = {module: lines_of(text) for module, text in self.texts.items()}
         table = re.findall(r"\((step\w+)\.py\) \| (\d+) \|", (ROOT / "README.md").read_text())
         self.minutes = dict(table)
 
@@ -108,6 +117,19 @@ class Pages:
                 kind = {"+": "added", "-": "removed", " ": "same"}[line[0]]
                 lines.append(f"<span class={kind}>{escape(line, quote=False)}\n</span>")
         return "".join(lines)
+
+    def twin(self, module: str) -> str:
+        """The function of bench/peers.py that builds the step with PyTorch's own parallelism, in
+        HTML; "" if there is none.
+        """
+        if module not in TWINS:
+            return ""
+        source = (HERE.parent / "bench/peers.py").read_text()
+        for node in ast.parse(source).body:
+            if getattr(node, "name", "") == TWINS[module]:
+                code = ast.get_source_segment(source, node)
+                return blocks(*lines_of(code))
+        raise ValueError(f"peers.py has no {TWINS[module]}")
 
     def readme(self) -> str:
         """README's title, first paragraph and first three sections, with links to pages instead of

@@ -123,9 +123,11 @@ def test_what_train_changes(pages):
     assert not any("micro_loss.backward()" in line for line in added)
 
 
-def test_minutes(pages):
-    """A step's page shows README's minutes."""
+def test_minutes_and_pytorchs_own(pages):
+    """A step's page shows README's minutes and, where the benchmarks have one, PyTorch's twin."""
     assert "<p class=minutes>45 minutes</p>" in pages["step03_zero.html"]
+    assert "fully_shard" in pages["step03_zero.html"].partition("id=pytorchs-own")[2]
+    assert "id=pytorchs-own" not in pages["step07_moe_ep.html"]
 
 
 # A table with bars, a table without, and boxes
