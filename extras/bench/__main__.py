@@ -5,12 +5,11 @@
 The table goes to stdout, everything else to stderr.
 """
 
-import sys
 from types import ModuleType
 
 from common import UserError
-from common.trainer import report
 from extras.bench import contests, gpus, plan
+from extras.start import start
 
 MODULES: dict[str, ModuleType] = {  # name -> module with main(name, argv)
     **dict.fromkeys(contests.CONTESTS, contests),
@@ -27,7 +26,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

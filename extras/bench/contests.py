@@ -1,22 +1,19 @@
 """Compares the speed and memory of a step's flags with one another and with PyTorch's own
 parallelism.
 
-A contestant is a function `train(config, run)`: the step's own, or one of peers.py (`peer`). A
-contest times whole training steps, from the batch to the update. Contestants take turns in the same
-processes, so whatever else the machine does for long slows all of them. Each contestant runs in a
-thread that waits before each training step. A ratio divides the times of two contestants in the
-same round. The losses of all contestants must agree.
+A contestant is a function `train(config, run)`: the step's own, or one of peers.py (`peer`). In its
+turn, it trains four steps, of which the last three are timed: whole training steps, from the batch
+to the update. Contestants take turns in the same processes, so whatever else the machine does for
+long slows all of them. A ratio divides the times of two contestants in the same round. The losses
+of all contestants must agree.
 """
 
-import gc
 import importlib
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from queue import Queue
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -114,14 +111,15 @@ class Config:
     """Flags of a contest."""
 
     model: str = flag("tiny", "preset of the shape, perhaps with changes")
-    rounds: int = flag(8, "turns of each contestant that are timed, after one to warm up")
+    rounds: int = flag(8, "turns of each contestant that are timed, after one that watches memory")
 
 
-class Result(NamedTuple):
-    """The measured times and memory of one contestant."""
+class Turn(NamedTuple):
+    """One turn of a contestant on one rank."""
 
-    seconds: list[float]  # of a training step on the slowest rank, by round
-    peak: int  # most bytes of rank 0's tensors at any time in the second training step
+    seconds: float  # of a training step
+    peak: int  # most bytes of the rank's tensors in a step, if it was watched
+    losses: list[float]
 
 
 class AllTensors(Memory):
@@ -136,132 +134,83 @@ class AllTensors(Memory):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Contestant(Run):
-    """Runs `train` in a thread that waits before each training step; `step()` lets it train one.
-
-    `peak`: the most bytes that tensors occupy in the second one; 0 with --compile, because it is
-    not known. Temporary memory in kernels does not count.
-    """
-
-    def __init__(self, step: str, flags: str, peer: str = ""):
-        """`peer`: the function of peers.py that trains; "": the step's own `train`."""
-        module = importlib.import_module(step)
-        words = f"--steps {10**6} --warmup-steps {10**3} --out unused {flags}".split()
-        super().__init__(parse(with_flags(module.Config, techniques()), words))
-        self.first = False  # no files, no screen
-        self.train: Callable = module.train
-        if peer:
-            self.train = getattr(importlib.import_module("extras.bench.peers"), peer)
-        self.go = threading.Semaphore(0)
-        self.done: Queue = Queue()
-        threading.Thread(target=self.work, daemon=True).start()
-        self.wait()
-
-    def work(self):
-        """Train; this method runs in the thread. An exception is passed on to `wait`."""
-        try:
-            with ExitStack() as self.watching, self:
-                self.memory = AllTensors()
-                if not self.config.compile:  # under a mode torch.compile gives up, for good
-                    self.watching.enter_context(self.memory)
-                self.train(self.config, self)
-        except BaseException as error:
-            self.done.put(error)
-
-    def wait(self):
-        """Block until the thread waits for its next training step. Raises what the thread has
-        raised.
-        """
-        error = self.done.get()
-        if error is not None:
-            raise error
+class TimedRun(Run):
+    """Trains four steps. `seconds`: the mean time of the last three."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Wait before each training step. The memory of the first two is recorded, which slows
-        them.
-        """
-        for step in range(self.config.steps):
-            if step == 1:
-                before = len(self.memory.events)
-            if step == 2:
-                self.watching.close()
-                self.peak = 0
-                if not self.config.compile:
-                    self.peak = sum(self.memory.peak(since=before).values())
-            self.done.put(None)
-            self.go.acquire()
-            yield step
+        """Let `train` train, and nothing else: no files, no screen."""
+        yield 0
+        self.before = len(self.memory.events)
+        began = now()
+        yield from range(1, 4)
+        self.seconds = (now() - began) / 3
 
     def record(self, step: int, tokens: int, **numbers: float):
         """Keep the loss."""
         self.history.append(numbers)
 
-    def step(self):
-        """Let the thread train one step."""
-        self.go.release()
-        self.wait()
+
+def now() -> float:
+    """The time in seconds when all ranks have come here, and this rank's GPU is done."""
+    if dist.is_initialized():
+        dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def take_turns(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a training step on this rank, by contestant and round, without the first round.
+def take_turn(step: str, flags: str, peer: str, watched: bool) -> Turn:
+    """Runs on every rank. `peer`: the function of peers.py that trains; "": the step's own `train`.
 
-    In a round each contestant makes three training steps in a row. Their order is reversed after
-    each round.
+    `watched`: record the memory of tensors, which slows the steps. Temporary memory in kernels does
+    not count; that of compiled ones is not known.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(rounds + 1):
-        names = list(contestants)
-        if turn % 2:
-            names.reverse()
-        for name in names:
-            if dist.is_initialized():
-                dist.barrier()
-            start = time.perf_counter()
-            for _ in range(3):
-                contestants[name].step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append((time.perf_counter() - start) / 3)
-    return {name: turns[1:] for name, turns in seconds.items()}
+    torch._dynamo.reset()  # what an earlier turn has compiled counts towards a limit
+    module = importlib.import_module(step)
+    words = f"--steps {10**6} --warmup-steps {10**3} --out unused {flags}".split()
+    run = TimedRun(parse(with_flags(module.Config, techniques()), words))
+    run.first = False
+    run.memory = AllTensors()
+    train = getattr(importlib.import_module("extras.bench.peers"), peer) if peer else module.train
+    watched = watched and not run.config.compile  # under a mode torch.compile gives up, for good
+    with run.memory if watched else nullcontext(), run:
+        train(run.config, run)
+    peak = sum(run.memory.peak(since=run.before).values()) if watched else 0
+    return Turn(run.seconds, peak, [row["loss"] for row in run.history])
 
 
-def contest(entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, Result]:
-    """Run a contest on this rank. `entries`: name -> arguments of `Contestant`.
+def contest(pool: Pool, entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, list]:
+    """The turns of each contestant, [round][rank]; in the first round they are watched, not timed.
 
+    `entries`: name -> the first arguments of `take_turn`. The order is reversed after each round.
     Raises RuntimeError if losses differ by more than `bound`.
     """
-    contestants = {}
-    for name, entry in entries.items():
-        gc.collect()
-        contestants[name] = Contestant(*entry)
-        for _ in range(2):
-            contestants[name].step()
-    own = take_turns(contestants, rounds)
-    all_ranks = [own]
-    if dist.is_initialized():
-        all_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, own)
-    first = next(iter(contestants.values()))
-    results = {}
-    for name, contestant in contestants.items():
-        for row, first_row in zip(contestant.history, first.history, strict=True):
-            if abs(row["loss"] - first_row["loss"]) > bound:
-                raise RuntimeError(
-                    f"{name}: a loss is {row['loss']}, and {first_row['loss']} of the first"
-                )
-        by_round = zip(*(rank[name] for rank in all_ranks), strict=True)
-        results[name] = Result([max(turn) for turn in by_round], contestant.peak)
-    return results
+    turns: dict[str, list] = {name: [] for name in entries}
+    names = list(entries)
+    for number in range(rounds + 1):
+        for name in names:
+            turns[name].append(pool.run(take_turn, *entries[name], number == 0, seconds=86400.0))
+        names.reverse()
+    expected = turns[names[0]][0][0].losses
+    for name, by_round in turns.items():
+        losses = by_round[0][0].losses
+        if any(abs(x - y) > bound for x, y in zip(losses, expected, strict=True)):
+            raise RuntimeError(f"{name}: the losses are {losses}, and {expected} of another")
+    return turns
 
 
-def report(results: dict[str, Result], beside: dict[str, str]) -> str:
+def report(turns: dict[str, list], beside: dict[str, str]) -> str:
     """The table of a contest. `beside`: a contestant -> the one with which it is compared."""
+    slowest = {}
+    for name, by_round in turns.items():
+        slowest[name] = [max(turn.seconds for turn in by_rank) for by_rank in by_round[1:]]
     rows = [["", "step time", "beside", "time / its time (range)", "peak memory"]]
-    for name, (seconds, peak) in results.items():
-        other = results[beside[name]].seconds
+    for name, seconds in slowest.items():
+        other = slowest[beside[name]]
         ratios = [time / other_time for time, other_time in zip(seconds, other, strict=True)]
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
         step_time = f"{1e3 * median(seconds):.1f} ms"
+        peak = turns[name][0][0].peak
         rows.append([name, step_time, beside[name], spread, human(peak) if peak else "-"])
     return table(rows)
 
@@ -282,16 +231,14 @@ def main(name: str, argv: list[str]):
     cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, CPUs
     pool = Pool(ranks, "cuda" if cuda else "cpu")
     try:
-        results, *_ = pool.run(
-            contest, entries, config.rounds, 0.05 if cuda else 1e-3, seconds=86400.0
-        )
+        turns = contest(pool, entries, config.rounds, 0.05 if cuda else 1e-3)
     finally:
         pool.stop()
     device = f"{os.cpu_count()} CPU cores, one thread a rank"
     if cuda:
         device = torch.cuda.get_device_name()
     print(f"{name}, flags of all: {shared}; ranks: {ranks}, on {device}\n")
-    print(report(results, beside))
+    print(report(turns, beside))
     print(
         f"medians (and range) of {config.rounds} rounds in turns; a ratio is of one round's times"
     )

@@ -6,7 +6,6 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterable
 from difflib import ndiff
 from html import escape
 from itertools import pairwise
@@ -19,9 +18,6 @@ try:
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
-    from pygments.token import STANDARD_TYPES
-
-    from extras.pages.names import Names
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
@@ -46,78 +42,31 @@ def blocks(*lines: str) -> str:
     )
 
 
+def lines_of(source: str) -> list[str]:
+    """The lines of a source in HTML."""
+    lexer = PythonLexer(stripnl=False)
+    return highlight(source, lexer, HtmlFormatter(nowrap=True)).split("\n")
+
+
 class Pages:
     """Renders the source files for the template. `lines`: for each module, the lines of its file in
     HTML.
     """
 
     def __init__(self, files: dict[str, Path]):
-        self.names, self.markdown = (
-            Names(ROOT, files),
-            MarkdownIt("commonmark", dict(html=False)).enable("table"),
-        )
+        self.markdown = MarkdownIt("commonmark", dict(html=False)).enable("table")
         self.texts = {module: path.read_text() for module, path in files.items()}
         self.trees = {module: ast.parse(text) for module, text in self.texts.items()}
+        self.lines = {module: lines_of(text) for module, text in self.texts.items()}
         table = re.findall(r"\((step\w+)\.py\) \| (\d+) \|", (ROOT / "README.md").read_text())
         self.minutes = dict(table)
-        self.lines = {
-            module: self.highlight(module, path.read_text()) for module, path in files.items()
-        }
 
-    def highlight(self, module: str, source: str) -> list[str]:
-        """The lines of `source` in HTML. Each name links to its definition; the name in the
-        definition has an id.
-        """
-        lines, column = [""], 0
-        for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
-            for part in re.findall("\n|.+", text):
-                place, html, css = (
-                    (module, len(lines), column),
-                    escape(part, quote=False),
-                    STANDARD_TYPES[kind],
-                )
-                if addresses := self.names.refs.get(place):
-                    ids = [
-                        f'id="{a.partition("#")[2]}"'
-                        for a in addresses
-                        if self.names.homes.get(a) == place
-                    ]
-                    pages = " ".join(addresses)
-                    link = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{pages}">'
-                    html = f"{link}{html}</a>"
-                lines[-1] += (
-                    f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
-                )
-                column += len(part)
-                if part == "\n":
-                    lines.append("")
-                    column = 0
-        return lines
-
-    def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
-        """Render a docstring's Markdown. Names in backquotes that `module` uses become links,
-        except those in `own`.
-
-        `own`: the parameters of the docstring's function. Lines with three spaces in a row become a
-        figure.
-        """
-
-        def link(match: re.Match) -> str:
-            places = sorted(
-                address
-                for address in self.names.named[module]
-                if re.search(rf"[#.]{match[1]}$", address)
-            )
-            return (
-                f"[{match[0]}]({places[0]})"
-                if 0 < len(places) < 4 and match[1] not in own
-                else match[0]
-            )
-
+    def prose(self, text: str) -> str:
+        """Render a docstring's Markdown. Lines with three spaces in a row become a figure."""
         # A figure is a paragraph
         text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
-        return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
+        return self.markdown.render(text)
 
     def sections(self, module: str) -> list[dict]:
         """Make a section of each top-level statement of a file, except its docstring."""
@@ -145,12 +94,12 @@ class Pages:
             [*starts, node.end_lineno + 1],
             strict=True,
         ):
-            words, code = "", self.lines[module][start - 1 : end - 1]
-            own = [of.arg for of in ast.walk(it) if isinstance(of, ast.arg)] if it in inside else ()
-            if it in inside and (words := ast.get_docstring(it) or ""):
+            code = self.lines[module][start - 1 : end - 1]
+            words = ast.get_docstring(it) if it in inside else ""
+            if words:
                 del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
             code = blocks(*"\n".join(code).strip("\n").split("\n"))
-            parts.append(dict(prose=self.prose(words, module, own), code=code))
+            parts.append(dict(prose=self.prose(words or ""), code=code))
         return parts
 
     def change_of_train(self, module: str, earlier: str) -> str:
@@ -179,9 +128,7 @@ class Pages:
         for node in ast.parse(source).body:
             if getattr(node, "name", "") == TWINS[module]:
                 code = ast.get_source_segment(source, node)
-                return blocks(
-                    *highlight(code, PythonLexer(), HtmlFormatter(nowrap=True)).splitlines()
-                )
+                return blocks(*lines_of(code))
         raise ValueError(f"peers.py has no {TWINS[module]}")
 
     def readme(self) -> str:

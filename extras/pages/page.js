@@ -1,44 +1,8 @@
 "use strict"
-// Definitions in place: a panel at the link has frames of the pages that define the name, and each shows only that.
-const framed = self !== top, panel = document.querySelector("aside"), contents = document.querySelector(".contents")
-let timer, over
-
-function open(link) {
-  const pages = (link.dataset.pages ?? link.getAttribute("href")).replaceAll("#", "?").split(" ")
-  panel.innerHTML = pages.map(page => `<iframe src="${page}" title=definition></iframe>`).join("")
-  panel.showPopover({ source: link })
-}
-addEventListener("click", event => {
-  const link = event.target.closest("main a[href*='#']")
-  if (framed || !link || event.ctrlKey || event.metaKey) return
-  event.preventDefault()
-  open(link)
-  panel.firstChild.focus()
-})
-addEventListener("mousemove", event => {
-  const link = event.target.closest("a[data-pages]")
-  if (framed || link === over || panel.matches(":hover, :focus-within")) return
-  clearTimeout(timer)
-  over = link
-  timer = setTimeout(() => link ? open(link) : panel.hidePopover(), link ? 150 : 400)
-})
-addEventListener("message", ({ data, source }) => {  // from a frame: its height, or 0 after Escape was pressed in it
-  if (!data) panel.hidePopover()
-  for (const frame of panel.children) if (frame.contentWindow === source) frame.height = data
-})
-if (framed) {
-  const asked = (location.search || location.hash).slice(1), title = document.querySelector("h1 a")
-  document.body.className = "framed"
-  document.getElementById(asked)?.classList.add("asked")
-  title.append("." + asked)
-  title.hash = asked
-  parent.postMessage(document.body.scrollHeight, "*")
-  addEventListener("keydown", event => event.key === "Escape" && parent.postMessage(0, "*"))
-  addEventListener("hashchange", () => location.reload())
-}
+const contents = document.querySelector(".contents")
 
 // The contents mark the section at the top of the window. They are beside the text if there is room.
-if (contents && !framed) {
+if (contents) {
   const links = [...contents.querySelectorAll("a")], beside = matchMedia("(min-width: 1400px)")
   const sections = links.map(link => document.getElementById(link.hash.slice(1)).closest("section, form"))
   const follow = () => {
@@ -55,7 +19,7 @@ if (contents && !framed) {
 }
 
 // A picture: shows the state that its slider selects. Of boxes, it shows those present and the chosen one's note.
-for (const form of framed ? [] : document.forms) {
+for (const form of document.forms) {
   const [says, stage, text, data] = form.querySelectorAll("p, .stage, output, script"), { moment, play } = form
   const frames = JSON.parse(data.textContent)
   const plain = value => String(value).replace(/[&<]/g, found => ({ "&": "&amp;", "<": "&lt;" })[found])

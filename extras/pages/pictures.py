@@ -21,6 +21,10 @@ from extras.pages.moving import idle_fraction, spans_of
 from extras.pages.record import RANKS, recorded
 
 DRAWN = ("afab", "1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
+RING = """\
+16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank \
+computes, it sends the keys that it has to the next. {n} pairs in all, {even:g} a rank if shared \
+evenly; they take the time of {time}, the slowest of each hop."""
 
 
 def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
@@ -44,42 +48,52 @@ def table(ranks: list[dict], columns: list[str]) -> dict:
     """Make a table's frame from the ranks' recordings (see record.py). Rank 0 provides texts and
     the memory curve.
     """
+    first = ranks[0]
     states = []
     for now in zip(*(rank["states"] for rank in ranks), strict=True):
-        states.append(
-            (
-                now[0][0],
-                {name: [cell for _, rows in now for cell in rows[name]] for name in now[0][1]},
-            )
-        )
-    return dict(
-        text=ranks[0]["text"], columns=columns, states=states, curve=ranks[0].get("curve", {})
-    )
+        text, names = now[0]
+        rows = {name: [cell for _, rows in now for cell in rows[name]] for name in names}
+        states.append((text, rows))
+    return dict(text=first["text"], columns=columns, states=states, curve=first.get("curve", {}))
+
+
+def most_held(spans: list[tuple], rank: int) -> int:
+    """The most forwards of a rank whose last backward action is still to come."""
+    kinds = [action.kind for _, at, _, action in spans if at == rank]
+    last = "W" if "W" in kinds else "B"
+    return max(accumulate((kind == "F") - (kind == last) for kind in kinds))
 
 
 def schedule(name: str, p: int, m: int) -> dict:
     """Make the frame of a schedule with p ranks and m micro-batches, as the simulation times it."""
     spans = spans_of(name, p, m)
-    end, split = spans[-1][0], any(action.kind == "W" for *_, action in spans)
-    boxes, most = [], []
+    end = spans[-1][0]
+    boxes = []
     for stop, rank, start, (kind, batch, stage) in spans:
         note = f"{kind} {batch}, stage {stage}: time {start} to {stop}"
         boxes.append((rank, start, stop - start, "FBWR".index(kind), batch, note, start + 1))
-    for rank in range(p):
-        kinds = [action.kind for _, at, _, action in spans if at == rank]
-        most.append(max(accumulate((kind == "F") - (kind == "BW"[split]) for kind in kinds)))
-    idle = idle_fraction(spans, p)
+    most = " ".join(str(most_held(spans, rank)) for rank in range(p))
     text = "F forward, B backward, W gradients of weights, R forward again. Ranks are idle for "
-    text += f"{idle:.1%} of {end} units of time. Most forwards whose backward is still to come, "
-    text += f"by rank: {' '.join(map(str, most))}."
+    text += f"{idle_fraction(spans, p):.1%} of {end} units of time. Most forwards whose backward "
+    text += f"is still to come, by rank: {most}."
+    rows = [f"rank {rank}" for rank in range(p)]
     moments = [f"Time {time}." for time in range(int(end) + 1)]
-    return dict(
-        text=text,
-        boxes=boxes,
-        rows=[f"rank {rank}" for rank in range(p)],
-        width=end,
-        moments=moments,
-    )
+    return dict(text=text, boxes=boxes, rows=rows, width=end, moments=moments)
+
+
+def pairs_of(mode: str, own: list[list[int]], rank: int, source: int) -> list[tuple[int, int]]:
+    """The pairs (query, key) that a rank computes with the keys of rank `source`.
+
+    `own`: the positions that each rank has.
+    """
+    visible = dict(zigzag=step05.zigzag_visible, ordered=step05.ordered_visible)[mode]
+    pairs = []
+    for queries, keys, causal in visible(rank, source, len(own[rank])):
+        for i, query in enumerate(own[rank][queries]):
+            for j, key in enumerate(own[source][keys]):
+                if i >= j or not causal:
+                    pairs.append((query, key))
+    return pairs
 
 
 def ring(mode: str) -> dict:
@@ -87,43 +101,27 @@ def ring(mode: str) -> dict:
     `mode`.
     """
     positions = step05.CONTEXT[mode].positions
-    visible = dict(zigzag=step05.zigzag_visible, ordered=step05.ordered_visible)[mode]
     own = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
-    boxes, moments, slowest = [], [], 0
+    boxes = []
+    moments = []
+    time = 0
     for hop in range(RANKS):
-        says, work = [], []
+        says = []
+        work = []
         for rank in range(RANKS):
             source = (rank - hop) % RANKS  # whose keys are here
-            pairs = [
-                (query, key)
-                for queries, keys, causal in visible(rank, source, len(own[rank]))
-                for (i, query), (j, key) in product(
-                    enumerate(own[rank][queries]), enumerate(own[source][keys])
-                )
-                if i >= j or not causal
-            ]
+            pairs = pairs_of(mode, own, rank, source)
             work.append(len(pairs))
             says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
-            note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
-            boxes += [
-                (query, key, 1, rank, hop, note.format(query, key), hop) for query, key in pairs
-            ]
-        slowest += max(work)
-        moments.append(
-            f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {max(work)}."
-        )
-    text = (
-        "16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While "
-    )
-    text += (
-        f"a rank computes, it sends the keys that it has to the next. {len(boxes)} pairs in all, "
-    )
-    text += f"{len(boxes) / RANKS:g} a rank if shared evenly; "
-    text += f"they take the time of {slowest}, the slowest of each hop."
-    rows = [
-        f"{query}, rank {rank}"
-        for query, rank in sorted((q, rank) for rank in range(RANKS) for q in own[rank])
-    ]
+            for query, key in pairs:
+                note = f"Hop {hop}, rank {rank}: query {query}, key {key}"
+                boxes.append((query, key, 1, rank, hop, note, hop))
+        time += max(work)
+        words = "; ".join(says).capitalize()
+        moments.append(f"Hop {hop}. {words}. All wait for the slowest: {max(work)}.")
+    text = RING.format(n=len(boxes), even=len(boxes) / RANKS, time=time)
+    holders = sorted((query, rank) for rank in range(RANKS) for query in own[rank])
+    rows = [f"{query}, rank {rank}" for query, rank in holders]
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
@@ -132,29 +130,28 @@ def all_pictures() -> dict[str, dict]:
     techniques()  # their entries are added to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
-    def of(name: str, columns: list[str], title: str, ranks: int = RANKS, **first: Any) -> dict:
-        """Make a picture from what each of the first `ranks` ranks has recorded under `name`."""
-        who = [recording[name] for recording in seen[:ranks]]
+    def of(name: str, columns: list[str], title: str, **first: Any) -> dict:
+        """Make a picture from what the ranks have recorded under `name`."""
+        who = [recording[name] for recording in seen if recording[name]]
         return picture(
             {key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first
         )
 
-    batches, timing = (
-        [f"micro-batch {n}" for n in (1, 2, 3)],
-        dict(schedule="1f1b", ranks=4, micro_batches=8),
-    )
-    schedules = {
-        f"{name}/{p}/{m}": schedule(name, p, m) for name in DRAWN for p in (2, 4) for m in (4, 8)
-    }
-    rings = {mode: ring(mode) for mode in ("zigzag", "ordered")}
+    batches = [f"micro-batch {n}" for n in (1, 2, 3)]
+    schedules = {}
+    for name, p, m in product(DRAWN, (2, 4), (4, 8)):
+        schedules[f"{name}/{p}/{m}"] = schedule(name, p, m)
+    rings = dict(zigzag=ring("zigzag"), ordered=ring("ordered"))
     return dict(
         step01_single_gpu=of(
-            "step", batches, "A step, and what memory holds", 1, dtype="fp32", recompute="none"
+            "step", batches, "A step, and what memory holds", dtype="fp32", recompute="none"
         ),
         step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
         step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
         step04_tp_sp=of("block", four, "Which rank has what, from f to g", tokens="sp"),
         step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
-        step06_pipeline=picture(schedules, "A schedule, action by action", **timing),
+        step06_pipeline=picture(
+            schedules, "A schedule, action by action", schedule="1f1b", ranks=4, micro_batches=8
+        ),
         step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),
     )

@@ -1,27 +1,22 @@
 """Records the numbers that the pictures show: four ranks run the course's own code on a small
 model.
 
-`recorded()` forks four ranks, which use gloo. A recording is one rank's part of a table, in all
-states of the table: dict(text, states=[(text, {row: [cell]})], curve={kind: a number for each
-state}); `curve` may be missing. A cell is a list of texts and chips. A chip (a box) is [label,
-colour, style]; style: "" (present), "gone" (absent), "way" (under way).
+A recording is one rank's part of a table, in all states of the table: dict(text, states=[(text,
+{row: [cell]})], curve={kind: a number for each state}); `curve` may be missing. A cell is a list of
+texts and chips. A chip (a box) is [label, colour, style]; style: "" (present), "gone" (absent),
+"way" (under way).
 """
 
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import timedelta
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo  # before the fork: else an optimizer's first step imports it on each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -34,6 +29,7 @@ from common.comm import Mesh
 from common.model import PRESETS, Decoder, ModelConfig
 from common.trainer import Run
 from extras.tools.memory import Memory
+from tests.pool import Pool
 
 RANKS = 4
 SMALL = ModelConfig(
@@ -140,27 +136,10 @@ class Film(Run):
         rows = self.rows(self)
         if rows:
             self.states.append((text, rows))
-            for kind, nbytes in self.bytes_by_kind().items():
+            with torch._C._DisableTorchDispatch():
+                self.memory.label_training(self.model, self.optimizer)
+            for kind, nbytes in self.memory.held().items():
                 self.curve[kind].append(nbytes)
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of each kind of tensor, now."""
-        units = getattr(self.optimizer, "units", [])
-        weights = [param.data for param in self.model.parameters()]
-        gradients = [param.grad for param in self.model.parameters()]
-        for unit in units:
-            weights += [unit.flat, unit.shard]
-            gradients += [unit.local_grad, unit.summed_grad]
-        for _, *tensors, _ in getattr(self.optimizer, "in_flight", []):
-            gradients += tensors
-        state = list(self.optimizer.masters.values()) + [unit.master for unit in units]
-        for of_master in self.optimizer.torch_optimizer.state.values():
-            state += [of_master[name] for name in ("exp_avg", "exp_avg_sq")]
-        with torch._C._DisableTorchDispatch():
-            self.memory.label("weights", weights)
-            self.memory.label("gradients", gradients)
-            self.memory.label("optimizer state", state)
-        return self.memory.held()
 
 
 def accumulation(dtype: str, recompute: str) -> dict:
@@ -377,33 +356,24 @@ def routing(mesh: Mesh, ep: int) -> dict:
     return dict(text=text + "whose token it is.", states=states)
 
 
-def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+def seen() -> dict[str, dict[str, Any]]:
     """Make all recordings of a rank, by picture and frame ("fp32/none"). Step 1's: only rank 0."""
-    torch.set_num_threads(1)
     PRESETS["picture"] = SMALL
-    where = f"file://{folder}/meet"
-    dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
-    try:
-        mesh = Mesh(dp=RANKS)
-        one = product(("fp32", "bf16"), ("none", "full")) if rank == 0 else ()
-        return dict(
-            step={"/".join(choice): accumulation(*choice) for choice in one},
-            buckets={"": buckets()},
-            zero={str(stage): zero(stage) for stage in (1, 2, 3)},
-            block={name: block(name == "sp") for name in ("sp", "no-sp")},
-            routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
-        )
-    finally:
-        dist.destroy_process_group()  # also after an error: then no rank waits for this one
+    mesh = Mesh(dp=RANKS)
+    one = product(("fp32", "bf16"), ("none", "full")) if mesh.rank == 0 else ()
+    return dict(
+        step={"/".join(choice): accumulation(*choice) for choice in one},
+        buckets={"": buckets()},
+        zero={str(stage): zero(stage) for stage in (1, 2, 3)},
+        block={name: block(name == "sp") for name in ("sp", "no-sp")},
+        routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
+    )
 
 
 def recorded() -> list[dict[str, dict[str, Any]]]:
-    """Make the recordings of four ranks. Raises the first error of a rank."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(RANKS, get_context("fork")) as pool,
-    ):
-        ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
-        for rank in as_completed(ranks):
-            rank.result()  # raises the first error; others fail because this rank has left
-        return [rank.result() for rank in ranks]
+    """The recordings of all ranks."""
+    pool = Pool(RANKS)
+    try:
+        return pool.run(seen, seconds=600.0)
+    finally:
+        pool.stop()

@@ -14,19 +14,19 @@ recomputation, logits in chunks, 1F1B and its interleaved form. It knows no time
 schedules, nor for what --cp-mode, --zero, --sync and --balance can do besides.
 """
 
-import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from tqdm import tqdm
 
-from common import UserError, trainer
+from common import UserError
 from common.flags import flag, parse
-from extras.plan.gpus import GIB, GPUS, NODE
-from extras.plan.layouts import read_layout
+from extras.plan.gpus import GPUS, NODE
+from extras.plan.layouts import meshes, read_layout
 from extras.plan.report import report
-from extras.plan.search import Plan, best_plans, evaluate, smallest
+from extras.plan.search import Plan, best_plans, evaluate
 from extras.plan.shapes import NAMES, Experts, Shape, named_shape
+from extras.start import start
 
 MOST_GPUS = 2**17
 WANTED = 10  # meshes in a report
@@ -72,20 +72,18 @@ def plans_of(config: Config, m: Shape, batch: int) -> list[Plan]:
     plans = list(tqdm(best, "meshes", WANTED, disable=None, leave=False))
     if plans:
         return plans
-    least = smallest(m, config.gpus, batch)
-    if least is None:
+    if next(meshes(m, config.gpus, batch), None) is None:
         raise UserError(
             f"no layout of {config.gpus} GPUs is legal for {config.model}, --seq-len {m.seq_len} "
             f"and --global-batch-size {batch}: use numbers with more common divisors"
         )
-    x, memory = least
     raise UserError(
         f"{config.model} with --seq-len {m.seq_len} does not fit on {config.gpus} {config.gpu}: "
-        f"the smallest layout ({x.flags()}) needs {memory.total / GIB:.1f} GiB; use more --gpus"
+        'use more --gpus; --layout "--zero 3 --recompute full" says what this layout needs'
     )
 
 
-def main(argv: list[str] | None = None):
+def main(argv: list[str]):
     """Run the command. Raises UserError."""
     config = parse(Config, argv)
     m, batch = shape_and_batch(config)
@@ -94,7 +92,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception as problem:
-        sys.exit(trainer.report(problem, early=True))
+    start(main)

@@ -1,12 +1,11 @@
 """Finds the fastest of all legal layouts without timing them all: best first, by lower bounds.
 
 A step takes at least the time of its computation and exposed messages, spread evenly over the
-pipeline ranks. This is the bound of a mesh. Each layout of the mesh has a better bound, in which
-messages between stages take no time.
+pipeline ranks. This is the bound of a mesh.
 
-A heap holds meshes and layouts with their bounds, and layouts with their times. We take the
-smallest entry. A mesh is replaced by its layouts, and a layout that fits by its time. If the entry
-is a time, no remaining bound is below it, so it is the time of the best remaining layout.
+A heap holds meshes with their bounds, and layouts with their times. We take the smallest entry, and
+replace a mesh by its layouts. If the entry is a layout, no remaining bound is below its time, so it
+is the best remaining layout.
 """
 
 import heapq
@@ -48,21 +47,18 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
         for kind in RECOMPUTE:
             x = replace(mesh, recompute=kind)
             bound = x.micro_batches * rank_works(m, x, gpu).sum() / x.pp
-            heap.append((bound, next(number), "mesh", x))
+            heap.append((bound, next(number), x, None))
     heapq.heapify(heap)
     while heap:
-        _, _, kind, entry = heapq.heappop(heap)
-        if kind == "mesh":
-            for x in variants(m, entry):
-                bound = step_seconds(m, x, gpu, simulated=False).step
-                heapq.heappush(heap, (bound, next(number), "layout", x))
-        elif kind == "layout":
-            memory = held(m, entry)
-            if fits(memory, gpu):
-                plan = Plan(entry, memory, step_seconds(m, entry, gpu))
-                heapq.heappush(heap, (plan.seconds.step, next(number), "plan", plan))
-        else:
-            yield entry
+        _, _, x, seconds = heapq.heappop(heap)
+        if seconds is None:
+            for layout in variants(m, x):
+                seconds = step_seconds(m, layout, gpu)
+                heapq.heappush(heap, (seconds.step, next(number), layout, seconds))
+            continue
+        memory = held(m, x)
+        if fits(memory, gpu):
+            yield Plan(x, memory, seconds)
 
 
 def best_plans(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
@@ -74,16 +70,3 @@ def best_plans(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
         if not names & seen:
             yield plan
         seen |= names
-
-
-def leanest(m: Shape, mesh: Layout) -> Layout:
-    """Of a mesh's layouts, the one that usually needs the least memory."""
-    lean = replace(mesh, micro_batch_size=1, recompute="full,logits", schedule="1f1b")
-    return variants(m, lean)[-1]  # the last stage of ZeRO
-
-
-def smallest(m: Shape, world: int, batch: int) -> tuple[Layout, Held] | None:
-    """Of all meshes' leanest layouts, the one with the least memory; None if no layout is legal."""
-    lean = [leanest(m, mesh) for mesh in meshes(m, world, batch) if mesh.micro_batch_size == 1]
-    sizes = [(x, held(m, x)) for x in lean]
-    return min(sizes, key=lambda each: each[1].total, default=None)

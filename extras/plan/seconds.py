@@ -8,7 +8,8 @@
                   the same time
     all-to-all    rows go to ranks of the same node at `within` and, at the same time, to other
                   nodes at `between`
-    pipeline      its lists of actions are simulated, as if all stages took the same time
+    pipeline      step 6's bubble, and messages that ranks wait for, as if all stages took equal
+                  time
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
 The bytes explain why small matmuls are slow: [N, K] x [K, M] takes
@@ -28,9 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.schedules import COSTS, round_robin, simulate
 from extras.plan.gpus import Gpu
-from extras.plan.layouts import Layout, Network, actions_of, network, rank_counts
+from extras.plan.layouts import Layout, Network, network, rank_counts
 from extras.plan.memory import (
     NARROW,
     STAGES,
@@ -287,18 +287,17 @@ def rank_works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> np.nda
     return each
 
 
-@lru_cache(maxsize=100_000)
-def simulated_units(schedule: str, p: int, n: int, v: int, message: float) -> float:
-    """The time of n micro-batches on p ranks, in units of a stage's forward. Backward takes 2."""
-    lists = [actions_of(schedule, p, n, v, rank) for rank in range(p)]
-    return simulate(lists, round_robin(p, v), COSTS, message)[-1][0]
+def messages_waited_for(x: Layout) -> int:
+    """How many messages between stages nothing hides.
 
-
-def pipeline_units(schedule: str, p: int, n: int, v: int, message: float) -> float:
-    """The same. Of many micro-batches few are simulated: every p more add the same time."""
-    few = min(n, 2 * p + n % p)
-    short, longer = (simulated_units(schedule, p, k, v, message) for k in (few, few + p))
-    return short + (n - few) / p * (longer - short)
+    The first micro-batch moves down through all stages, and the last one up again. In 1F1B a rank
+    also waits for its neighbour's messages in between. In an interleaved schedule it does not, if a
+    message takes no longer than a stage's forward.
+    """
+    n_messages = 2 * (x.pp * x.stages - 1)
+    if x.schedule == "1f1b":
+        n_messages += 2 * ((x.micro_batches - 1) * (x.pp - 1) // x.pp)
+    return n_messages
 
 
 def message_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> float:
@@ -313,19 +312,15 @@ def message_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe) -> float:
     return seconds
 
 
-def bubble_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, stage: float, simulated: bool) -> float:
+def bubble_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, stage: float) -> float:
     """Seconds in which a pipeline rank waits for others, and for messages between stages.
 
-    Every stage is assumed to take the mean, `stage` seconds, a third of them in forward. Unless
-    `simulated`, messages take no time: then a rank is idle for pp - 1 times a stage.
+    Every stage is assumed to take the mean, `stage` seconds.
     """
-    x = p.x
-    if x.pp == 1 or not simulated:
-        return (x.pp - 1) * stage
-    unit = stage / 3
-    message = float(f"{message_seconds(p, gpu, recipe) / unit:.2g}")  # so that few are simulated
-    n = x.micro_batches
-    return unit * pipeline_units(x.schedule, x.pp, n, x.stages, message) - n * x.stages * stage
+    if p.x.pp == 1:
+        return 0.0
+    idle = (p.x.pp - 1) * stage
+    return idle + messages_waited_for(p.x) * message_seconds(p, gpu, recipe)
 
 
 def data_seconds(
@@ -367,15 +362,13 @@ def update_seconds(x: Layout, gpu: Gpu, recipe: Recipe, weights: list[float]) ->
     return memory_seconds(gpu, updated * passes + 4 * sum(weights), 50)
 
 
-def step_seconds(
-    m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE, simulated: bool = True
-) -> Seconds:
-    """Seconds of a step under one layout. Unless `simulated`, they are a lower bound."""
+def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Seconds:
+    """Seconds of a step under one layout."""
     each = rank_works(m, x, gpu, recipe)
     busiest = max(each.tolist(), key=sum)
     compute, again, tp, cp, ep = (x.micro_batches * part for part in busiest)
     stage = float(each.sum()) / x.pp / x.stages
-    bubble = bubble_seconds(micro_batch(m, x), gpu, recipe, stage, simulated)
+    bubble = bubble_seconds(micro_batch(m, x), gpu, recipe, stage)
     weights = max(rank_weights(m, x), key=sum)
     dp = data_seconds(x, gpu, recipe, weights, m.n_layers / x.pp, sum(busiest))
     update = update_seconds(x, gpu, recipe, weights)

@@ -11,11 +11,14 @@ from torch._dynamo.utils import counters
 from common.flags import parse
 from extras.__main__ import techniques, with_flags
 from extras.bench import gpus
-from extras.bench.contests import CONTESTS, Contestant, Result, report
+from extras.bench.contests import CONTESTS, Turn, contest, report, take_turn
+from tests.pool import Pool
 
 LINES = []
-for contest in CONTESTS.values():
-    LINES += [(contest.step, f"{contest.shared} {flags}") for flags, _ in contest.rows.values()]
+for each in CONTESTS.values():
+    LINES += [(each.step, f"{each.shared} {flags}") for flags, _ in each.rows.values()]
+for n in (1, 2, 4, 8):
+    LINES += [(row.step, " ".join(gpus.flags_of(row, n, gpus.Config()))) for row in gpus.layouts(n)]
 
 
 @pytest.mark.parametrize("step, flags", sorted(set(LINES)))
@@ -26,8 +29,24 @@ def test_a_row_is_a_legal_command_line(step, flags):
 
 def test_a_ratio_divides_times_of_the_same_round():
     """If both contestants are ten times slower in one round, the ratio stays 2."""
-    found = dict(ours=Result([1.0, 10.0, 2.0], 0), theirs=Result([2.0, 20.0, 4.0], 0))
-    assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 1
+    turns = {}
+    for name, seconds in dict(ours=(9, 1, 10, 2), theirs=(9, 2, 20, 4)).items():
+        turns[name] = [[Turn(time, 0, []), Turn(0.5, 0, [])] for time in seconds]
+    assert report(turns, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 1
+
+
+def test_a_contest_beside_pytorch():
+    """On two ranks, DistributedDataParallel has the losses of step 2, and both hold memory."""
+    flags = "--model debug --micro-batch-size 4 --global-batch-size 16 --device cpu"
+    entries = {peer: ("step02_ddp", flags, peer) for peer in ("", "ddp")}
+    pool = Pool(2)
+    try:
+        turns = contest(pool, entries, 1, 1e-6)
+    finally:
+        pool.stop()
+    for watched, timed in turns.values():
+        assert watched[0].peak > 0 and min(turn.seconds for turn in timed) > 0
+        assert len(set(watched[0].losses)) == 4
 
 
 RUNS = [(ranks, row) for ranks in (1, 2, 4, 8) for row in gpus.layouts(ranks)]
@@ -92,10 +111,9 @@ def test_the_reason_of_a_failed_run_is_shown():
 
 @pytest.mark.exhaustive
 def test_a_contestant_with_compile_is_compiled():
-    """Two graphs, a layer and the loss, after the contest's first step. Its memory is not known."""
+    """Two graphs, a layer and the loss, in each turn. Its memory is not known."""
     flags = "--model debug --micro-batch-size 4 --global-batch-size 8 --compile --device cpu"
-    compiled = Contestant("step01_single_gpu", flags)
-    for _ in range(3):
-        compiled.step()
-    assert counters["stats"]["unique_graphs"] == 2
-    assert compiled.peak == 0
+    for turns in (1, 2):
+        turn = take_turn("step01_single_gpu", flags, "", True)
+        assert counters["stats"]["unique_graphs"] == 2 * turns
+        assert turn.peak == 0

@@ -136,6 +136,8 @@ def test_json(capsys):
         ("step01_single_gpu.py --ranks 2", "step 1 knows one device"),
         ("step06_pipeline.py --ranks 16 --pp 3", "--pp 3"),
         ("step01_single_gpu.py --compile", "--compile"),
+        ("step07_moe_ep.py --balance loss+overlap", "--balance loss.overlap: a dry run knows no"),
+        ("step03_zero.py --optimizer muon", "needs data"),
     ],
 )
 def test_a_mistake_is_named(words, message):

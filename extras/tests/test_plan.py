@@ -2,13 +2,12 @@
 
 import importlib
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 
-import step06_pipeline as step06
 from common import UserError
 from common.flags import parse
 from common.schedules import COSTS, round_robin, simulate
@@ -94,17 +93,6 @@ def test_variants_are_all_schedules_and_stages_of_zero():
     assert {x.zero for x in variants(m, replace(mesh, dp=1))} == {0}
 
 
-def test_flags_describe_a_layout():
-    """What `flags` prints is read as the same layout, and step 6 reads it, too."""
-    x = Layout(pp=2, tp=2, zero=3, micro_batch_size=1, global_batch_size=16, dp=2, sp=False)
-    x = replace(x, schedule="interleaved", chunks=4, recompute="full")
-    assert read_layout(x.flags(), LLAMA, 8) == x
-    config = parse(step06.Config, x.flags().split())
-    for name in ("pp", "tp", "micro_batch_size", "global_batch_size", "schedule", "chunks", "sp"):
-        assert getattr(config, name) == getattr(x, name)
-    assert (int(config.zero), config.recompute) == (3, "full")
-
-
 # Memory
 
 
@@ -141,15 +129,16 @@ def test_activations_that_wait(schedule, stages):
 # Seconds
 
 
-@pytest.mark.parametrize("message", [0.0, 0.2])
+@pytest.mark.parametrize("message", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
-def test_a_long_pipeline_is_continued_from_a_short_one(schedule, v, message):
-    """It is within 1% of a simulation of all micro-batches; without messages, it is equal."""
-    for p, n in (4, 64), (6, 90), (4, 4):
+def test_a_pipeline_waits_as_long_as_in_a_simulation(schedule, v, message):
+    """The bubble, p - 1 times 3 units, and the messages waited for are all that is lost."""
+    for p, n in (4, 4), (4, 64), (6, 18), (6, 13 if v == 1 else 30):
         lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
         whole = simulate(lists, round_robin(p, v), COSTS, message)[-1][0]
-        found = seconds.pipeline_units(schedule, p, n, v, message)
-        assert found == pytest.approx(whole, rel=0.01 if message else 1e-12)
+        x = Layout(pp=p, schedule=schedule, chunks=v, micro_batch_size=1, global_batch_size=n)
+        waited = seconds.messages_waited_for(x) * message
+        assert 3 * (n * v + p - 1) + waited == pytest.approx(whole, rel=1e-12)
 
 
 def test_ranks_are_spread_over_nodes_of_eight():
@@ -211,7 +200,8 @@ def test_the_search_finds_what_trying_everything_finds():
     for mesh, kind in product(meshes(m, 8, 16), RECOMPUTE):
         for x in variants(m, replace(mesh, recompute=kind)):
             plan = evaluate(m, x, H100)
-            assert step_seconds(m, x, H100, simulated=False).step <= plan.seconds.step * (1 + 1e-9)
+            bound = x.micro_batches * seconds.rank_works(m, x, H100).sum() / x.pp
+            assert bound <= plan.seconds.step * (1 + 1e-9)
             if plan.held.total <= ROOM * H100.memory:
                 sizes = (x.pp, x.dp, x.cp, x.tp, x.ep)
                 best[sizes] = min(best.get(sizes, float("inf")), plan.seconds.step)
@@ -240,10 +230,14 @@ def run(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+INTERLEAVED = "--pp 2 --tp 2 --no-sp --zero 3 --schedule interleaved --chunks 4 --recompute full"
+
+
 @pytest.mark.parametrize(
     "name, more",
     [
         ("llama3.2-1b", "--gpus 8 --gpu a100-80 --global-batch-size 64"),
+        ("llama3-8b", f"--gpus 8 --global-batch-size 16 --layout '{INTERLEAVED}'"),
         ("llama3-8b,vocab_size=32000", "--gpus 16 --experts 8 --layout '--pp 2 --ep 8 --zero 3'"),
     ],
 )
@@ -260,7 +254,8 @@ def test_the_report(name, more, capsys):
     assert [nodes, processes] == [f"--nnodes={config.gpus // 8}", "--nproc_per_node=8"]
     step = importlib.import_module(script.removesuffix(".py"))
     config = parse(with_flags(step.Config, techniques()), words)
-    for flag in ("pp", "tp", "cp", "micro_batch_size", "global_batch_size", "recompute", "sp"):
+    flags = {field.name for field in fields(Layout)} - {"dp", "zero"}
+    for flag in flags & vars(config).keys():
         assert getattr(config, flag) == getattr(layout, flag)
     assert int(config.zero) == layout.zero and config.model.startswith(f"{name},seq_len=")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import schedules as torch_schedules
 
 import step05_cp_ring as step05
 import step06_pipeline as step06
@@ -165,82 +164,32 @@ def test_laws_of_memory():
             close(max(held), limit, f"{name}, p={p} m={m}")
 
 
-def of_pytorch(cls: type, p: int, m: int, rank: int) -> list[Action]:
-    """PyTorch's own list of a rank, without W."""
-    schedule = cls.__new__(cls)
-    schedule.pp_group_size = p
-    schedule.num_stages = 2 * p
-    schedule._n_microbatches = m
-    kinds = {"F": "F", "I": "B", "B": "B"}  # I: the gradient of the input alone
-    actions = []
-    for action in filter(None, schedule._calculate_single_rank_operations(rank)):
-        for part in action.sub_actions or [action]:
-            kind = kinds.get(part.computation_type)
-            if kind:
-                actions.append(Action(kind, part.microbatch_index, part.stage_index))
-    return actions
-
-
-@cases("name, cls", [("zbv", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])
-def test_a_vee_is_pytorchs(name, cls):
-    """Forwards and backwards are in the order of torch.distributed.pipelining."""
-    for p, m in SIZES[8:]:
-        if m >= 2 * p or name == "zbv":
-            for rank, actions in enumerate(made(name, p, m)[0]):
-                expected = of_pytorch(getattr(torch_schedules, cls), p, m, rank)
-                close([a for a in actions if a.kind != "W"], expected, f"p={p} m={m} rank {rank}")
-
-
 # --- Stages -------------------------------------------------------------------------------------
 
 
-def stages_of(cls: type, *layers: range, **shape) -> tuple[nn.Module, list]:
-    """A model of four layers, and some of its stages, which have begun a step of two batches."""
+def two_layers(cls: type) -> step06.Stage:
+    """The first two layers of four as a stage, which has begun a step of two micro-batches."""
     stages = []
 
     def shard(model: nn.Module):
-        for number, some in enumerate(layers):
-            stages.append(cls(model, some, torch.arange(6), number))
+        stages.append(cls(model, range(2), torch.arange(6), 0))
 
-    model = decoder(shard, n_layers=4, **shape)
+    decoder(shard, n_layers=4)
     xs = [torch.arange(12).view(2, 6), torch.arange(12).flip(0).view(2, 6)]
-    for stage in stages:
-        stage.begin(xs, xs, torch.tensor(24.0))
-    return model, stages
-
-
-@cases("tied", [False, True])
-def test_b_adds_nothing_and_w_adds_once(tied):
-    """B changes no `.grad`. W calls hooks once, a tied matrix's in a V once in each stage."""
-    model, (down, up) = stages_of(zero_bubble.SplitStage, range(2), range(2, 4), tied=tied)
-    whole = decoder(n_layers=4, tied=tied)
-    calls = Counter()
-    for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
-    for i, tokens in enumerate(down.xs):
-        up.forward(i, down.forward(i, None))
-        down.backward(i, up.backward(i, None))
-        (whole(tokens, tokens) / 24).backward()
-    assert all(param.grad is None for param in model.parameters()), "B has changed a gradient"
-    for i in range(2):
-        up.compute_weight_gradients(i)
-        down.compute_weight_gradients(i)
-    for name, param in whole.named_parameters():
-        close(model.get_parameter(name).grad, param.grad, name)
-        stages = 1 + (tied and "embed" in name)
-        close(calls[name], 2 * stages, f"calls of the hook of {name}, in two micro-batches")
+    stages[0].begin(xs, xs, torch.tensor(24.0))
+    return stages[0]
 
 
 def test_gpipe_keeps_inputs_and_one_graph():
     """After F only the outputs are alive. R makes as many bytes as a usual forward."""
-    _, (stage,) = stages_of(gpipe.ForwardTwice, range(2))
+    stage = two_layers(gpipe.ForwardTwice)
     with Live() as live:
         outputs = [stage.forward_only(i, None) for i in range(2)]
         close(live.bytes, sum(y.nbytes for y in outputs), "bytes after two F")
         del outputs
         stage.repeat(1)
         again = live.bytes
-    _, (usual,) = stages_of(step06.Stage, range(2))
+    usual = two_layers(step06.Stage)
     with Live() as live:
         usual.forward(1, None)
         close(again, live.bytes, "bytes after R, and after a usual forward")
@@ -373,18 +322,10 @@ def test_capacity_by_definition():
 # --- Mistakes -----------------------------------------------------------------------------------
 
 
-@cases("groups, most", [(3, 1), (4, 4), (4, 1)])
-def test_groups_that_cannot_work(groups, most):
-    """3 groups of 8 experts; all groups for each token; 2 experts for 4 choices."""
-    with pytest.raises(UserError, match=f"--expert-groups {groups} must divide --experts 8"):
-        layer("groups", expert_groups=groups, groups_per_token=most)
-
-
 REFUSED = [
     ("flash", torch.float32, 64, (9, 0), "--dtype bf16"),
     ("flash", torch.bfloat16, 64, (7, 5), "Ampere"),
     ("allgather-flash", torch.bfloat16, 36, (9, 0), "head_dim"),
-    ("ulysses", torch.bfloat16, 64, (9, 0), "--cp 3 must divide a rank's 4 heads"),
 ]
 
 

@@ -73,7 +73,7 @@ def test_documents_become_ids_with_an_end_after_each(corpus, tmp_path):
 
 def test_a_document_is_never_cut_nor_begun(tmp_path):
     """A tokenizer.json may shorten, pad and mark what it encodes: this is switched off."""
-    tokenizer = words("<s>", "a", "b", "end")
+    tokenizer = words("<s>", "a", "b", "</s>")
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)
     marks = dict(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -81,9 +81,7 @@ def test_a_document_is_never_cut_nor_begun(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b a b a")
     out = str(tmp_path / "a")
-    config = tokens.Config(
-        str(tmp_path / "a.txt"), out, str(tmp_path / "tokenizer.json"), end="end"
-    )
+    config = tokens.Config(str(tmp_path / "a.txt"), out, str(tmp_path / "tokenizer.json"))
     tokens.run(config)
     assert np.fromfile(f"{out}.bin", np.uint16).tolist() == [1, 2, 1, 2, 1, 3]
 
@@ -107,7 +105,7 @@ def test_an_interrupted_run_leaves_no_ids(tmp_path):
         ("--out a", "either --train VOCAB_SIZE or --tokenizer"),
         ("--out a --train 300 --tokenizer b.json", "either --train VOCAB_SIZE or --tokenizer"),
         ("--out a --train 256", "--train 256: the 256 bytes and the end token are 257 tokens"),
-        ("--out a --train 300 --end </s>", "--end: the tokenizer has no token </s>"),
+        ("--out a --tokenizer words.json", "--tokenizer: it has no end token"),
         ("--out a --tokenizer b.json", "--tokenizer b.json: cannot be read"),
         ("--out a --tokenizer corpus.jsonl", "--tokenizer corpus.jsonl: not a tokenizer.json"),
         ("--out a --train 300 --dataset trian.txt", "--dataset trian.txt: no such file"),
@@ -118,6 +116,7 @@ def test_a_mistake_is_named(monkeypatch, corpus, flags, reason):
     """The error names the flag, and nothing is written."""
     monkeypatch.chdir(corpus.parent)
     np.arange(9, dtype=np.uint16).tofile("ids.bin")
+    words("a").save("words.json")
     before = sorted(corpus.parent.iterdir())
     arguments = flags if "--dataset" in flags else f"{flags} --dataset corpus.jsonl"
     with pytest.raises(UserError, match=re.escape(reason)):

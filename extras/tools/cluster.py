@@ -18,21 +18,23 @@ process, and when this process ends, the kernel removes them. Unlike in a real c
 no latency of its own, nodes share the cores of one machine, and GPUs are hidden.
 """
 
-import argparse
 import os
 import shlex
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 
 from common import UserError
+from common.flags import flag, parse
+from extras.start import start
 
 # Starts a command in new namespaces. If one process of this chain is killed, so are those that it
 # has started.
 ENTER = "setpriv --pdeathsig KILL unshare --map-root-user --net --uts --mount --mount-proc --pid"
 ENTER += " --fork --kill-child"
-INSIDE = "import sys; from extras.tools import cluster; cluster.inside(cluster.parse(sys.argv[1:]))"
+INSIDE = "import sys; from extras.tools import cluster; cluster.inside(sys.argv[1:])"
 TRY = "ip link add switch type bridge; "
 TRY += "tc qdisc add dev switch root tbf rate 1mbit burst 2kb limit 9kb"
 NO_RIGHTS = (
@@ -58,6 +60,15 @@ tc -n {name} qdisc add dev eth0 root tbf {speed}
 """
 
 
+@dataclass
+class Config:
+    """Flags of the cluster."""
+
+    nodes: int = flag(2, "number of nodes")
+    ranks_per_node: int = flag(1, "processes that torchrun starts on each node")
+    gbit: float = flag(1.0, "speed of a node's cable in Gbit/s, each way")
+
+
 def run(script: str):
     """Run a shell script, which stops at its first failing command. Raises UserError with that
     command's message.
@@ -67,7 +78,7 @@ def run(script: str):
         raise UserError(NO_RIGHTS + done.stderr.strip())
 
 
-def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
+def start_node(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     """Create a node (a network namespace that a cable connects to the switch) and run `line` in it.
     Raises UserError.
 
@@ -87,20 +98,18 @@ def start(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     return subprocess.Popen(line, stdout=prefixed, stderr=prefixed)
 
 
-def inside(args: argparse.Namespace):
+def inside(argv: list[str]):
     """As process 1 of the namespaces that `main` creates, make the switch and the nodes; exit with
     node 0's status.
     """
+    config, words = read_line(argv)
     signal.signal(signal.SIGINT, lambda *_: None)  # ignored: each node's torchrun gets it, too
-    run(SWITCH.format(hosts="".join(rf"10.0.0.{n + 1} node{n}\n" for n in range(args.nodes))))
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={args.nodes}"]
-    line += [
-        f"--nproc_per_node={args.ranks_per_node}",
-        "--rdzv_backend=c10d",
-        "--rdzv_endpoint=node0:29500",
-    ]
+    run(SWITCH.format(hosts="".join(rf"10.0.0.{n + 1} node{n}\n" for n in range(config.nodes))))
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={config.nodes}"]
+    line += [f"--nproc_per_node={config.ranks_per_node}"]
+    line += ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", *words]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    nodes = [start(n, line + args.line, args.gbit) for n in range(args.nodes)]
+    nodes = [start_node(n, line, config.gbit) for n in range(config.nodes)]
     status = nodes[0].wait()
     for node in nodes[1:]:
         with suppress(subprocess.TimeoutExpired):
@@ -108,43 +117,24 @@ def inside(args: argparse.Namespace):
     sys.exit(abs(status))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=int, default=2, help="number of nodes")
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=1, help="processes that torchrun starts on each node"
-    )
-    parser.add_argument(
-        "--gbit", type=float, default=1.0, help="speed of a node's cable in Gbit/s, each way"
-    )
-    parser.add_argument("line", nargs="*", help="after `--`: the end of torchrun's line")
-    args = parser.parse_args(argv)
-    if (
-        not args.line
-        or not 1 <= args.nodes <= 200
-        or args.ranks_per_node < 1
-        or not 1e-6 <= args.gbit <= 1000
-    ):
-        raise UserError(
-            "--nodes is 1 to 200, --ranks-per-node 1 or more, --gbit 1e-6 to 1000; "
-            "then: -- step02_ddp.py"
-        )
-    return args
+def read_line(argv: list[str]) -> tuple[Config, list[str]]:
+    """The flags, and the words after `--`. Raises UserError."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    config = parse(Config, argv[:end])
+    words = argv[end + 1 :]
+    if not words:
+        raise UserError("end the line with torchrun's words, such as -- step02_ddp.py")
+    if config.nodes > 200 or not 1e-6 <= config.gbit <= 1000:
+        raise UserError("--nodes is 1 to 200, and --gbit 1e-6 to 1000")
+    return config, words
 
 
-def main(argv: list[str]) -> int:
-    """Start `inside` in new namespaces, and wait for it; returns an exit status."""
+def main(argv: list[str]):
+    """Start `inside` in new namespaces, wait for it, and exit with its status. Raises UserError."""
     # Ip and tc are there, but not every user's PATH has these
     os.environ["PATH"] += ":/usr/sbin:/sbin"
-    try:
-        parse(argv)
-        run(f"{ENTER} sh -ec '{TRY}'")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+    read_line(argv)
+    run(f"{ENTER} sh -ec '{TRY}'")
     # In a session of its own: else a terminal would send Ctrl-C to the nodes, too, and `pass_on`
     # would send it again.
     job = subprocess.Popen(
@@ -160,8 +150,8 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
-    return abs(job.wait())
+    sys.exit(abs(job.wait()))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

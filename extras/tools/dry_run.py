@@ -15,14 +15,13 @@ trained, because the first one creates the optimizer's state. Of the second one 
                and the bubble of a pipeline are assumed to take no time
 
 Of causal attention only half of the scores count, because kernels skip the others. Where a step
-reads a number, the number is made up: tokens visit all experts equally often. The operators are
+reads numbers, they are made up: tokens visit all experts equally often. The operators are
 those of a CPU, except RMSNorm, which on a GPU saves less for backward (`GpuNorm`; with --device cpu
 it is a CPU's, too). What a technique moves to the host is counted with the rest.
 """
 
 import gc
 import json
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -39,18 +38,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map_only
 
 from common import UserError, layout
 from common.comm import Mesh
 from common.flags import flag, parse
 from common.shapes import model_shape
-from common.trainer import report
 from extras.__main__ import step_of, techniques, with_flags
 from extras.plan.gpus import GPUS, Gpu
 from extras.plan.shapes import flops_per_token, shape_of
 from extras.plan.tables import table
+from extras.start import start
 from extras.tools.memory import KINDS, Memory, human, tensors_of
 
 # Matmuls, and the place of the first factor among their arguments.
@@ -62,8 +59,6 @@ WRITES = {"copy_", "zero_", "fill_"}  # these do not read the tensor that they c
 FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}
 # These read as much as they return:
 TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
-
-FEW = 2**16  # elements of a tensor whose integers may be known
 
 
 def flops_of(name: str, args: tuple, kwargs: dict) -> float:
@@ -109,11 +104,7 @@ def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 class Meter(Memory):
-    """Counts the calls, FLOPs, bytes and seconds of each operator, and knows a few integers.
-
-    Step 7 must know how many rows each expert gets. So `known` has the integers of small tensors
-    that were computed from such counts, which are made up, or from constants.
-    """
+    """Counts the calls, FLOPs, bytes and seconds of each operator, and makes up numbers."""
 
     def __init__(self, gpu: Gpu):
         super().__init__()
@@ -121,8 +112,7 @@ class Meter(Memory):
         self.counting = False
         # By operator: calls, flops, bytes, seconds.
         self.operators: dict[str, Counter] = defaultdict(Counter)
-        self.known: dict[int, Tensor] = {}  # address of a storage -> its integers [elements]
-        self.rows = self.experts = 1  # tokens' choices, and among how many experts they choose
+        self.rows = 1  # a layer's choices: of each token K experts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and count it."""
@@ -130,18 +120,15 @@ class Meter(Memory):
         if name == "device":  # asked most often
             return args[0].fake_device
         if name == "_local_scalar_dense":  # of `item()`
-            return self.number(args[0])
+            return 1.0 if args[0].is_floating_point() else self.rows
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self.label("messages", tensors_of(args))
-            self.exchange(name, args)
-        elif func.namespace == "aten":
-            if self.counting and not func.is_view and name not in NO_KERNEL:
-                self.book(name, bytes_of(func, args, kwargs, out), flops_of(name, args, kwargs))
-            if isinstance(out, Tensor) and out.dtype == torch.int64 and out.numel() <= FEW:
-                self.compute(func, args, kwargs, out)
+        has_kernel = func.namespace == "aten" and not func.is_view and name not in NO_KERNEL
+        if self.counting and has_kernel:
+            self.book(name, bytes_of(func, args, kwargs, out), flops_of(name, args, kwargs))
         if name == "topk" and torch._C._current_graph_task_id() < 0:  # in forward: of experts
-            self.experts, self.rows = args[0].shape[-1], out[1].numel()
+            self.rows = out[1].numel()
         return out
 
     def book(self, name: str, n_bytes: int, flops: float = 0.0):
@@ -149,51 +136,14 @@ class Meter(Memory):
         seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
         self.operators[name].update(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
 
-    def release(self, address: int):
-        """Forget a storage that has been freed."""
-        super().release(address)
-        self.known.pop(address, None)
-
-    def value(self, tensor: Tensor) -> Tensor:
-        """A tensor's integers. Raises KeyError if they are not known."""
-        if not isinstance(tensor, FakeTensor):
-            return tensor
-        flat = self.known[tensor.untyped_storage()._cdata]
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def number(self, tensor: Tensor) -> float:
-        """What `tensor.item()` returns: if it is not known, 1.0, or of integers all rows."""
-        if tensor.is_floating_point():
-            return 1.0
-        with no_dispatch():
-            try:
-                return self.value(tensor).item()
-            except KeyError:
-                return self.rows
-
-    def compute(self, func: Any, args: tuple, kwargs: dict, out: Tensor):
-        """Compute the integers of an operator's result, if those of its arguments are known."""
-        address = out.untyped_storage()._cdata
-        with no_dispatch():
-            try:
-                real = func(*tree_map_only(Tensor, self.value, args), **kwargs)
-                size = real.untyped_storage().nbytes() // real.itemsize
-                self.known.setdefault(address, real.as_strided([size], [1], 0))
-            except KeyError:
-                self.known.pop(address, None)
-                # Step 7 counts the choices of each expert
-                if func is torch.ops.aten.scatter_add_.default and len(args[2]) == self.rows:
-                    ends = torch.arange(len(out) + 1).clamp(max=self.experts)
-                    self.known[address] = (ends * self.rows // self.experts).diff()
-
-    def exchange(self, name: str, args: tuple):
-        """After a collective. In an all-to-all, other ranks send the integers that this one has."""
-        for tensor in tensors_of(args[0]):  # received
-            address = tensor.untyped_storage()._cdata
-            self.known.pop(address, None)
-            source = args[1].untyped_storage()._cdata if name.startswith("alltoall_base") else None
-            if source in self.known:
-                self.known[address] = self.known[source]
+    def shares(self, tensor: Tensor) -> list[int]:
+        """What `tensor.tolist()` returns. Step 7 asks how many rows are for each expert or rank:
+        equally many, of all rows. Raises UserError for numbers that are not counts.
+        """
+        if tensor.dim() != 1:
+            raise UserError("a technique here needs data, which a dry run lacks")
+        n = len(tensor)
+        return [self.rows * (i + 1) // n - self.rows * i // n for i in range(n)]
 
 
 class GpuNorm(torch.autograd.Function):
@@ -236,10 +186,6 @@ class CountedRun:
         self.model, self.optimizer = model, optimizer
         sent = mesh.sent if mesh else Counter()
         yield 0
-        shards = [getattr(unit, "shard", None) for unit in getattr(optimizer, "units", ())]  # ZeRO
-        states = [*optimizer.masters.values(), *optimizer.torch_optimizer.state.values()]
-        self.meter.label("weights", [*model.parameters(), *model.buffers(), *shards])
-        self.meter.label("optimizer state", tensors_of(states))
         gc.collect()  # garbage of the first step would count as memory
         before = Counter(sent)
         self.start = len(self.meter.events)
@@ -250,8 +196,7 @@ class CountedRun:
 
     def require_finite(self, step: int, **numbers: float):
         """Called when the gradients are complete."""
-        self.meter.label("gradients", [param.grad for param in self.model.parameters()])
-        self.meter.label("gradients", self.optimizer.gradients().values())
+        self.meter.label_training(self.model, self.optimizer)
         self.held = self.meter.held()
 
     def record(self, step: int, tokens: int, **numbers: float):
@@ -270,12 +215,8 @@ def as_rank(rank: int, ranks: int, meter: Meter, gpu: bool) -> Iterator[None]:
     def rms_norm(x: Tensor, shape: tuple, weight: Tensor, eps: float) -> Tensor:
         return GpuNorm.apply(x, weight, meter)
 
-    def tolist(tensor: Tensor) -> list:
-        with no_dispatch():
-            try:
-                return meter.value(tensor).tolist()
-            except KeyError:
-                raise UserError("a technique here needs data, which a dry run lacks") from None
+    def tolist(tensor: Tensor) -> list[int]:
+        return meter.shares(tensor)
 
     with ExitStack() as stack:
         if ranks > 1:
@@ -376,6 +317,10 @@ def check(config: Any):
         raise UserError(f"--rank {config.rank}: with --ranks {config.ranks} it is 0 to {last}")
     if getattr(config, "compile", False):
         raise UserError("--compile: a dry run counts PyTorch's own operators: leave it out")
+    balance = getattr(config, "balance", "")
+    if balance.endswith("+overlap"):
+        usual = balance.removesuffix("+overlap")
+        raise UserError(f"--balance {balance}: a dry run knows no chunks: use {usual}")
 
 
 def main(argv: list[str]):
@@ -389,7 +334,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

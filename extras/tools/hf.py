@@ -22,7 +22,6 @@ Both commands hold the weights twice in the memory of one process. Both refuse, 
 for which the class and this course would compute different numbers.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +40,7 @@ from common.layout import materialize
 from common.model import PRESETS, Decoder, ModelConfig, wide
 from common.ranks import Ranks
 from common.shapes import model_shape
-from common.trainer import report
+from extras.start import start
 from extras.tools.saved import build_model, load_model
 from step01_single_gpu import Config, Optimizer
 
@@ -202,7 +201,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

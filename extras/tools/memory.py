@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -98,6 +98,20 @@ class Memory(TorchDispatchMode):
             number = None if tensor is None else self.note(tensor)
             if number is not None:
                 self.kinds[number] = min(kind, self.kinds[number], key=KINDS.index)
+
+    def label_training(self, model: nn.Module, optimizer: Any):
+        """Label the weights, gradients and states that exist now. `optimizer`: a step's."""
+        gradients = [param.grad for param in model.parameters()]
+        weights = [*model.parameters(), *model.buffers()]
+        for unit in getattr(optimizer, "units", ()):  # of ZeRO
+            gradients += [unit.local_grad, unit.summed_grad]
+            weights += [unit.flat, unit.shard]
+        for _, gradient, new_sum, _ in getattr(optimizer, "in_flight", ()):
+            gradients += [gradient, new_sum]
+        states = [*optimizer.masters.values(), *optimizer.torch_optimizer.state.values()]
+        self.label("weights", weights)
+        self.label("gradients", gradients)
+        self.label("optimizer state", tensors_of(states))
 
     def held(self, n_events: int | None = None) -> dict[str, int]:
         """Bytes of each kind after the first `n_events` events; by default, now."""

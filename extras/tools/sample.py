@@ -13,7 +13,6 @@ With a cache they would be p + n - 1, and it would hold 2 n_layers n_kv_heads he
 each. For 100 tokens after 8: 5,750, or 107.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from common import UserError
 from common.data import END, Data
 from common.flags import flag, parse
 from common.model import Decoder
-from common.trainer import report
+from extras.start import start
 from extras.tools.saved import load_model
 from extras.tools.tokens import decode, encode, tokenizer_of
 
@@ -102,7 +101,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

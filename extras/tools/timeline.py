@@ -13,12 +13,11 @@ forward. On GPUs the times are those of their kernels. Clocks of several machine
 import gzip
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import UserError
-from common.trainer import report
+from extras.start import start
 
 # By the first letter of a range: forward, backward, gradients of weights, wait, optimizer.
 COLOURS = {"F": "#2b5c8a", "B": "#9a4a1f", "W": "#2f6b4f", "w": "#d5d5d5", "O": "#5b4a8a"}
@@ -92,7 +91,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

@@ -23,7 +23,6 @@ You should see about 3.5 bytes a token: a sequence holds that much more text tha
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -37,7 +36,7 @@ from common import UserError
 from common.data import END
 from common.flags import flag, parse
 from common.readers import READERS, kind_of
-from common.trainer import report
+from extras.start import start
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # names of end tokens, the usual first
 AT_ONCE = 100  # documents that are encoded in parallel
@@ -53,7 +52,6 @@ class Config:
     out: str = flag("", "the three files' path and name, without their suffixes")
     tokenizer: str = flag("", "apply the tokenizer of this tokenizer.json")
     train: int = flag(0, "train a tokenizer with so many tokens; 0: use --tokenizer", least=0)
-    end: str = flag("", f"the token that ends a document; default: the first of {', '.join(ENDS)}")
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -114,14 +112,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def end_of(tokenizer: Tokenizer, name: str = "") -> int:
+def end_of(tokenizer: Tokenizer) -> int:
     """The id of the token that ends a document. Raises UserError if the tokenizer has none."""
-    names = [name] if name else ENDS
-    for each in names:
-        end = tokenizer.token_to_id(each)
+    for name in ENDS:
+        end = tokenizer.token_to_id(name)
         if end is not None:
             return end
-    raise UserError(f"--end: the tokenizer has no token {' or '.join(names)}: name one that it has")
+    raise UserError(f"--tokenizer: it has no end token, such as {' or '.join(ENDS)}")
 
 
 def documents(dataset: str) -> Iterator[str]:
@@ -174,7 +171,7 @@ def run(config: Config):
             need = "the 256 bytes and the end token are 257 tokens already"
             raise UserError(f"--train {config.train}: {need}")
         tokenizer = train_tokenizer(documents(config.dataset), config.train)
-    end = end_of(tokenizer, config.end)
+    end = end_of(tokenizer)
     facts = write_ids(tqdm(documents(config.dataset), unit=" documents"), tokenizer, end, out)
     size = facts["bytes"] / facts["tokens"]
     print(f"{out}.bin: {facts['tokens']:,} tokens of {size:.2f} bytes")
@@ -187,7 +184,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as problem:
-        sys.exit(report(problem, early=True))
+    start(main)

@@ -1,0 +1,14 @@
+"""Starts the tools of this folder as the trainer starts a step."""
+
+import sys
+from collections.abc import Callable
+
+from common.trainer import report
+
+
+def start(main: Callable[[list[str]], None]):
+    """Run a tool on the words after its name. A mistake is one line, as `report` prints it."""
+    try:
+        main(sys.argv[1:])
+    except Exception as problem:
+        sys.exit(report(problem, early=True))
