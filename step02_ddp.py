@@ -22,34 +22,36 @@ broadcasts rank 0's weights.)
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    the default: gradients are views of flat buffers, *buckets*, of at most
-                     --bucket-mb 1 MiB. A bucket counts how many additions to its gradients are
-                     still to come. Tiny's first has 11 parameters, so with 2 micro-batches it
-                     begins with 22. At 0, in the last backward, the bucket is complete. It is sent
-                     as soon as all buckets before it are complete, too (Li et al. 2020, "PyTorch
-                     Distributed"):
+    --sync bucket    the default: buckets
 
-        backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
-        its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
-        all-reduce                     | bucket 0      | bucket 1     | bucket 2      | bucket 3 |
+BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--bucket-mb): each
+`.grad` is a view of one. A bucket counts how many additions to its gradients are still to come.
+Tiny's first has 11 parameters, so with 2 micro-batches it begins with 22. At 0, in the last
+backward, the bucket is complete, and one all-reduce sums it while backward goes on. Buckets are
+sent in a fixed order: a complete one waits for those before it (Li et al. 2020, "PyTorch
+Distributed"). Time runs to the right; a digit is the bucket of some gradients, and how many digits
+there are has no meaning:
 
-    (Time runs to the right; the digits show where one bucket ends and the next begins, and how many
-    there are does not matter. Buckets may end inside a layer: tiny's bucket 1 also has layer 1's
-    down_proj, and bucket 2 layer 0's down_proj and up_proj. With naive, all messages would follow
-    after the last backward.)
+    backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
+    its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
+    all-reduce                     | bucket 0      | bucket 1     | bucket 2      | bucket 3 |
 
-THE LAW. In a ring, a rank sends 2 (n-1) messages, each 1/n of a gradient (`RingSync` below): in a
-training step 2 (n-1)/n times the bytes of all gradients and of the loss. For tiny on 4 ranks
-(804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
+(Buckets may end inside a layer: tiny's bucket 1 also has layer 1's down_proj, and bucket 2 layer
+0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
+
+THE LAW. In a ring, a rank sends 2 (n-1) messages, each 1/n of the tensor that is summed (`RingSync`
+below): in a training step 2 (n-1)/n times the bytes of all gradients and of the loss. For tiny on 4
+ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, up to rounding. The effects of rounding grow from step to step, so
 this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
-rank 0 sends in a training step over each mesh dimension. PyTorch does not report what it sends:
-common/comm.py computes it for each collective, for an all-reduce by this law, and adds up. With
---sync ring the messages of gradients are our own, and each is counted.
+rank 0 sends in a training step over each mesh dimension (without the few by which ranks agree
+whether to stop). PyTorch does not report what it sends: common/comm.py computes it for each
+collective, for an all-reduce by this law, and adds up. With --sync ring the messages of gradients
+are our own, and each is counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -182,7 +184,8 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group: in this step the only one, dp.
+    All gradients of a bucket are summed over the same group. In this step that is dp for all, so
+    only `limit` begins a new bucket.
     """
     contents: list[list[nn.Parameter]] = []  # of each bucket
     group = None  # of the last bucket: over which its gradients are summed

@@ -29,7 +29,8 @@ Plain gradient descent with rate 0.1:
 weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
-its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
+its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). In a + b/n, a bytes are
+on every rank, and b are shared out:
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -42,37 +43,38 @@ its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8):
 sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not in the table:
 
     - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
-      and the one before, whose sum is in flight.
+      and the one before, whose sum is in flight (E's until the backward of the next micro-batch).
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
       and the next. (With --keep, all weights from their first use to the update.)
     - Activations: each rank has its own, of its own sequences.
     - With gloo, a reduce-scatter in flight has a second buffer of the unit's size (NCCL's has not).
 
-State is sharded first because it is the largest part and no more is sent: an all-reduce is a
-reduce-scatter, then an all-gather, and stage 1 makes the update between the two. Gradients are
-next. A rank can then no longer add up the whole gradients of several micro-batches, because it
-would have to keep them. So each micro-batch's gradients are summed over ranks immediately, by a
-reduce-scatter of their own. Weights are last: they must be gathered for each use.
+State is sharded first because it is the largest part and no more is sent, but for the padding: an
+all-reduce is a reduce-scatter, then an all-gather, and stage 1 makes the update between the two.
+Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
+because it would have to keep them. So each micro-batch's gradients are summed over ranks
+immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
-With n ranks, m micro-batches and P parameters (with the padding of units; stage 0 has none), a rank
-sends in a training step (n-1)/n times this many elements:
+Let n be the number of ranks, m of micro-batches, and P of parameters, with the padding of units
+(stage 0 has none). In a training step a rank sends (n-1)/n times this many elements:
 
     stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
     stage 2              (m+1) P           m reduce-scatters, one all-gather
-    stage 3              m (3 P - e)       m times: two all-gathers (E, H: one), a reduce-scatter
+    stage 3              m (2 P - e) + m P two all-gathers (E, H: one) and a reduce-scatter, m times
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
 twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every
 stage the norm of the gradient is all-reduced, 8 bytes, and the loss, 4.
 
-Stage 3 of tiny on 4 ranks (32 sequences in micro-batches of 4, so m = 2): 3/4 x 2 x (3 x 804,224 -
-65,920) = 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the
-two all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
+Stage 3 of tiny on 4 ranks (32 sequences in micro-batches of 4, so m = 2): 3/4 x (2 x (2 x 804,224 -
+65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4
+x 12 for the two all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step03_zero
+You should see step 1's losses (on a GPU, with --dtype fp32 for both):
+    python -m common.compare runs/step01_single_gpu runs/step03_zero
 
 PyTorch's own way: ZeroRedundancyOptimizer shards state, but is used with DistributedDataParallel,
 which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
@@ -194,12 +196,11 @@ class Zero1(Optimizer):
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                | all units |
 
-    A `.grad` has one micro-batch's gradient alone, in the weight's dtype, as autograd computes it.
-    The hook `add_gradient` moves it to the unit's `local_grad`, where micro-batches add up in fp32,
-    and starts the unit's reduce-scatter after the last one. All ranks start these in the same
-    order, because they run backward through the same graph. Each parameter must get a gradient in
-    every micro-batch; if one does not, `finish` raises an error. (Step 2 fixes the order of its
-    sums, and so can allow it.)
+    Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
+    `add_gradient` adds it to the unit's `local_grad`, in fp32, and empties `.grad`. After the last
+    micro-batch it starts the unit's reduce-scatter. All ranks start these in the same order,
+    because all run backward through the same graph. So each parameter must get a gradient in every
+    micro-batch; if one does not, `finish` raises an error.
 
     The update is `Optimizer.step`, all that is inherited: it updates the masters, which are here
     our shards, and calls `publish`, which gathers weights.
@@ -216,9 +217,9 @@ class Zero1(Optimizer):
         self.mesh = mesh
         self.units: list[Unit] = []
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
-        # Reduce-scatters: a unit, its gradients, this rank's shard of their sum, and its Pending
-        self.in_flight: list[tuple[Unit, Tensor, Tensor, Pending]] = []
-        for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
+        # Reduce-scatters: of a unit, into this rank's shard of the sum
+        self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
+        for names in unit_names(model):  # one by one: in stage 3 no rank ever has the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -260,11 +261,11 @@ class Zero1(Optimizer):
         """Start the reduce-scatter of a unit's gradients."""
         new_sum = unit.local_grad.new_empty(unit.length)
         pending = reduce_scatter(new_sum, unit.local_grad, unit.group)
-        self.in_flight.append((unit, unit.local_grad, new_sum, pending))
+        self.in_flight.append((unit, new_sum, pending))
 
     def complete_sums(self):
         """Wait for all sums in flight, and add each to its unit's `summed_grad`."""
-        for unit, _, new_sum, pending in self.in_flight:
+        for unit, new_sum, pending in self.in_flight:
             pending.wait()
             if unit.summed_grad is None:
                 unit.summed_grad = new_sum
@@ -337,7 +338,7 @@ class Zero2(Zero1):
         """
         self.complete_sums()
         super().start_sum(unit)
-        unit.local_grad = None  # `in_flight` has it until the sum is complete
+        unit.local_grad = None  # its Pending keeps it until the sum is complete
 
 
 class ShardedUnit(Unit):
@@ -348,10 +349,10 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd raises an error if a saved tensor was written to after it was saved. It counts the
-    writes to each tensor, together with those to its views. A gather writes to `flat`. The
-    parameters do not count that: `param.data = view`, in `Unit`, gave them the memory of `flat`,
-    but left them a count of their own.)
+    (Autograd raises an error if a saved tensor was written to after it was saved: each tensor
+    counts its writes, together with its views. A gather writes to `flat`, and so raises that count.
+    But `param.data = view`, in `Unit`, gave the parameters the memory of `flat`, and left them a
+    count of their own. So autograd notices nothing, and need not: the values are the same again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -396,13 +397,10 @@ class Zero3(Zero2):
     input_layernorm.weight. The layer's backward is then over, except for the rest of this norm's
     own, which reads no weights of the unit.
 
-    Skip at first: most segments (embedding, a layer, norm and head) have one unit. If embedding and
-    head are tied, the last segment has two: their matrix is in E, and H is the last norm alone. E
-    is gathered for the embedding, freed, and gathered again with H. Then it stays until the end of
-    backward, because autograd adds the head's part of the gradient and the embedding's before it
-    hands them over. So E is whole besides the present unit and the next, and the law's e counts
-    only the norm. In step 6, segments of other ranks' modules are empty; in step 7, a layer with
-    experts has two units.
+    Skip at first: if embedding and head are tied, their matrix is in E, and H is the last norm
+    alone. E is then gathered twice, for the embedding and with H, and stays whole to the end of
+    backward, where its gradient is complete. So the law's e counts only the norm. (So a segment may
+    have several units, as a layer with experts has in step 7, or, in step 6, none.)
     """
 
     unit_type = ShardedUnit

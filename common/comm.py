@@ -25,8 +25,8 @@ Each function below that communicates starts its messages and returns a `Pending
     pending.wait()                                 now `gradient` may be used
 
 Always call `wait`. Until then, neither change the tensor that is sent nor read the one that is
-filled. All tensors must be contiguous. All ranks of a group must start their collectives in the
-same order.
+filled (in `all_reduce` they are one). All tensors must be contiguous. All ranks of a group must
+start their collectives in the same order.
 
 S: the bytes of the whole tensor (an all_gather's output, a reduce_scatter's input). In a ring of n
 ranks, a rank sends
@@ -169,9 +169,9 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors` (of `exchange`): those that are being sent, kept alive here, because PyTorch
-        does not promise that the work of a send keeps them. `then` (of gloo's `reduce_scatter`):
-        called after the wait, if there are works.
+        """`tensors`: those that are being sent, kept alive here, because their caller may drop
+        them, and PyTorch does not promise that a work keeps them. `then`: what is left to do when
+        the messages have arrived. Only gloo's `reduce_scatter` has any.
         """
         self.group = group
         self.works = works
@@ -221,16 +221,17 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     note("reduce_scatter", group, (group.size - 1) / group.size * tensor.nbytes)
     if dist.get_backend(group.handle) != "gloo":
         work = _reduce_scatter(output, tensor, group=group.handle, async_op=True)
-        return Pending(group, [work])
-    # Gloo's own reduce-scatter all-reduces everything. Instead each rank gets the n terms of its
-    # shard, and adds them up: (n-1)/n S, as the law says. (Until then it needs S bytes more.)
+        return Pending(group, [work], [tensor])
+    # Gloo's own reduce-scatter all-reduces everything. Instead, an all-to-all brings each rank the
+    # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the law says.
+    # (Until then it needs S bytes more.)
     shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
 
     def add_up():
         torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))
 
-    return Pending(group, [work], then=add_up)
+    return Pending(group, [work], [tensor], then=add_up)
 
 
 def all_to_all(

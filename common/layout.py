@@ -100,8 +100,8 @@ def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """The record of one parameter. In steps 2 and 3 all have the default one; skip the rest of this
-    docstring until step 4.
+    """The record of one parameter. In steps 2 and 3 all have the default one: a parameter is whole,
+    and its gradient is summed over dp. Skip the rest until step 4.
 
     From then on, each dimension of parallelism notes in a parameter's record what it changes.
     Initial weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global
@@ -121,7 +121,8 @@ class ParamLayout:
     (step 3) cut across parameters.
     """
 
-    # The group over which step 2's sync, or ZeRO, sums its gradient. From step 5 on "data": dp x cp
+    # Name of the group over which step 2's sync, or ZeRO, sums its gradient. From step 5 on "data",
+    # which is dp x cp, and in step 7, for experts, "expert_data"
     data_group: str = "dp"
     # Step 4: one for each time it was sharded, in order
     shards: tuple["Shard", ...] = ()
@@ -151,19 +152,20 @@ def global_norm(
     model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False
 ) -> float:
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
-    sums over ranks. `sharded`: by ZeRO.
+    sums over ranks. `sharded`: whether ZeRO shards gradients (`optimizer.sharded`).
 
     If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So each
-    adds 1/c of its squares, if c ranks hold the same elements. c is the number of ranks, divided by
-    the number of different parts into which they cut the parameter (`distinct_parts`). Step 3, 8
-    ranks of dp: without ZeRO all hold the whole parameter, one part, so c = 8 / 1; with ZeRO there
-    are 8 parts, and c = 1. From step 4 on, for example with tp 2 and dp 4:
+    rank divides its squares by `copies`, the number of ranks that hold the same elements. If all
+    ranks together hold k different parts of a parameter (`distinct_parts`), each part is on copies
+    = ranks / k of them. Step 3, 8 ranks of dp: without ZeRO all hold the whole parameter, so copies
+    = 8 / 1; with ZeRO there are 8 parts, and copies = 1. From step 4 on, for example with tp 2 and
+    dp 4:
 
-                                 a matrix, sharded over tp    the weight of a norm
-        without ZeRO             c = 8 / 2 = 4                c = 8 / 1 = 8
-        with ZeRO over dp        c = 8 / (2 x 4) = 1          c = 8 / 4 = 2
+        copies                   a matrix, sharded over tp    the weight of a norm
+        without ZeRO             8 / 2 = 4                    8 / 1 = 8
+        with ZeRO over dp        8 / (2 x 4) = 1              8 / 4 = 2
 
-    (For a tied matrix on two stages c is twice as large: step 6.)
+    (Of a tied matrix on two stages there are twice as many: step 6.)
     """
     params = dict(model.named_parameters())
     norms = []
@@ -190,7 +192,8 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """After an all-reduce over each of these groups in turn, every rank has the sum over all ranks.
+    """After an all-reduce over each of these groups in turn, every rank has the sum over all ranks:
+    each one sums the results of those before.
 
     In step 3 that is dp alone. From step 5 on, "data" is dp x cp in one.
     """

@@ -106,8 +106,8 @@ class Memory(TorchDispatchMode):
         for unit in getattr(optimizer, "units", ()):  # of ZeRO
             gradients += [unit.local_grad, unit.summed_grad]
             weights += [unit.flat, unit.shard]
-        for _, gradient, new_sum, _ in getattr(optimizer, "in_flight", ()):
-            gradients += [gradient, new_sum]
+        for _, new_sum, pending in getattr(optimizer, "in_flight", ()):
+            gradients += [new_sum, *pending.tensors]
         states = [*optimizer.masters.values(), *optimizer.torch_optimizer.state.values()]
         self.label("weights", weights)
         self.label("gradients", gradients)
