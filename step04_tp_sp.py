@@ -13,11 +13,12 @@ for columns of A, dim 1 for rows of B.
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
-    A = [1 3]   column 0 on rank 0,     B = [1 0]   row 0 on rank 0,      x A B = [16 33]
-        [2 4]   column 1 on rank 1          [1 3]   row 1 on rank 1
+    A = [1 3]      B = [1 0]      x A B = [16 33]
+        [2 4]          [1 3]
 
-    rank 0:  x A_0 = 1*1 + 2*2 = 5      5 * [1 0]  = [5 0]    a term
-    rank 1:  x A_1 = 1*3 + 2*4 = 11     11 * [1 3] = [11 33]  a term      their sum is [16 33]
+    rank 0 has column 1 2 of A, row 1 0 of B:    x A_0 = 1*1 + 2*2 = 5     5 * [1 0]  = [5 0]
+    rank 1 has column 3 4 of A, row 1 3 of B:    x A_1 = 1*3 + 2*4 = 11    11 * [1 3] = [11 33]
+                                                                           their sum is [16 33]
 
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
 of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
@@ -41,7 +42,7 @@ different terms.
 Where f and g are in the code:
 
                        f is in                         g is in
-    embed_tokens       -                               a forward hook (a rank embeds its own rows)
+    embed_tokens       - (ids have no gradient)        a forward hook (a rank embeds its own ids)
     attention, MLP     `column_parallel`, in place     a forward hook
                        of the block's `project`
     lm_head            a forward pre-hook              - (its logits stay sharded)
@@ -78,8 +79,9 @@ Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partia
     their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
     logits                                 [b, s, vocab/n]  shard    shard
 
-(If n does not divide vocab or ffn_dim, the last shards end in zeros, which stay zeros, because
-their gradient is zero.)
+(If n does not divide vocab or ffn_dim, the last shards end in zeros. They stay zeros: a padded
+channel of the MLP is 0 and meets zeros in down_proj, and the loss leaves padded logits out, so
+their gradients are zero.)
 
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of x sends 2 (n-1)/n S, an all-gather or a
 reduce-scatter (n-1)/n S. So an f, or a g, costs (n-1)/n x 2 S in forward and backward together. A
@@ -96,8 +98,8 @@ tp (n-1)/n times
 (Why "but its last": recomputation stops as soon as it has all that backward needs, and the output
 of a layer's last g is not needed. With --compile it does not stop.)
 
-For the loss it also sends, in each micro-batch, 2 numbers a token to every other rank. Once in a
-training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
+For the loss it also takes part, in each micro-batch, in an all-gather of 2 numbers a token. Once in
+a training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
 gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288

@@ -39,15 +39,15 @@ time:
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for p-1
-forwards and backwards. Here that is 9 units beside 18 of work: (p-1)/m of the working time, and
-(p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory. From its forward to its
-backward a micro-batch is *in flight*, and the rank holds its activations. In AFAB all m are in
-flight at once; in 1F1B, on rank r, at most p - r.
+THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for as long
+as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work: (p-1)/m of the
+working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory. From its
+forward to its backward a micro-batch is *in flight*, and the rank holds its activations. In AFAB
+all m are in flight at once; in 1F1B, on rank r, at most p - r.
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (The interleaved
-schedule, in the second part of this file, hides them behind work.)
+schedule, in the second part of this file, hides most of them behind work.)
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
 is the dx to send. The simple way keeps x and y from the forward to the backward:
@@ -222,8 +222,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
     their terms.
 
-    Under ZeRO each has a shard, of the same elements: on both ranks the matrix is a unit of its own
-    (step 3), cut alike, and both have the same place in dp.
+    Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
+    have the same number in dp, so the two shards have the same elements.
     """
     if TIED not in gradients or layout_of(model.get_parameter(TIED)).stage_copies == 1:
         return
@@ -236,7 +236,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
 
 def first_contact(group: Group, device: torch.device):
     """With NCCL, batch_isend_irecv must not be a group's first operation, unless all its ranks take
-    part. Here only two neighbours would. So all ranks all-reduce first, which connects them.
+    part, and the first message of a schedule is between two neighbours. So all ranks all-reduce
+    first, which connects them.
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
 
@@ -261,7 +262,8 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 class Pipeline:
     """One stage on each rank. `execute` is a schedule, written as a loop: here AFAB (all forward,
     all backward); subclasses write another. Loops communicate by six methods, all of which call
-    `send_receive`.
+    `send_receive`. Their `i` gives only the size of what is received: messages of two ranks arrive
+    in the order in which they were sent.
     """
 
     stage_type = Stage  # an optional technique may use another
@@ -459,8 +461,8 @@ class ListPipeline:
         rank 1    F1 B1 F0 B0
 
     Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which
-    comes after B0. `simulate` (common/schedules.py) notices that no rank can go on, and raises
-    ValueError.
+    comes after rank 0's B0: a circle. `simulate` (common/schedules.py) notices that no rank can go
+    on, and raises ValueError.
 
     MESSAGES CAN DEADLOCK, too. `exchange` does not wait for its messages, but with NCCL those of a
     group are one queue: behind a send that waits for its receive, no receive begins. So assume that

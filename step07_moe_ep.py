@@ -8,9 +8,9 @@ Transformer").
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks of cp or tp), K = 2, four experts.
-Each choice of a token is a row. A bar separates rows by rank or by expert; the right margin says
-which:
+WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks, neighbours along cp or tp), K = 2,
+four experts. Each choice of a token is a row. A bar separates rows by rank or by expert; the right
+margin says which:
 
                rank 0 has experts e0 e1          rank 1 has experts e2 e3
     routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
@@ -29,10 +29,10 @@ numbers of rows travel before the rows. (In the code, names end with shapes: her
 
 WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
 weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
-512 rows of 128 numbers, 65,536, of which with ep 2 about half leave the rank. They travel four
-times, to the experts and back, in forward and in backward: 131,072 numbers in all. If weights
-travelled instead, a rank would get the half that it lacks, 540,672 numbers, in forward alone. (With
-many tokens on a rank, or small experts, it can be the other way round.)
+512 rows of 128 numbers. With ep 2 about half of these, 32,768 numbers, leave the rank, four times
+(to the experts and back, in forward and in backward): 131,072 in all. If weights travelled instead,
+a rank would get the half that it lacks, 540,672 numbers, in forward alone. (With many tokens on a
+rank, or small experts, it can be the other way round.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
@@ -43,10 +43,11 @@ Transformer's, for K choices of a token),
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
 0.0625) = 1.15; if all f and all P are 1/E, it is 1. f is a count, without a gradient; the gradient
-of P_e is proportional to f_e: where f is above average, P is pushed down, elsewhere up. (The loss
-that you see excludes this one.) f_e and P_e are those of a micro-batch, so two layouts train alike
-only if their --micro-batch-size is the same. (And where two p are almost equal, rounding may
-decide, in any layout, which expert is chosen.) --balance bias uses no loss: see `BiasBalancedMoE`.
+of P_e is proportional to f_e: a token's p_e is pushed down where f_e is above the token's own
+average, sum_j p_j f_j, and elsewhere up. (The loss that you see excludes this one.) f_e and P_e are
+those of a micro-batch, so two layouts train alike only if their --micro-batch-size is the same.
+(And where two p are almost equal, rounding may decide, in any layout, which expert is chosen.)
+--balance bias uses no loss: see `BiasBalancedMoE`.
 
 GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
 of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks

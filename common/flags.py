@@ -39,7 +39,7 @@ def flag(
     help     what --help says of the flag
     choices  the allowed values; or a menu, a dict from each of them to the class or function that
              it selects
-    least    the smallest value of a number; by default 1 for an int with a default above 0, else 0
+    least    the smallest value of a number; by default 0, but 1 for an int whose default is above 0
     needs    another flag -> the values that it must have, because else this flag does nothing:
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
@@ -114,7 +114,7 @@ def in_words(name: str, values: Collection) -> str:
 
 def check_needs(name: str, config: Any, metadata: Any):
     """Raise UserError if the flag has no effect beside the values of the other flags."""
-    # As the user wrote it. (The flag was given, so a False came from --no-...)
+    # Only flags that were given are checked, so a False was written --no-NAME
     written = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
     for other, values in metadata["needs"].items():
         value = getattr(config, other, None)
@@ -128,7 +128,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
 
     `argv`: the words after the script's name; None: those of this process.
     """
-    # --help begins with the first paragraph of the script's docstring
+    # --help shows the first paragraph of the script's docstring
     about = inspect.getmodule(cls).__doc__.partition("\n\n")[0]
     parser = Parser(description=about, allow_abbrev=False)
     add_flags(parser, cls)

@@ -1,4 +1,4 @@
-"""From step 2 on: what all ranks must agree on, at the launch and during a run.
+"""What all ranks must agree on, at the launch and during a run. (In step 1 there is one rank.)
 
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
 rank has other flags or another version of the code, messages no longer match: the run hangs, or
@@ -84,8 +84,8 @@ class Ranks:
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With it torchrun gives each start of a job its own store, through which ranks find one another.
-# Else the ranks that it starts after a failure find the addresses of those that are gone
+# With --max-restarts, torchrun starts failed ranks again. Without this variable they meet in the
+# store of the first start, and find there the addresses of ranks that are gone
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

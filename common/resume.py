@@ -1,20 +1,19 @@
 """Which checkpoint a run resumes from, and which flags must stay as they were.
 
 A flag that decides what is computed must stay: model, data, batch, learning rate, and also --steps,
-on which the learning rate depends. Two sets of flags may change: FREE, where the run computes and
-what it writes; and WORK, how the ranks divide and do the work, and what they keep in memory. The
-data are compared by the fingerprint of their tokens, not by their path.
+on which the learning rate depends. Two sets of flags may change: FREE, where the run computes, in
+which dtype, and what it writes; and WORK, how the ranks divide and do the work, and what they keep
+in memory. The data are compared by the fingerprint of their tokens, not by their path.
 """
 
 from pathlib import Path
 from typing import Any
 
 from common import UserError
-from common.checkpoint import Checkpoint, find, seen_by_rank_0
+from common.checkpoint import Checkpoint, candidates, find
 from common.flags import spelled
 from common.ranks import Ranks
 
-# (dtype: only the rounding changes)
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
 WORK = {
     "micro_batch_size",  # but see `may_change`
@@ -49,11 +48,11 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     """
     if resume == "auto":
         return find(out, ranks)
-    if resume != "" and not seen_by_rank_0(Path(resume), ranks):
+    if resume != "" and not candidates(Path(resume), ranks):
         raise UserError(f"--resume {resume}: no checkpoint is there")
-    own = seen_by_rank_0(out, ranks)
+    own = candidates(out, ranks)
     if own:
-        # Else old and new checkpoints would mix, and the newest would not be the last
+        # --resume must be --out itself, or the newest in it: else old and new checkpoints would mix
         continues = resume != "" and Path(resume).resolve() in (out.resolve(), own[0].resolve())
         if not continues:
             raise UserError(
@@ -87,7 +86,7 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """
     free = may_change(flags, saved.has_state)
     for name, value in flags.items():
-        before = saved.about["flags"].get(name, value)
+        before = saved.about["flags"].get(name, value)  # a flag of both scripts
         if before != value and name not in free:
             what = "the number of ranks" if name == "ranks" else spelled(name)
             raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")

@@ -1,10 +1,10 @@
 """For the second half of step 6: pipeline schedules as data. Each rank has a list of actions, which
 can be drawn, checked or run.
 
-Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. A schedule is here
-a function of p ranks, m micro-batches, v stages on each rank, and a rank. It returns the list of
-this rank. There are three: `afab` and `one_f_one_b`, with v = 1, and `interleaved`. They differ in
-`warm_up`, the number of forwards before forwards and backwards alternate.
+Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
+a function: of p (ranks), m (micro-batches), v (stages on each rank) and one rank's number it makes
+that rank's list. There are three: `afab` and `one_f_one_b`, with v = 1, and `interleaved`. They
+differ in `warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. (A stage is then
@@ -91,10 +91,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards the next one is the first through this rank's last stage, as the first
-    # forward is in 1F1B. That would now add one for each rank behind this one. Here it is two for
-    # each, so that every output has time to travel before it is needed. (If messages took no time,
-    # one would give the same bubble.)
+    # After (v-1) p forwards, the next goes through this rank's last stage. From there on it is like
+    # 1F1B, whose warm-up is one forward for each rank behind this one. Here it is two for each: so
+    # a rank usually works on something else while an output travels. (If messages took no time, one
+    # would give the same bubble.)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 

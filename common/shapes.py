@@ -39,7 +39,7 @@ def model_shape(text: str) -> ModelConfig:
 def check_shape(shape: ModelConfig, text: str):
     """Raise UserError unless a decoder can have this shape. `text`: the value of --model."""
     for name, value in vars(shape).items():
-        if not isinstance(value, bool) and not 0 < value < float("inf"):  # nor nan
+        if not isinstance(value, bool) and not 0 < value < float("inf"):  # false for nan, too
             raise UserError(f"--model {text}: {name} is {value}, and must be above 0, and finite")
     if shape.dim % (2 * shape.n_heads):  # RoPE rotates pairs of a head's channels
         raise UserError(

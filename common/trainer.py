@@ -8,7 +8,7 @@
 With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`. The rest may
 be skipped.
 
-    OUT/config.json          the flags
+    OUT/config.json          the flags, and the number of ranks
         metrics.jsonl        a line for each step; there steps count from 1
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
@@ -130,6 +130,12 @@ class Run:
         self.began = 0.0  # since when the present step is timed, in seconds
         self.watch = HangWatch(config.timeout, self.out)
         self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
+        # From `set_up` on:
+        self.mesh: Mesh
+        self.ranks: Ranks
+        self.meter: Meter
+        self.bar: tqdm
+        self.fingerprint: str  # of the data
 
     def __enter__(self) -> "Run":
         return self
@@ -156,8 +162,9 @@ class Run:
         self.parts = parts
         done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
-        # However the loop ends, `with` ends the progress bar, the profiler (which gives a function
-        # to call after each step), and the context in which signals are only noted
+        # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
+        # this generator, and that leaves the `with`. In `Signals`, signals are only noted.
+        # `end_traced_step` tells the profiler that a step is over
         with self.bar, trace as end_traced_step, Signals() as signals:
             self.training = True
             self.began = time.perf_counter()
@@ -181,7 +188,9 @@ class Run:
         """
         self.mesh = self.parts.get("mesh") or Mesh(dp=1)
         self.ranks = Ranks()
-        if self.ranks.world < self.world:  # torchrun has started several, but step 1 joins none
+        # Step 1 never joins a process group, so `Ranks` sees one rank where torchrun started
+        # several
+        if self.ranks.world < self.world:
             raise UserError("--nproc_per_node: this script trains on one device: use step 2")
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
@@ -216,7 +225,7 @@ class Run:
         saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        # What `save` calls the state of a part
+        # For optional techniques (see `save`): each part gets back what its `state` returned
         for name, state in saved.own_state.items():
             if name not in self.parts:
                 raise UserError(
@@ -299,8 +308,8 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        All ranks must pass the same numbers. So all raise, or none: `gradients_not_finite`, a
-        collective, can be called here.
+        Pass numbers that are equal on all ranks. Then all raise, or none, and the collective in
+        `gradients_not_finite` does not hang.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -381,11 +390,11 @@ def draw_loss(history: list[dict], target: Path):
 
 
 def main(train: Callable[[Any, Run], None], cls: type):
-    """Parse the flags and train. Exit with status 0, or as `report` says. (Ctrl-C before the first
-    step is Python's KeyboardInterrupt.)
+    """Parse the flags and train. Exit with status 0, or as `report` says.
 
     With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
-    shutdown, and the other ranks may wait until this one is gone.
+    shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
+    them is Python's own KeyboardInterrupt, with a normal shutdown.)
     """
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -426,6 +435,8 @@ def report(error: Exception, early: bool) -> int:
         traceback.print_exception(error)
         return 1
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # rank 0 most likely reports the same; torchrun then ends this process
+        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends this rank
+        # in its sleep, so that it is printed once
+        time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2

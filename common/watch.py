@@ -25,8 +25,7 @@ class Signals(AbstractContextManager):
     that the run can save.
 
     Others end it without a checkpoint, for example SIGHUP, which a terminal sends when it is
-    closed. (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run,
-    unless it is started with --signals-to-handle SIGTERM,SIGINT.)
+    closed.
     """
 
     def __init__(self):
@@ -45,8 +44,9 @@ class Signals(AbstractContextManager):
         process at once, without saving. (Within a second it may be the same Ctrl-C, passed on by
         torchrun.)
 
-        Python calls this only between its own instructions. So Ctrl-C seems dead while a rank hangs
-        in a collective, until torchrun kills the rank (30 seconds later) or --timeout ends it.
+        Python runs a handler only between its own instructions. A rank that hangs in a collective
+        runs none, so Ctrl-C seems dead until torchrun kills the rank (30 seconds later), or
+        --timeout ends it.
         """
         now = time.monotonic()
         if not self.received:
@@ -61,8 +61,8 @@ class HangWatch:
 
     If one rank is stuck, the others soon wait for it in a collective, so all print their stacks at
     about the same time. The rank whose stack differs is usually the one that the others wait for.
-    The first rank to exit makes torchrun send SIGTERM to the others, which `Signals` only notes, so
-    they still get to print.
+    When the first rank has exited, torchrun sends SIGTERM to the others, and SIGKILL 30 seconds
+    later. `Signals` only notes the SIGTERM, so they still print.
 
     On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
     `torchfrtrace --prefix nccl- OUT` says in which collective each rank is. A --timeout above 10

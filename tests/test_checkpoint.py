@@ -198,22 +198,25 @@ def test_a_users_copy_is_no_checkpoint_of_the_run(tmp_path):
     """Only names that a run gives count, and the newest is first."""
     names = ["step-00000002", "step-00000010", "step-best", "step-00000010-copy", ".step-00000012"]
     saved_run(tmp_path, *names)
-    found = [path.name for path in candidates(tmp_path)]
+    found = [path.name for path in candidates(tmp_path, Ranks())]
     close(found, ["step-00000010", "step-00000002"], "checkpoints")
     copy = tmp_path / "checkpoints/step-best"
-    close(candidates(copy), [copy], "a copy that --resume names")
+    close(candidates(copy, Ranks()), [copy], "a copy that --resume names")
 
 
 def test_the_last_two_checkpoints_stay(tmp_path):
-    """Saving removes others, such as 3 and 9, which were damaged; it leaves users' copies."""
-    names = ["step-00000002", "step-00000003", "step-00000009", "step-best"]
+    """Saving removes those before them. 3 and 9 could not be read when the run resumed from 2: 9
+    may be sound, so it stays until the run passes it. A user's copy stays.
+    """
+    names = ["step-00000001", "step-00000002", "step-00000003", "step-00000009", "step-best"]
     folder = saved_run(tmp_path, *names) / "checkpoints"
-    previous = folder / "step-00000002"  # which was resumed
-    for kept in ("step-00000004", "step-00000006"):
-        save(folder / kept, dict(state={}), {}, Ranks(), previous)
-        found = sorted(path.name for path in folder.iterdir())
-        close(found, [previous.name, kept, "step-best"], "folders")
-        previous = folder / kept
+    previous = folder / "step-00000002"
+    for step, expected in (4, "2 3 4 9 best"), (6, "4 6 9 best"), (12, "6 9 12 best"):
+        path = folder / f"step-{step:08d}"
+        save(path, dict(state={}), {}, Ranks(), previous)
+        found = sorted(path.name.removeprefix("step-").lstrip("0") for path in folder.iterdir())
+        close(sorted(found), sorted(expected.split()), "folders")
+        previous = path
 
 
 REFUSED = [
@@ -346,7 +349,8 @@ def test_a_rank_killed_while_saving_costs_only_that_checkpoint(pools, tmp_path):
     expected = together(pools(1).run(train, STEP1, dict(steps=4))[0][3])
     with pytest.raises(RankError, match=r"reset|closed|died"):
         pools(2).run(train_and_die, flags)
-    close([path.name for path in candidates(tmp_path / "a")], ["step-00000002"], "checkpoints")
+    found = candidates(tmp_path / "a", Ranks())
+    close([path.name for path in found], ["step-00000002"], "checkpoints")
     ranks = pools(3).run(train, TWO, flags | dict(resume="auto"))
     for name, value in together([piece for rank in ranks for piece in rank[3]]).items():
         close(value, expected[name], name)
