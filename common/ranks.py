@@ -6,10 +6,10 @@ trains on nonsense. So ranks compare how they were started as soon as they can c
 they create the groups of the mesh. With step 2, read `Ranks.require_same`, `compare_launches` and
 `initialise`.
 
-Later, some decisions depend on what only one rank sees: a signal, a full disk, a damaged file. If
-only that rank stopped or saved, the next collective would hang. `Ranks` lets all know, so that all
-decide alike. Its messages are so small that the steps' laws of bytes, and `sent` in metrics.jsonl,
-do not count them.
+Later, some decisions depend on what only one rank sees: a signal, a checkpoint that cannot be
+written, a damaged file. If only that rank stopped or saved, the next collective would hang. With
+`Ranks.gather` each rank tells all what it has seen, so that all decide alike. Its messages are so
+small that the steps' laws of bytes, and `sent` in metrics.jsonl, do not count them.
 """
 
 import hashlib

@@ -137,9 +137,8 @@ def read_files(source: str) -> Contents:
     examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
         raise UserError(
-            f"--dataset {source}: the files of a folder must be of one kind "
-            f"({', '.join(FORMATS)}), and it has {', '.join(examples.values()) or 'no file'}: "
-            "leave files of one kind"
+            f"--dataset {source}: the files of a folder must all be of one of the kinds "
+            f"{', '.join(FORMATS)}, and it has {', '.join(examples.values()) or 'no file'}"
         )
     names = ", ".join(map(str, paths[:20]))
     if len(paths) > 20:
