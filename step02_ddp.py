@@ -24,13 +24,14 @@ broadcasts rank 0's weights.)
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: buckets
 
-BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--bucket-mb): each
-`.grad` is a view of one. A bucket counts how many additions to its gradients are still to come.
-Tiny's first has 11 parameters, so with 2 micro-batches it begins with 22. At 0, in the last
-backward, the bucket is complete, and one all-reduce sums it while backward goes on. Buckets are
-sent in a fixed order: a complete one waits for those before it (Li et al. 2020, "PyTorch
-Distributed"). Time runs to the right; a digit is the bucket of some gradients, and how many digits
-there are has no meaning:
+BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--bucket-mb; a larger
+parameter has its own): each `.grad` is a view of one. A bucket counts how many additions to its
+gradients are still to come. Tiny's first has 11 parameters, so with 2 micro-batches its counter
+starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
+starts, while backward goes on to earlier layers. Buckets are sent in a fixed order: a complete one
+waits for those before it (Li et al. 2020, "PyTorch Distributed"). Time runs to the right. Each
+digit is a few gradients that backward has just completed, and names their bucket (widths are not to
+scale):
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |

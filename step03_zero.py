@@ -45,7 +45,8 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
     - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
       and the one before, whose sum is in flight (E's until the backward of the next micro-batch).
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
-      and the next. (With --keep, all weights from their first use to the update.)
+      and the next. (With --keep, all weights from their first use to the update. If embedding and
+      head are tied, their unit, too.)
     - Activations: each rank has its own, of its own sequences.
     - With gloo, a reduce-scatter in flight has a second buffer of the unit's size (NCCL's has not).
 
@@ -61,7 +62,8 @@ Let n be the number of ranks, m of micro-batches, and P of parameters, with the 
     stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
     stage 2              (m+1) P           m reduce-scatters, one all-gather
-    stage 3              m (2 P - e) + m P two all-gathers (E, H: one) and a reduce-scatter, m times
+    stage 3              m (2 P - e)       in each micro-batch two all-gathers (of E and H one)
+                         + m P             and a reduce-scatter
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
@@ -196,11 +198,11 @@ class Zero1(Optimizer):
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                | all units |
 
-    Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
-    `add_gradient` adds it to the unit's `local_grad`, in fp32, and empties `.grad`. After the last
-    micro-batch it starts the unit's reduce-scatter. All ranks start these in the same order,
-    because all run backward through the same graph. So each parameter must get a gradient in every
-    micro-batch; if one does not, `finish` raises an error.
+    Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
+    `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
+    fp32, and empties `.grad`. After the last micro-batch it starts the unit's reduce-scatter. All
+    ranks start these in the same order, because all run backward through the same graph. So each
+    parameter must get a gradient in every micro-batch; if one does not, `finish` raises an error.
 
     The update is `Optimizer.step`, all that is inherited: it updates the masters, which are here
     our shards, and calls `publish`, which gathers weights.
@@ -329,7 +331,9 @@ class Zero2(Zero1):
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether each parameter has got one gradient more since the last sum."""
+        """Whether as many gradients have come since the last sum as the unit has parameters: in a
+        plain backward, one of each.
+        """
         return unit.missing % len(unit.named) == 0
 
     def start_sum(self, unit: Unit):
@@ -349,10 +353,10 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd raises an error if a saved tensor was written to after it was saved: each tensor
-    counts its writes, together with its views. A gather writes to `flat`, and so raises that count.
-    But `param.data = view`, in `Unit`, gave the parameters the memory of `flat`, and left them a
-    count of their own. So autograd notices nothing, and need not: the values are the same again.)
+    (Autograd counts the writes to each tensor, and raises an error if a saved one was written to
+    later. A gather writes the same values again, so that would be a false alarm. It does not go
+    off: `param.data = view`, in `Unit`, gave the parameters the memory of `flat`, but they keep a
+    count of their own, which a write to `flat` does not raise.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -399,8 +403,8 @@ class Zero3(Zero2):
 
     Skip at first: if embedding and head are tied, their matrix is in E, and H is the last norm
     alone. E is then gathered twice, for the embedding and with H, and stays whole to the end of
-    backward, where its gradient is complete. So the law's e counts only the norm. (So a segment may
-    have several units, as a layer with experts has in step 7, or, in step 6, none.)
+    backward, where its gradient is complete; the law's e counts only the norm. A segment may have
+    two units: this last one, or in step 7 a layer with experts. In step 6 it may have none.
     """
 
     unit_type = ShardedUnit
@@ -437,8 +441,8 @@ class Zero3(Zero2):
         """
         for unit in self.segments[number]:
             unit.gather()
-        # No prefetch after the last segment, in forward; or of the embedding, whose backward needs
-        # no weights
+        # Nothing to prefetch: in forward after the last segment; in backward before the embedding,
+        # whose backward needs no weights
         if 0 < ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()
@@ -480,7 +484,7 @@ class Zero3(Zero2):
     def publish(self):
         """Round the masters into the shards of the weights, which the next forward gathers."""
         for unit in self.units:
-            unit.free()  # waits for a gather in flight, which reads the shard
+            unit.free()  # what --keep, or a forward without backward, has left whole: now stale
             unit.shard.copy_(unit.master)
 
 

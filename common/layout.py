@@ -1,5 +1,6 @@
-"""Initial values of the parameters (step 1), and a small record of each: over which ranks its
-gradient is summed (step 2), and how it is sharded (step 4).
+"""Initial values of the parameters (step 1), and for each a small record, `ParamLayout`, that later
+steps fill in: over which ranks its gradient is summed (step 2), which part of it a rank has (step
+4).
 
 The parts of this file follow the steps; read a part when you come to its step.
 """
@@ -44,10 +45,10 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
     """Yield the initial values of whole parameters, in fp32, in order. One thread would draw about
-    100 million numbers a second, so this rank's share of the machine's CPUs draw a parameter each.
+    100 million numbers a second, so up to 8 threads draw a parameter each.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(named), threads):  # not all at once, which would fill memory
             drawing = []
@@ -66,12 +67,12 @@ def materialize(
     only: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
-    New parameters take the place of the old ones: add hooks on parameters after this call. (Hooks
-    on modules may come before.)
+    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
+    parameters after this call. (Hooks on modules may come before.)
 
-    A rank draws each whole parameter, and keeps the shards that the record describes: in steps 1 to
-    3 the whole. (Step 3 calls this once for each unit of ZeRO, with `only` its names, so that the
-    whole model is never in memory.)
+    A rank draws each whole parameter, and keeps what the record describes: in steps 1 to 3 all of
+    it. (Step 3's ZeRO calls this once for each unit, with `only` its names. Stage 3 frees a unit
+    before the next, so that the whole model is never in memory.)
     """
     chosen = []
     for name, param in model.named_parameters():
@@ -79,7 +80,7 @@ def materialize(
             chosen.append((name, param))
     drawn = draw_all(chosen, model.config.n_layers, seed)
     for (_, param), value in zip(chosen, drawn, strict=True):
-        for shard in layout_of(param).shards:
+        for shard in layout_of(param).shards:  # from step 4 on
             value = shard_of(value, shard)
         filled = nn.Parameter(value.to(device, dtype))
         filled.parallel_layout = layout_of(param)
@@ -100,25 +101,8 @@ def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """The record of one parameter. In steps 2 and 3 all have the default one: a parameter is whole,
-    and its gradient is summed over dp. Skip the rest until step 4.
-
-    From then on, each dimension of parallelism notes in a parameter's record what it changes.
-    Initial weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global
-    norm follow the record. On the first of two ranks of tp (with SP), or of ep:
-
-        parameter (full shape)                shards                   partial_over   data_group
-        step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63      ()             "dp"
-                norm.weight [128]             none                     ("tp",)        "dp"
-        step 5: the same                      the same                 the same       "data"
-        step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3       ()             "expert_data"
-                router.weight [8, 128]        none                     ("tp",)        "data"
-
-    (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W. Dim 0 of step 7's
-    up_proj.weight has the experts.) A gradient is always summed over its `data_group`. Some must
-    also be summed over tp, because with SP the ranks of tp have different tokens: their record says
-    so in `partial_over`. Where ZeRO cuts is not in the record, because the shards of its units
-    (step 3) cut across parameters.
+    """The record of one parameter. Until step 4 all have the default one: the parameter is whole,
+    and its gradient is summed over dp. (`Shard`, below, shows the records of later steps.)
     """
 
     # Name of the group over which step 2's sync, or ZeRO, sums its gradient. From step 5 on "data",
@@ -148,18 +132,16 @@ def data_group_of(param: Tensor, mesh: Mesh) -> Group:
 # --- Step 3: the global norm ----------------------------------------------------------------------
 
 
-def global_norm(
-    model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False
-) -> float:
+def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool) -> float:
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
     sums over ranks. `sharded`: whether ZeRO shards gradients (`optimizer.sharded`).
 
     If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So each
-    rank divides its squares by `copies`, the number of ranks that hold the same elements. If all
-    ranks together hold k different parts of a parameter (`distinct_parts`), each part is on copies
-    = ranks / k of them. Step 3, 8 ranks of dp: without ZeRO all hold the whole parameter, so copies
-    = 8 / 1; with ZeRO there are 8 parts, and copies = 1. From step 4 on, for example with tp 2 and
-    dp 4:
+    rank divides its squares by `copies`, the number of ranks that hold the same elements. That is
+    the number of ranks / `distinct_parts`: if tp 2 cuts a parameter into 2 parts, each is on 4 of 8
+    ranks, and each of these divides its squares by 4. Step 3, 8 ranks of dp: without ZeRO all hold
+    the whole parameter, so copies = 8 / 1; with ZeRO there are 8 parts, and copies = 1. From step 4
+    on, for example with tp 2 and dp 4:
 
         copies                   a matrix, sharded over tp    the weight of a norm
         without ZeRO             8 / 2 = 4                    8 / 1 = 8
@@ -192,8 +174,8 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """After an all-reduce over each of these groups in turn, every rank has the sum over all ranks:
-    each one sums the results of those before.
+    """After an all-reduce over each of these groups in turn, every rank has the sum over all ranks,
+    as sums of rows, then of their columns, give the sum of a grid.
 
     In step 3 that is dp alone. From step 5 on, "data" is dp x cp in one.
     """
@@ -208,6 +190,23 @@ def norm_groups(mesh: Mesh) -> list[str]:
 @dataclass(frozen=True)
 class Shard:
     """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
+
+    From step 4 on, each dimension of parallelism notes in a parameter's record what it changes.
+    Initial weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global
+    norm follow the record. On the first of two ranks of tp (with SP), or of ep:
+
+        parameter (full shape)                shards                   partial_over   data_group
+        step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63      ()             "dp"
+                norm.weight [128]             none                     ("tp",)        "dp"
+        step 5: the same                      the same                 the same       "data"
+        step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3       ()             "expert_data"
+                router.weight [8, 128]        none                     ("tp",)        "data"
+
+    (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W. Dim 0 of step 7's
+    up_proj.weight has the experts.) A gradient is always summed over its `data_group`. Some must
+    also be summed over tp, because with SP the ranks of tp have different tokens: their record says
+    so in `partial_over`. Where ZeRO cuts is not in the record, because the shards of its units
+    (step 3) cut across parameters.
 
     Shards are equally long, so the last ones may go beyond the tensor, with padding: of 257 rows on
     two ranks, the second has 129 to 257, and row 257 is padding. (If an optional technique shards a

@@ -219,6 +219,17 @@ def test_the_last_two_checkpoints_stay(tmp_path):
         previous = path
 
 
+def test_a_run_leaves_the_checkpoints_of_the_run_that_it_resumes(tmp_path):
+    """Those of another directory, from which it began, all stay, and so does its own."""
+    names = ["step-00000002", "step-00000004", "the-best"]
+    other = saved_run(tmp_path / "other", *names) / "checkpoints"
+    own = tmp_path / "own/checkpoints/step-00000006"
+    for previous in ("step-00000004", "the-best"):
+        save(own, dict(state={}), {}, Ranks(), other / previous)
+        close(sorted(path.name for path in other.iterdir()), names, "the other run's checkpoints")
+        assert own.exists()
+
+
 REFUSED = [
     ("", "--out .* has checkpoints: set --resume .* to continue from its newest, or another"),
     ("OUT/checkpoints/step-00000002", "--out .* has checkpoints"),
