@@ -42,12 +42,16 @@ Transformer's, for K choices of a token),
 
 f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
-0.0625) = 1.15; if all f and all P are 1/E, it is 1. f is a count, without a gradient; the gradient
-of P_e is proportional to f_e: a token's p_e is pushed down where f_e is above the token's own
-average, sum_j p_j f_j, and elsewhere up. (The loss that you see excludes this one.) f_e and P_e are
-those of a micro-batch, so two layouts train alike only if their --micro-batch-size is the same.
-(And where two p are almost equal, rounding may decide, in any layout, which expert is chosen.)
---balance bias uses no loss: see `BiasBalancedMoE`.
+0.0625) = 1.15; if all f and all P are 1/E, it is 1.
+
+f is a count, without a gradient; the gradient of P_e is proportional to f_e. So the router's logit
+of e for a token, (W x)_e, is pushed down where f_e is above the token's own average, sum_j p_j f_j,
+and elsewhere up.
+
+The loss that you see excludes this one. f_e and P_e are those of a micro-batch, so two layouts
+train alike only if their --micro-batch-size is the same. (And where two p are almost equal,
+rounding may decide, in any layout, which expert is chosen.) --balance bias uses no loss: see
+`BiasBalancedMoE`.
 
 GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
 of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks
@@ -57,8 +61,8 @@ gone. On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks ...              so over it we ...
     dp           0 4 8 12                            have different sequences   shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       hold the same weights      sum gradients
-                                                     (of experts: see below)
+    data         0 2 4 6 8 10 12 14  (dp x cp)       hold the same weights,     sum their gradients
+                                                     except of experts
     sequence     0 1 2 3             (cp x tp)       share each micro-batch     sum counts for f_e
     ep           0 1 2 3 4 5 6 7     (neighbours)    hold all experts together  exchange rows
     expert_data  0 8                                 hold the same experts      sum their gradients
@@ -66,7 +70,7 @@ gone. On 16 ranks:
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
-expert_data adds them. (Gradients of norms and routers are also summed over tp, as in step 4.)
+expert_data adds them. (Gradients of routers are also summed over tp, as those of norms in step 4.)
 
 THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch, so T K rows of dim elements,
 which go to the experts and back, in forward and in backward. If each rank's choices are spread
@@ -284,9 +288,9 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
         self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
-        # Gradients are summed over the step's global_batch_size / micro_batch_size micro-batches,
-        # on all ranks of dp together. To get the mean of their losses, each is divided by this
-        # number (where the loss of tokens is divided by the number of targets)
+        # The step has global_batch_size / micro_batch_size micro-batches, on all ranks of dp
+        # together, and gradients are only summed. So the loss of each is divided by their number,
+        # as a token's loss is by the number of targets
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
@@ -337,9 +341,9 @@ class BiasBalancedMoE(MoE):
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (Recomputation does not count twice. It ends before this line: the last tensors that
-        backward needs are the outputs and the scores, which are multiplied before it. With
-        --compile it gets here: then all loads double, and load - mean keeps its sign.)
+        (With --recompute full forward runs twice, but the second run stops before this line: it
+        has then all that backward needs, the outputs and the scores. With --compile it runs on: all
+        loads double, and load - mean keeps its sign.)
         """
         self.load_E += counts_E
         return out
@@ -530,7 +534,7 @@ def train(config: Config, run: Run):
     """The whole run: all kinds of parallelism, applied to the plain model one after another."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    # No ep: shard_experts cuts its groups from dp x cp x tp
+    # ep is no dimension: `make_groups` cuts its groups from the dp x cp x tp ranks of a stage
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     # step 2: these sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")

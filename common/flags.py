@@ -37,8 +37,7 @@ def flag(
     """A field of a Config.
 
     help     what --help says of the flag
-    choices  the allowed values; or a menu, a dict from each of them to the class or function that
-             it selects
+    choices  the allowed values; or a menu, a dict from each of them to what it selects
     least    the smallest value of a number; by default 0, but 1 for an int whose default is above 0
     needs    another flag -> the values that it must have, because else this flag does nothing:
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}

@@ -22,9 +22,10 @@ does, up to rounding.
 
 HOW A RUN ENDS EARLY. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks end the step, save
 a checkpoint, and exit with status 0. (torchrun gives them 30 seconds for that, or its
---shutdown-timeout, and passes SIGUSR1 on only if --signals-to-handle names it.) If a step takes
-longer than --timeout, each rank that hangs prints where it waits, and the job ends. (The start and
-saving are not timed, but a compilation in the first step is.)
+--shutdown-timeout, passes SIGUSR1 on only if --signals-to-handle names it, and itself then ends
+with a SignalException and status 1.) If a step takes longer than --timeout, each rank that hangs
+prints where it waits, and the job ends. (The start and saving are not timed, but a compilation in
+the first step is.)
 """
 
 import dataclasses
@@ -117,7 +118,7 @@ class Run:
 
     def __init__(self, config: Any):
         self.config = config
-        # The script's name, also if it was imported: each script defines its own Config
+        # The name of the script that defines this Config, also if it was imported
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
         self.rank = int(os.environ.get("RANK", 0))
@@ -163,15 +164,14 @@ class Run:
         done = self.set_up()
         trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
-        # this generator, and that leaves the `with`. In `Signals`, signals are only noted.
-        # `end_traced_step` tells the profiler that a step is over
+        # this generator, and that leaves the `with`. In `Signals`, signals are only noted
         with self.bar, trace as end_traced_step, Signals() as signals:
             self.training = True
             self.began = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                end_traced_step()
+                end_traced_step()  # tells the profiler that the step is over
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.received > 0))
                 self.watch.stop()
@@ -203,7 +203,7 @@ class Run:
         flops = flops_per_token(rows, model.config, top_k)
         self.meter = Meter(next(model.parameters()), flops, self.world)
         self.introduce(rows)
-        self.take_sent()  # forget what was sent so far: metrics.jsonl counts the steps'
+        self.take_sent()  # forget what the start has sent: metrics.jsonl counts only the steps
         steps = self.config.steps
         self.bar = tqdm(initial=done, total=steps, unit="step", disable=not self.first)
         return done
@@ -239,13 +239,19 @@ class Run:
         return done
 
     def begin(self):
-        """Create the run directory. metrics.jsonl begins with the steps that are already done."""
+        """Begin the run's files. A collective. Raises UserError."""
+        try:
+            self.ranks.attempt(self.create_files)
+        except UserError as error:
+            raise UserError(f"--out {self.out}: cannot write: {error}") from error
+
+    def create_files(self):
+        """On rank 0, create the directory. metrics.jsonl begins with the steps that are done."""
         if self.first:
             rows = "".join(json.dumps(row) + "\n" for row in self.history)
-            with self.writing():
-                self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
-                (self.out / "metrics.jsonl").write_text(rows)
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
+            (self.out / "metrics.jsonl").write_text(rows)
 
     def gather_rows(self) -> dict[str, Row]:
         """The row (meter.py) of each parameter of the whole model, by name. With pp a rank holds
@@ -316,8 +322,8 @@ class Run:
             name = wrong[0]
             what = name.replace("_", " ")
             raise UserError(
-                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If step 1 trains "
-                "well with these flags, it is a bug in the sharding. Gradients not finite: "
+                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If "
+                "step01_single_gpu.py trains well so, it is a bug in the sharding. Not finite: "
                 f"{self.gradients_not_finite()})"
             )
 
@@ -337,8 +343,8 @@ class Run:
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
-        Its seconds are those since the step before was recorded, without saving. (On a GPU the
-        update's kernels may still be running; they are then part of the next step.)
+        Its seconds are those since the step before was recorded (or training began), without
+        saving. (The steps pass `loss.item()`, which waits for the GPU: the update is in them.)
         """
         now = time.perf_counter()
         seconds = now - self.began
@@ -418,8 +424,8 @@ def main(train: Callable[[Any, Run], None], cls: type):
 def report(error: Exception, early: bool) -> int:
     """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
 
-    `early`: before the first step. An OSError or DistError then most likely means a wrong path or
-    address, which the user can fix, too.
+    `early`: before the first step. An OSError (a path) or torch's DistError (a network) is then
+    most likely the user's to fix, too. Later it is not expected, and gets its traceback.
     """
     fixable = isinstance(error, UserError)
     text = str(error)

@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 class Signals(AbstractContextManager):
     """In this context a first Ctrl-C, SIGTERM or SIGUSR1 does not end the process: it is noted, so
-    that the run can save.
+    that the run can save. A second Ctrl-C, more than a second later, ends it.
 
     Others end it without a checkpoint, for example SIGHUP, which a terminal sends when it is
     closed.
@@ -67,7 +67,7 @@ class HangWatch:
     On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
     `torchfrtrace --prefix nccl- OUT` says in which collective each rank is. A --timeout above 10
     minutes (NCCL) or 30 (gloo) has no effect while a rank is in a collective: then PyTorch ends it
-    first.
+    first. (The default, 10 minutes, comes before NCCL's, which count from the collective.)
     """
 
     def __init__(self, seconds: float, out: Path):

@@ -256,7 +256,7 @@ def poisoned(options: dict):
 
 def test_a_number_that_is_not_finite_names_where_it_was_found(pools):
     """The norm is nan on all ranks; the line names the rank and the gradient that made it so."""
-    text = "the grad norm is nan: lower --lr.* not finite: lm_head.weight on rank 1\\)"
+    text = "the grad norm is nan: lower --lr.* Not finite: lm_head.weight on rank 1\\)"
     with pytest.raises(RankError, match=text):
         pools(2).run(poisoned, dict(tp=2))
 
