@@ -435,7 +435,8 @@ class UnitTape(Tape):
         self.whole = [name for name, unit in self.units.items() if held(unit.flat)]
         self.events += [f"free {name}" for name in before if name not in self.whole]
         gradients = [unit.local_grad for unit in self.zero.units if unit.local_grad is not None]
-        gradients += [local_grad for _, local_grad, _, _ in self.zero.in_flight]
+        for _, _, pending in self.zero.in_flight:
+            gradients += pending.tensors
         n_gradients = len({memory_of(gradient) for gradient in gradients})
         self.most_gradients = max(self.most_gradients, n_gradients)
 
