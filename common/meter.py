@@ -5,8 +5,8 @@ are those of step 1's law. Each token costs 6 for each weight in a matrix, excep
 (of the experts, only those that it visits), and 7 x seq x dim for each layer's causal attention.
 (One of these 7 products, the scores in backward, is a repetition. It is counted, because every
 fused attention repeats it; what --recompute repeats is not.) For tiny, 5,538,560 FLOPs a token
-(step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of 0.06
-%. (Tiny is far too small for it.)
+(step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of
+0.06 %. (Tiny is far too small for it.)
 
 PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not
 over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %. So

@@ -25,7 +25,8 @@ class Signals(AbstractContextManager):
     that the run can save. A second Ctrl-C, more than a second later, ends it.
 
     Others end it without a checkpoint, for example SIGHUP, which a terminal sends when it is
-    closed.
+    closed. (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run,
+    unless it is started with --signals-to-handle SIGTERM,SIGINT.)
     """
 
     def __init__(self):

@@ -137,7 +137,8 @@ def side_by_side(rows: Tensor, experts: nn.Module, counts: list[int]) -> Tensor:
 def test_experts(counts, dtype, bound):
     """Each expert computes its own rows; without rows its gradient is zero, not None.
 
-    In bf16 one kernel computes all experts' products; up to rounding they are those of fp64."""
+    In bf16 one kernel computes all experts' products; up to rounding they are those of fp64.
+    """
     x = draw("x", 0, sum(counts), 16, dtype=dtype)
     experts = filled(step.Experts(3, 16, 24)).to(dtype)
     found = results(partial(experts, counts=torch.tensor(counts)), experts, x)
