@@ -84,7 +84,7 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """Raise UserError unless the data are the saved run's, and so is each flag of both runs that
     may not change.
     """
-    free = may_change(flags, saved.has_state)
+    free = may_change(flags, has_state=bool(saved.state))
     for name, value in flags.items():
         before = saved.about["flags"].get(name, value)  # a flag of both scripts
         if before != value and name not in free:

@@ -226,7 +226,7 @@ class Run:
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
         # For optional techniques (see `save`): each part gets back what its `state` returned
-        for name, state in saved.own_state.items():
+        for name, state in saved.state.items():
             if name not in self.parts:
                 raise UserError(
                     f"--resume {folder}: this script has no {name}, whose state it holds"

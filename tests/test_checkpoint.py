@@ -113,23 +113,23 @@ def weight_of(rank: int) -> Tensor:
     return torch.full((100,), rank + 0.1)
 
 
-def saved_copies(folder: Path, n: int):
-    """Write files of n ranks, each with its `weight_of` as a copy of the same piece."""
+def save_by_hand(folder: Path, n: int):
+    """Write files of n ranks, each with its own "weight RANK", and with a copy of "norm"."""
     for rank in range(n):
-        about = dict(rank=rank, ranks=n, state={})
-        write(folder / f"rank-0000{rank}.pt", about, dict(weight=piece_of(weight_of(rank))))
+        about = dict(rank=rank, ranks=n, state={"rank": rank})
+        pieces = {f"weight {rank}": piece_of(weight_of(rank)), "norm": piece_of(torch.ones(4))}
+        write(folder / f"rank-0000{rank}.pt", about, pieces)
 
 
-def test_of_copies_a_rank_gets_its_own(tmp_path):
-    """It keeps one piece, of its own file, also to assemble another shard."""
-    saved_copies(tmp_path, 3)
-    for rank in range(3):
-        saved = Checkpoint(tmp_path, rank)
-        close(len(saved.pieces["weight"]), 1, "pieces")
-        found = saved.tensor("weight", "master", piece_of(torch.zeros(100)))
-        close(found, weight_of(rank), f"rank {rank}: its piece")
-        found = saved.shard("weight", "master", ((1, 3),), (2,))
-        close(found, weight_of(rank)[1:3], f"rank {rank}: another shard")
+def test_of_copies_one_is_kept(tmp_path):
+    """Ranks that update the same elements save copies: one piece remains to assemble shards from.
+
+    (State that is no piece, an optional technique's, a rank reads from its own file.)
+    """
+    save_by_hand(tmp_path, 3)
+    saved = Checkpoint(tmp_path, 1)
+    close(len(saved.pieces["norm"]), 1, "pieces")
+    close(saved.state, {"rank": 1}, "state")
 
 
 # --- Resumed runs
@@ -278,7 +278,7 @@ def test_a_resumed_run_computes_the_same(changed, more, text):
     """Flags that change results must stay, those of layout and of files may change."""
     flags = FLAGS | {key: value for key, value in more.items() if key != "state"}
     about = dict(flags=flags, fingerprint="abc")
-    saved = SimpleNamespace(folder=Path("X"), has_state="state" in more, about=about)
+    saved = SimpleNamespace(folder=Path("X"), state=more.get("state"), about=about)
     flags = flags | changed
     fingerprint = flags.pop("fingerprint", "abc")
     if not text:
@@ -326,14 +326,15 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
     If all are damaged, one line says so."""
     older = tmp_path / "checkpoints/step-00000002"
     newer = tmp_path / "checkpoints/step-00000004"
-    saved_copies(older, 2)
+    save_by_hand(older, 2)
     for seed in range(200):
         shutil.copytree(older, newer)
         way = damage(newer, random.Random(seed))
         found = find(tmp_path, Ranks())
         assert found == older or way in ("bytes", "longer"), f"{seed}: {way} was not noticed"
         for rank in range(2):
-            weight = Checkpoint(found, rank).tensor("weight", "master", piece_of(torch.zeros(100)))
+            saved = Checkpoint(found, rank)
+            weight = saved.tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
             close(weight, weight_of(rank), f"{seed}, {way}: the weight")
         shutil.rmtree(newer)
     (older / "rank-00001.pt").write_bytes(b"")
