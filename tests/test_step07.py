@@ -482,13 +482,14 @@ def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
 BIAS = TWO | dict(balance="bias", bias_rate=0.1, steps=4)
 
 
-def test_each_training_step_moves_the_biases():
-    """After three steps biases have moved, by multiples of the rate."""
+def test_training_moves_the_biases():
+    """In three steps each bias moves by a multiple of the rate, at most by three rates."""
     run = run_of(S7, BIAS | dict(steps=3))
     biases = [buffer for name, buffer in run.model.named_buffers() if name.endswith("bias")]
     moves = torch.stack(biases) / 0.1  # [layers, experts]
     close(moves, moves.round(), "moves of each bias", bound=1e-6)
-    assert moves.abs().max() > 0, "no bias has moved"
+    most = round(moves.abs().max().item())
+    assert 1 <= most <= 3, f"a bias has moved by {most} rates in three steps"
 
 
 BALANCES = [
