@@ -82,12 +82,13 @@ TASKS: dict[int, dict[str, str]] = {
     },
     7: {
         "experts": "expert_product Experts.forward",
-        "layer": "MoE.probabilities MoE.choose MoE.score MoE.visit MoE.forward",
+        "layer": "MoE.probabilities MoE.choose MoE.score MoE.through_experts count_choices "
+        "MoE.forward",
         "balance": "AddLoss.forward AddLoss.backward LossBalancedMoE.aux_loss "
-        "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
+        "LossBalancedMoE.after_forward BiasBalancedMoE.choose BiasBalancedMoE.after_forward "
         "BiasBalancedMoE.end_step",
-        "dispatch": "transpose_blocks SendRows.forward SendRows.backward dispatch combine "
-        "exchange_counts run_experts_on_their_ranks",
+        "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "
+        "exchange_counts MoE.run_experts",
         "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },

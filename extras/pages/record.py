@@ -334,16 +334,16 @@ def routing(mesh: Mesh, ep: int) -> dict:
                 rows[name].append([f"e{expert}:t{token}", token // 2, ""])
         return vectors
 
-    def visit(vectors: Tensor, counts: Tensor) -> Tensor:
-        """What step 7 puts in the place of `MoE.run_experts`, with a look at the rows."""
+    run_experts = layer.run_experts
+
+    def run_and_show(vectors: Tensor, counts: Tensor) -> Tensor:
+        """`MoE.run_experts`, with a look at the rows before and after."""
         show("sorted", vectors, counts, range(4))
-        received = partial(show, "received", experts=own_experts)
-        returned = step07.run_experts_on_their_ranks(
-            lambda some, numbers: received(vectors=some, counts=numbers), group, vectors, counts
-        )
+        returned = run_experts(vectors, counts)
         return show("returned", returned, counts, range(4))
 
-    layer.run_experts = visit
+    layer.experts.forward = partial(show, "received", experts=own_experts)
+    layer.run_experts = run_and_show
     with torch.no_grad():
         layer(tokens[2 * mesh.rank :][None, :2])
     states = []
