@@ -196,7 +196,7 @@ FILES = [  # name, content, a part of the error
     ("plain.jsonl.gz", GOOD, "Not a gzipped file"),
     ("half.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-12], "Compressed file ended"),
     ("damaged.parquet", b"PAR1 and so on", "Parquet magic bytes not found in footer"),
-    ("column.parquet", parquet(body=["hello"]), "No match for FieldRef.Name(text) in body: string"),
+    ("column.parquet", parquet(body=["hello"]), "it has no column `text`"),
     ("odd.bin", b"12345", "odd.bin.json is damaged: Size of available data"),
 ]
 
@@ -254,7 +254,7 @@ def test_a_missing_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path, sourc
         ),
         (
             {"train.bin": b"1" * 96, "train.bin.json": b'{"dtype": "uint32", "tokens": 25}'},
-            "it has 24 tokens, and had 25",
+            "it has 24 tokens, and should have 25",
         ),
     ],
 )
