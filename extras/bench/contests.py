@@ -169,7 +169,7 @@ def take_turn(step: str, flags: str, peer: str, watched: bool) -> Turn:
     module = importlib.import_module(step)
     words = f"--steps {10**6} --warmup-steps {10**3} --out unused {flags}".split()
     run = TimedRun(parse(with_flags(module.Config, techniques()), words))
-    run.first = False
+    run.is_rank_0 = False
     run.memory = AllTensors()
     train = getattr(importlib.import_module("extras.bench.peers"), peer) if peer else module.train
     watched = watched and not run.config.compile  # under a mode torch.compile gives up, for good

@@ -80,7 +80,7 @@ class Film(Run):
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
         super().__init__(step.Config(**FLAGS | flags))
-        self.first = False  # no files, no screen
+        self.is_rank_0 = False  # no files, no screen
         self.rows = rows
         self.states: list[tuple[str, dict]] = []
         self.curve: dict[str, list[int]] = defaultdict(list)  # by kind: bytes in each state
