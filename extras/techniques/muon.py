@@ -129,8 +129,8 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
     padded_shape = list(param.shape)
     for shard in layout_of(param).shards:
         padded_shape[shard.dim] *= mesh[shard.over].size
-    *first_experts, row, column = [start for start, _ in place.box]  # of this rank's shard
-    first_expert = sum(first_experts)  # 0 if there are no experts
+    row, column = (start for start, _ in place.box[-2:])  # where this rank's shard begins
+    first_expert = place.box[0][0] if param.dim() == 3 else 0
     scale = 0.2 * max(place.whole[-2:]) ** 0.5
     size = param.shape[-2:].numel()
     matrices = []
@@ -232,15 +232,9 @@ class Muon:
         self.like = torch.empty(0, dtype=dtype, device=param.device)
 
         self.masters = optimizer.masters
-        own = []
-        rest = {}
-        for name, master in self.masters.items():
-            if name in self.hidden:
-                own.append(master)
-            else:
-                rest[name] = master
+        rest = {name: master for name, master in self.masters.items() if name not in self.hidden}
         self.adamw = torch.optim.AdamW(decay_groups(rest, optimizer.config), **ADAMW)
-        self.rates = dict(params=own, weight_decay=optimizer.config.weight_decay)
+        self.rates = dict(weight_decay=optimizer.config.weight_decay)  # of the hidden matrices
         self.state = self.adamw.state
         self.param_groups = [*self.adamw.param_groups, self.rates]
 

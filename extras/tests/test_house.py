@@ -69,10 +69,8 @@ def imported(module: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            inner = {f"{node.module}.{alias.name}" for alias in node.names} & FILES.keys()
-            found |= inner
-            if len(inner) < len(node.names):
-                found.add(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module} | (names & FILES.keys())
     return found
 
 

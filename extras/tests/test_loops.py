@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ import step02_ddp as step02
 import step06_pipeline as step06
 from common import UserError
 from common.comm import Group, Mesh
-from common.flags import parse
 from common.model import PRESETS, ModelConfig
 from extras.loops import diloco, fp16, pipedream
 from step01_single_gpu import Optimizer
@@ -57,13 +55,6 @@ def test_unmarked_lines_are_the_steps(loop, step):
     remaining = (line for line, _ in statements(step.train))
     for line, new in statements(loop.train):
         assert new or line in remaining, f"not in the step, or in another order: {line}"
-
-
-@cases("loop", [loop for loop, _ in LOOPS])
-def test_launch_lines(loop):
-    """The launch line names the module, and has flags that it accepts."""
-    ((name, flags),) = re.findall(r"^Run it: .*? -m (\S+) (.*)$", loop.__doc__, re.MULTILINE)
-    assert name == loop.__name__ and parse(loop.Config, flags.split())
 
 
 # --- fp16 ----------------------------------------------------------------------------------------

@@ -90,8 +90,6 @@ def test_updates_are_a_descent_by_weights_of_several_ages(pools, n, layout, size
     close(ranks[0][0], loss, "the loss")
     for name, weight in together(pieces).items():
         close(weight, weights[name], name)
-    younger, _ = descended(dict.fromkeys(ages, 0), size)
-    assert size == 12 or abs(younger - loss) > 1e-4, "the ages do not matter"
 
 
 def test_mistakes_are_refused():
