@@ -49,10 +49,11 @@ def start(lab: int, folder: Path):
     if folder.exists():
         raise UserError(f"{folder} is there already: choose a new folder")
     lay_out(lab, folder, hollow(lab))
-    tasks = [f'{n}. Task "{name}": ' for n, name in enumerate(TASKS[lab], 1)]
-    for n, names in enumerate(TASKS[lab].values()):
+    tasks = []
+    for n, (name, names) in enumerate(TASKS[lab].items(), 1):
         functions = ", ".join(f"`{name.rpartition(':')[2]}`" for name in names.split())
-        tasks[n] += f"write {functions}." if functions else "the whole file; nothing to add."
+        work = f"write {functions}." if functions else "the whole file; nothing to add."
+        tasks.append(f'{n}. Task "{name}": {work}')
     launcher = "torchrun --nproc_per_node=2" if lab > 1 else "python"
     words = INTRODUCTION.format(
         lab=lab,

@@ -138,8 +138,7 @@ def train(config: Config, run: Run):
         optimizer.zero_grad()
         if (step + 1) % config.inner_steps == 0:  # new
             outer.take()  # new
-        shown = dict(loss=loss.item(), grad_norm=mean_norm, lr=lr)  # new
-        run.record(step, tokens.numel(), **shown)  # new
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=mean_norm, lr=lr)  # new
 
 
 if __name__ == "__main__":

@@ -54,8 +54,11 @@ class CompressedSync(NaiveSync):
     block = 1  # a shard has a multiple of so many numbers
 
     def __init__(self, model: Decoder, config: "Flags", mesh: Mesh):
+        """Raises UserError."""
         super().__init__(model, config, mesh)
-        self.fraction = config.topk_fraction
+        self.fraction = config.topk_fraction  # TopkSync's
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"--topk-fraction {self.fraction} must be above 0, and at most 1")
         self.owed: list[Tensor] = []  # for each parameter, the errors of its shards [n, length]
         for param in self.params:
             n = data_group_of(param, mesh).size
@@ -133,12 +136,6 @@ class Int8Sync(CompressedSync):
 
 class TopkSync(CompressedSync):
     """Messages of the numbers of largest magnitude, with their places. The others become zero."""
-
-    def __init__(self, model: Decoder, config: "Flags", mesh: Mesh):
-        """Raises UserError."""
-        super().__init__(model, config, mesh)
-        if not 0 < self.fraction <= 1:
-            raise UserError(f"--topk-fraction {self.fraction} must be above 0, and at most 1")
 
     def compress(self, values: Tensor) -> Tensor:
         """Floats [shards, length] -> integers [shards, 2 k]: k numbers' bits, then their places."""

@@ -30,8 +30,8 @@ def test_a_lab_is_complete(lab):
     """Each task has a section with its name, a time in minutes, a text and three hints."""
     text = (ROOT / f"extras/labs/lab{lab}.md").read_text()
     titles = re.findall(r"^## (.+) \(\d+ min\)\n\n.+\n\n(?:\d\. .+\n){3}\n", text, re.MULTILINE)
-    names = [title[: len(task)] for title, task in zip(titles, TASKS[lab], strict=True)]
-    assert names == [*TASKS[lab]]
+    for title, task in zip(titles, TASKS[lab], strict=True):
+        assert title.startswith(task)
 
 
 def lines_of(*paths: Path) -> set[str]:
