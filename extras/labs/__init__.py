@@ -11,8 +11,8 @@ many minutes it takes and what to read, and gives three hints. At the end it ask
 is answered in writing and graded by hand.
 
 The folder holds all that the step needs: earlier steps, common/ and the tests, but no solution.
-You can run pytest there. From the folder, `check` and `grade` take only LAB.md's head and the files
-with removed functions. All else comes from the project, so changed tests have no effect.
+You can run pytest there. From the folder, `check` and `grade` take only LAB.md's title and the
+files with removed functions. All else comes from the project, so changed tests have no effect.
 """
 
 import ast
