@@ -10,7 +10,6 @@ from difflib import ndiff
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from shutil import copy
 
 try:
     from jinja2 import Environment, FileSystemLoader
@@ -31,6 +30,14 @@ TWINS = {  # step -> the function of bench/peers.py that does the same with PyTo
     "step04_tp_sp": "build_dtensor",
     "step06_pipeline": "build_pipelining",
 }
+
+
+def course() -> dict[str, Path]:
+    """The files of the course by module, in the order of reading."""
+    files = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}
+    for path in sorted(ROOT.glob("common/*.py")):
+        files[f"common.{path.stem}".removesuffix(".__init__")] = path
+    return files
 
 
 def blocks(*lines: str) -> str:
@@ -125,11 +132,8 @@ class Pages:
         if module not in TWINS:
             return ""
         source = (HERE.parent / "bench/peers.py").read_text()
-        for node in ast.parse(source).body:
-            if getattr(node, "name", "") == TWINS[module]:
-                code = ast.get_source_segment(source, node)
-                return blocks(*lines_of(code))
-        raise ValueError(f"peers.py has no {TWINS[module]}")
+        nodes = {getattr(node, "name", ""): node for node in ast.parse(source).body}
+        return blocks(*lines_of(ast.get_source_segment(source, nodes[TWINS[module]])))
 
     def readme(self) -> str:
         """README's title, first paragraph and first three sections, with links to pages instead of
@@ -145,20 +149,15 @@ def main():
     parser = argparse.ArgumentParser("python -m extras.pages", description=__doc__)
     parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
     out = parser.parse_args().out
-    paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in paths
-    }
-    shown, pages = all_pictures(), Pages(files)
+    files = course()
+    pictures, pages = all_pictures(), Pages(files)
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
     every = ["index", *files]
     out.mkdir(parents=True, exist_ok=True)
-    copy(HERE / "schedules.gif", out)
     for here in every:
-        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here))
+        values = dict(p=pages, here=here, every=every, rules=rules, shown=pictures.get(here))
         (out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(
         f"{out / 'index.html'}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes in all"

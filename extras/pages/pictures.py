@@ -16,11 +16,14 @@ from itertools import accumulate, product
 from typing import Any
 
 import step05_cp_ring as step05
+from common.schedules import Span, afab, one_f_one_b, simulate
 from extras.__main__ import techniques
-from extras.pages.moving import idle_fraction, spans_of
 from extras.pages.record import RANKS, recorded
+from step06_pipeline import SCHEDULES, ListPipeline
 
 DRAWN = ("afab", "1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
+LISTS = {"afab": afab, "1f1b": one_f_one_b}  # step 6 writes these two as loops, the others as lists
+VISIBLE = {"zigzag": step05.zigzag_visible, "ordered": step05.ordered_visible}
 RING = """\
 16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank \
 computes, it sends the keys that it has to the next. {n} pairs in all, {even:g} a rank if shared \
@@ -57,9 +60,21 @@ def table(ranks: list[dict], columns: list[str]) -> dict:
     return dict(text=first["text"], columns=columns, states=states, curve=first.get("curve", {}))
 
 
-def most_held(spans: list[tuple], rank: int) -> int:
+def spans_of(name: str, p: int, m: int) -> list[Span]:
+    """Simulate a schedule of p ranks and m micro-batches.
+
+    An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
+    """
+    schedule = ListPipeline if name in LISTS else SCHEDULES[name]
+    actions = LISTS.get(name, schedule.actions)
+    lists = [actions(p, m, schedule.v, rank) for rank in range(p)]
+    costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
+    return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)
+
+
+def most_held(spans: list[Span], rank: int) -> int:
     """The most forwards of a rank whose last backward action is still to come."""
-    kinds = [action.kind for _, at, _, action in spans if at == rank]
+    kinds = [span.action.kind for span in spans if span.rank == rank]
     last = "W" if "W" in kinds else "B"
     return max(accumulate((kind == "F") - (kind == last) for kind in kinds))
 
@@ -67,14 +82,16 @@ def most_held(spans: list[tuple], rank: int) -> int:
 def schedule(name: str, p: int, m: int) -> dict:
     """Make the frame of a schedule with p ranks and m micro-batches, as the simulation times it."""
     spans = spans_of(name, p, m)
-    end = spans[-1][0]
+    end = spans[-1].end
     boxes = []
+    busy = 0
     for stop, rank, start, (kind, batch, stage) in spans:
         note = f"{kind} {batch}, stage {stage}: time {start} to {stop}"
         boxes.append((rank, start, stop - start, "FBWR".index(kind), batch, note, start + 1))
+        busy += stop - start
     most = " ".join(str(most_held(spans, rank)) for rank in range(p))
     text = "F forward, B backward, W gradients of weights, R forward again. Ranks are idle for "
-    text += f"{idle_fraction(spans, p):.1%} of {end} units of time. Most forwards whose backward "
+    text += f"{1 - busy / (p * end):.1%} of {end} units of time. Most forwards whose backward "
     text += f"is still to come, by rank: {most}."
     rows = [f"rank {rank}" for rank in range(p)]
     moments = [f"Time {time}." for time in range(int(end) + 1)]
@@ -86,9 +103,8 @@ def pairs_of(mode: str, own: list[list[int]], rank: int, source: int) -> list[tu
 
     `own`: the positions that each rank has.
     """
-    visible = dict(zigzag=step05.zigzag_visible, ordered=step05.ordered_visible)[mode]
     pairs = []
-    for queries, keys, causal in visible(rank, source, len(own[rank])):
+    for queries, keys, causal in VISIBLE[mode](rank, source, len(own[rank])):
         for i, query in enumerate(own[rank][queries]):
             for j, key in enumerate(own[source][keys]):
                 if i >= j or not causal:
@@ -106,19 +122,16 @@ def ring(mode: str) -> dict:
     moments = []
     time = 0
     for hop in range(RANKS):
-        says = []
         work = []
         for rank in range(RANKS):
             source = (rank - hop) % RANKS  # whose keys are here
             pairs = pairs_of(mode, own, rank, source)
             work.append(len(pairs))
-            says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
             for query, key in pairs:
-                note = f"Hop {hop}, rank {rank}: query {query}, key {key}"
+                note = f"Rank {rank} has query {query}, and from rank {source} key {key}."
                 boxes.append((query, key, 1, rank, hop, note, hop))
         time += max(work)
-        words = "; ".join(says).capitalize()
-        moments.append(f"Hop {hop}. {words}. All wait for the slowest: {max(work)}.")
+        moments.append(f"Hop {hop}. Pairs of rank 0, 1, 2, 3: {work}. All wait for the slowest.")
     text = RING.format(n=len(boxes), even=len(boxes) / RANKS, time=time)
     holders = sorted((query, rank) for rank in range(RANKS) for query in own[rank])
     rows = [f"{query}, rank {rank}" for query, rank in holders]
@@ -126,7 +139,7 @@ def ring(mode: str) -> dict:
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make a picture for each step: module -> picture."""
+    """Make a picture for each step, and for the index: page -> picture."""
     techniques()  # their entries are added to the menus
     seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
 
@@ -141,8 +154,12 @@ def all_pictures() -> dict[str, dict]:
     schedules = {}
     for name, p, m in product(DRAWN, (2, 4), (4, 8)):
         schedules[f"{name}/{p}/{m}"] = schedule(name, p, m)
-    rings = dict(zigzag=ring("zigzag"), ordered=ring("ordered"))
+    pipeline = picture(
+        schedules, "A schedule, action by action", schedule="1f1b", ranks=4, micro_batches=8
+    )
+    rings = {mode: ring(mode) for mode in VISIBLE}
     return dict(
+        index=pipeline,
         step01_single_gpu=of(
             "step", batches, "A step, and what memory holds", dtype="fp32", recompute="none"
         ),
@@ -150,8 +167,6 @@ def all_pictures() -> dict[str, dict]:
         step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
         step04_tp_sp=of("block", four, "Which rank has what, from f to g", tokens="sp"),
         step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
-        step06_pipeline=picture(
-            schedules, "A schedule, action by action", schedule="1f1b", ranks=4, micro_batches=8
-        ),
+        step06_pipeline=pipeline,
         step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),
     )
