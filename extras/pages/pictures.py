@@ -1,9 +1,9 @@
 """Makes the data of the interactive pictures, with the course's own functions; the page only draws
 them.
 
-A picture is dict(title, id, choices=[(name, values, value shown first)], frames). A key of `frames`
-has a value of each choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its
-kind, which is table or boxes:
+A picture is dict(title, id, choices=[(name, values)], frames). A key of `frames` has a value of
+each choice, as in "fp32/none"; the first is shown first. A frame is a dict with a `text` and the
+keys of its kind, which is table or boxes:
 
     table    columns, states=[(text, {row: cells, one for each column or one across all})], and
              curve: see record.py
@@ -13,7 +13,6 @@ kind, which is table or boxes:
 
 import re
 from itertools import accumulate, product
-from typing import Any
 
 import step05_cp_ring as step05
 from common.schedules import Span, afab, one_f_one_b, simulate
@@ -21,7 +20,7 @@ from extras.__main__ import techniques
 from extras.pages.record import RANKS, recorded
 from step06_pipeline import SCHEDULES, ListPipeline
 
-DRAWN = ("afab", "1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
+DRAWN = ("1f1b", "afab", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
 LISTS = {"afab": afab, "1f1b": one_f_one_b}  # step 6 writes these two as loops, the others as lists
 VISIBLE = {"zigzag": step05.zigzag_visible, "ordered": step05.ordered_visible}
 RING = """\
@@ -30,21 +29,16 @@ computes, it sends the keys that it has to the next. {n} pairs in all, {even:g} 
 evenly; they take the time of {time}, the slowest of each hop."""
 
 
-def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `first`: choice ->
-    initial value.
+def picture(title: str, frames: dict[str, dict], *names: str) -> dict:
+    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `names`: of the
+    choices.
     """
-    values = zip(*(key.split("/") for key in frames), strict=True)
-    choices = [
-        (name, [*dict.fromkeys(of)], str(first[name]))
-        for name, of in zip(first, values, strict=False)
-    ]
-    return dict(
-        title=title,
-        id="picture-" + re.sub(r"\W+", "-", title.lower()),
-        choices=choices,
-        frames=frames,
-    )
+    place = "picture-" + re.sub(r"\W+", "-", title.lower())
+    choices = []
+    for i, name in enumerate(names):
+        values = [key.split("/")[i] for key in frames]
+        choices.append((name, [*dict.fromkeys(values)]))
+    return dict(title=title, id=place, choices=choices, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
@@ -141,32 +135,30 @@ def ring(mode: str) -> dict:
 def all_pictures() -> dict[str, dict]:
     """Make a picture for each step, and for the index: page -> picture."""
     techniques()  # their entries are added to the menus
-    seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
+    seen = recorded()
+    ranks = [f"rank {rank}" for rank in range(RANKS)]
 
-    def of(name: str, columns: list[str], title: str, **first: Any) -> dict:
-        """Make a picture from what the ranks have recorded under `name`."""
+    def tables(name: str, columns: list[str]) -> dict[str, dict]:
+        """The frames of what the ranks have recorded under `name`."""
         who = [recording[name] for recording in seen if recording[name]]
-        return picture(
-            {key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first
-        )
+        return {key: table([rank[key] for rank in who], columns) for key in who[0]}
 
-    batches = [f"micro-batch {n}" for n in (1, 2, 3)]
+    step = tables("step", [f"micro-batch {n}" for n in (1, 2, 3)])
+    buckets = tables("buckets", ["gradients", *ranks])
+    rings = {mode: ring(mode) for mode in VISIBLE}
     schedules = {}
-    for name, p, m in product(DRAWN, (2, 4), (4, 8)):
+    for name, p, m in product(DRAWN, (4, 2), (8, 4)):
         schedules[f"{name}/{p}/{m}"] = schedule(name, p, m)
     pipeline = picture(
-        schedules, "A schedule, action by action", schedule="1f1b", ranks=4, micro_batches=8
+        "A schedule, action by action", schedules, "schedule", "ranks", "micro-batches"
     )
-    rings = {mode: ring(mode) for mode in VISIBLE}
     return dict(
         index=pipeline,
-        step01_single_gpu=of(
-            "step", batches, "A step, and what memory holds", dtype="fp32", recompute="none"
-        ),
-        step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
-        step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
-        step04_tp_sp=of("block", four, "Which rank has what, from f to g", tokens="sp"),
-        step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
+        step01_single_gpu=picture("A step, and what memory holds", step, "dtype", "recompute"),
+        step02_ddp=picture("Buckets fill and are sent during backward", buckets),
+        step03_zero=picture("Who holds which shard of what", tables("zero", ranks), "zero"),
+        step04_tp_sp=picture("Which rank has what, from f to g", tables("block", ranks), "tokens"),
+        step05_cp_ring=picture("Queries and keys, hop by hop", rings, "mode"),
         step06_pipeline=pipeline,
-        step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),
+        step07_moe_ep=picture("Tokens travel to experts and back", tables("routing", ranks), "ep"),
     )
