@@ -82,7 +82,7 @@ def test_temperature_0_takes_the_largest_logit():
 def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
     """A run on a .bin takes the tokenizer beside it. What has no ids there is one line."""
     for n in 280, 300:
-        tokens.run(tokens.Config(dataset=text_file, train=n, out=f"{tmp_path}/{n}"))
+        tokens.main(f"--dataset {text_file} --train {n} --out {tmp_path}/{n}".split())
     run, more = f"{tmp_path}/run", ["--dataset", f"{tmp_path}/300.bin"]
     flags = dict(model=f"{SHAPE},vocab_size=280", dataset=f"{tmp_path}/280.bin", out=run)
     trained("step01_single_gpu", flags | dict(save_every=1))
@@ -91,7 +91,7 @@ def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
     assert text.startswith("3 é") and len(text) > len("3 é\n")
     (tmp_path / "280.tokenizer.json").unlink()
     for words, problem in [
-        ([run, "3"], "280.tokenizer.json: cannot be read"),
+        ([run, "3"], "280.tokenizer.json: it is no tokenizer.json"),
         ([run, "", *more], r"its ids \[\] must be below 280"),
         ([run, "9 times 9 is 81\n", *more], r"its ids .*2[89]\d.* must be below 280"),
         ([run, "3", "--temperature", "-1"], "--temperature is -1.0: it must be at least 0"),

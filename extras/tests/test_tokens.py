@@ -61,7 +61,7 @@ def test_documents_become_ids_with_an_end_after_each(corpus, tmp_path):
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
     out = str(tmp_path / "new/small")
-    tokens.run(tokens.Config(dataset=str(corpus), out=out, train=300))
+    tokens.main(["--dataset", str(corpus), "--out", out, "--train", "300"])
     file = f"{out}.tokenizer.json"
     peer = PreTrainedTokenizerFast(tokenizer_file=file, split_special_tokens=True)
     end = peer.convert_tokens_to_ids("<|endoftext|>")
@@ -71,7 +71,7 @@ def test_documents_become_ids_with_an_end_after_each(corpus, tmp_path):
     assert tokens.tokenizer_of(f"{out}.bin").to_str() == Tokenizer.from_file(file).to_str()
 
 
-def test_a_document_is_never_cut_nor_begun(tmp_path):
+def test_a_document_is_never_cut_nor_begun(tmp_path, monkeypatch):
     """A tokenizer.json may shorten, pad and mark what it encodes: this is switched off."""
     tokenizer = words("<s>", "a", "b", "</s>")
     tokenizer.enable_truncation(2)
@@ -80,10 +80,9 @@ def test_a_document_is_never_cut_nor_begun(tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing(**marks)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b a b a")
-    out = str(tmp_path / "a")
-    config = tokens.Config(str(tmp_path / "a.txt"), out, str(tmp_path / "tokenizer.json"))
-    tokens.run(config)
-    assert np.fromfile(f"{out}.bin", np.uint16).tolist() == [1, 2, 1, 2, 1, 3]
+    monkeypatch.chdir(tmp_path)
+    tokens.main(["--dataset", "a.txt", "--out", "a", "--tokenizer", "tokenizer.json"])
+    assert np.fromfile("a.bin", np.uint16).tolist() == [1, 2, 1, 2, 1, 3]
 
 
 def test_an_interrupted_run_leaves_no_ids(tmp_path):
@@ -103,11 +102,9 @@ def test_an_interrupted_run_leaves_no_ids(tmp_path):
     [
         ("--train 300", "--out: give the path"),
         ("--out a", "either --train VOCAB_SIZE or --tokenizer"),
-        ("--out a --train 300 --tokenizer b.json", "either --train VOCAB_SIZE or --tokenizer"),
         ("--out a --train 256", "--train 256: the 256 bytes and the end token are 257 tokens"),
         ("--out a --tokenizer words.json", "--tokenizer: it has no end token"),
-        ("--out a --tokenizer b.json", "--tokenizer b.json: cannot be read"),
-        ("--out a --tokenizer corpus.jsonl", "--tokenizer corpus.jsonl: not a tokenizer.json"),
+        ("--out a --tokenizer b.json", "--tokenizer b.json: it is no tokenizer.json"),
         ("--out a --train 300 --dataset trian.txt", "--dataset trian.txt: no such file"),
         ("--out a --train 300 --dataset ids.bin", "--dataset ids.bin: it has token ids already"),
     ],

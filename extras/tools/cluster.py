@@ -10,8 +10,7 @@ their cables' speed.
 
 Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d
 --rdzv_endpoint=node0:29500 ...`; the words after `--` end this command, and may begin with options
-of torchrun such as --log-dir=logs. Lines printed by nodes other than node 0 begin with the node's
-name.
+of torchrun such as --log-dir=logs.
 
 It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one
 process, and when this process ends, the kernel removes them. Unlike in a real cluster, a cable adds
@@ -90,12 +89,9 @@ def start_node(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     burst = max(2 * 1514, second // 10000)
     speed = f"rate {round(gbit * 1e6)}kbit burst {burst} limit {2**26}"
     run(NODE.format(n=number, name=name, last=number + 1, speed=speed))
-    # So no signal to the job reaches it
-    prefix, alone = ["sed", "-u", f"s/^/{name}: /"], dict(start_new_session=True)
-    prefixed = subprocess.Popen(prefix, stdin=subprocess.PIPE, **alone).stdin if number else None
     named = f"echo {name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
     line = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "sh", "-c", named]
-    return subprocess.Popen(line, stdout=prefixed, stderr=prefixed)
+    return subprocess.Popen(line)
 
 
 def inside(argv: list[str]):
