@@ -24,6 +24,7 @@ from extras.pages.pictures import all_pictures
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 TWINS = {  # step -> the function of bench/peers.py that does the same with PyTorch's own
     "step02_ddp": "build_ddp",
     "step03_zero": "build_fsdp",
@@ -88,21 +89,14 @@ class Pages:
         """Split the lines after `before` to the end of `node` at each definition inside, into
         docstrings and code.
         """
-        inside = [
-            it
-            for it in (node, *getattr(node, "body", ()))
-            if isinstance(it, ast.FunctionDef | ast.ClassDef)
-        ]
-        starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
+        inside = [it for it in getattr(node, "body", ()) if isinstance(it, DEFINITIONS)]
+        starts = [before.end_lineno + 1]
+        starts += [(it.decorator_list or [it])[0].lineno for it in inside]
+        ends = [*starts[1:], node.end_lineno + 1]
         parts = []
-        for it, start, end in zip(
-            inside or [node],
-            [before.end_lineno + 1, *starts],
-            [*starts, node.end_lineno + 1],
-            strict=True,
-        ):
+        for it, start, end in zip([node, *inside], starts, ends, strict=True):
             code = self.lines[module][start - 1 : end - 1]
-            words = ast.get_docstring(it) if it in inside else ""
+            words = ast.get_docstring(it) if isinstance(it, DEFINITIONS) else ""
             if words:
                 del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
             code = blocks(*"\n".join(code).strip("\n").split("\n"))

@@ -8,7 +8,7 @@ texts and chips. A chip (a box) is [label, colour, style]; style: "" (present), 
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -53,21 +53,13 @@ def brief(name: str) -> str:
     return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
-def style_of(present: bool, under_way: bool) -> str:
-    """The style of a chip."""
-    if under_way:
-        return "way"
-    return "" if present else "gone"
-
-
 class Film(Run):
     """Runs a step's `train` on the small model, and records `rows(film)` as a state after each
     event.
 
     Events: a unit starts its forward or backward; autograd has added to a parameter's gradient;
-    gradients are summed; the update is made; gradients are freed. `starts` lists the starts of
-    units as (unit, direction). `arrived`: the parameters whose gradients have arrived. `complete`:
-    whether all are summed.
+    gradients are summed; the update is made; gradients are freed. `starts` counts the starts of
+    units by (unit, direction). `arrived`: the parameters whose gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
@@ -76,9 +68,8 @@ class Film(Run):
         self.rows = rows
         self.states: list[tuple[str, dict]] = []
         self.curve: dict[str, list[int]] = defaultdict(list)  # by kind: bytes in each state
-        self.starts: list[tuple[str, str]] = []
+        self.starts: Counter = Counter()
         self.arrived: set[nn.Parameter] = set()
-        self.complete = False
         with Memory() as self.memory:
             step.train(self.config, self)
 
@@ -105,7 +96,7 @@ class Film(Run):
 
     def start(self, unit: str, way: str, *_: Any):
         """Hook: a unit starts its forward or its backward."""
-        self.starts.append((unit, way))
+        self.starts[unit, way] += 1
         self.tell(f"{way.capitalize()} of {UNITS[unit]}.")
 
     def arrive(self, name: str, param: nn.Parameter):
@@ -115,7 +106,6 @@ class Film(Run):
 
     def require_finite(self, step: int, **numbers: float):
         """Called when gradients are complete."""
-        self.complete = True
         self.tell("Gradients are complete.")
 
     def record(self, step: int, tokens: int, **numbers: float):
@@ -139,14 +129,11 @@ def accumulation(dtype: str, recompute: str) -> dict:
     def rows(film: Film) -> dict:
         table = {}
         for colour, way in enumerate(WAYS):
-            cells = []
-            for i in (1, 2, 3):
-                chips = []
+            cells = [[], [], []]  # of the micro-batches
+            for i, chips in enumerate(cells):
                 for unit in UNITS:
-                    n = film.starts.count((unit, way))
-                    is_last = film.starts[-1] == (unit, way) and not film.complete
-                    chips.append([unit, colour, style_of(n >= i, n == i and is_last)])
-                cells.append(chips)
+                    has_begun = film.starts[unit, way] > i
+                    chips.append([unit, colour, "" if has_begun else "gone"])
             table[way] = cells
         return table
 
@@ -164,13 +151,12 @@ def buckets() -> dict:
         table = {}
         names = {param: brief(name) for name, param in film.model.named_parameters()}
         for i, bucket in enumerate(film.sync.buckets):
-            flying = i < len(film.sync.pending) and not film.complete
+            flying = any(pending.works for pending in film.sync.pending[i : i + 1])
             gradients = []
             for param in bucket.params:
-                gradients.append([names[param], i, style_of(param in film.arrived, flying)])
-            number = []
-            if film.arrived & set(bucket.params):
-                number = ["under way" if flying else f"{bucket.flat.sum():.4f}"]
+                here = "way" if flying else ""
+                gradients.append([names[param], i, here if param in film.arrived else "gone"])
+            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"]
             left = [gradients] if dist.get_rank() == 0 else []
             table[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [*left, number]
         return table
@@ -223,8 +209,7 @@ def zero(stage: int) -> dict:
     film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=str(stage), dtype="bf16")
     text = "A box is a shard, with the number of the rank that updates it. Empty: absent. Dashed: "
     text += "under way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are "
-    text += "bf16; the "
-    text += "optimizer has masters and two moments. Bars: bytes on rank 0, moment by moment."
+    text += "bf16; the optimizer has masters and two moments. Bars: bytes on rank 0, by moment."
     return dict(text=text, states=film.states, curve=film.curve)
 
 

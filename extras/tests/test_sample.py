@@ -94,7 +94,6 @@ def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
         ([run, "3"], "280.tokenizer.json: it is no tokenizer.json"),
         ([run, "", *more], r"its ids \[\] must be below 280"),
         ([run, "9 times 9 is 81\n", *more], r"its ids .*2[89]\d.* must be below 280"),
-        ([run, "3", "--temperature", "-1"], "--temperature is -1.0: it must be at least 0"),
         ([str(tmp_path), "3"], "no checkpoint is there"),
     ]:
         with pytest.raises(UserError, match=problem):

@@ -6,14 +6,13 @@ is written out here.
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from common import UserError
-from common.data import Data
-from common.model import ModelConfig
 from extras.tools import tokens
 
 TEXTS = [
@@ -40,12 +39,6 @@ def words(*names: str) -> Tokenizer:
     return tokenizer
 
 
-def opened(path: str, vocab_size: int) -> Data:
-    """The data of a run on token ids, in windows of four."""
-    shape = ModelConfig(8, 1, 1, 1, 8, vocab_size=vocab_size, seq_len=4)
-    return Data(path, shape, 3, 0)
-
-
 @pytest.mark.parametrize("text", [*TEXTS, "\x00\x7fé\u2028 " + chr(0x10FFFF), "  a\n\n\n b"])
 @pytest.mark.parametrize("kind", ["trained", "bytes"])
 def test_text_comes_back(text, kind):
@@ -67,8 +60,7 @@ def test_documents_become_ids_with_an_end_after_each(corpus, tmp_path):
     end = peer.convert_tokens_to_ids("<|endoftext|>")
     expected = [i for text in 20 * TEXTS for i in (*peer.encode(text), end)]
     assert np.fromfile(f"{out}.bin", np.uint16).tolist() == expected
-    assert opened(f"{out}.bin", 300).tokens.tolist() == expected
-    assert tokens.tokenizer_of(f"{out}.bin").to_str() == Tokenizer.from_file(file).to_str()
+    assert json.loads(Path(f"{out}.bin.json").read_text())["tokens"] == len(expected)
 
 
 def test_a_document_is_never_cut_nor_begun(tmp_path, monkeypatch):
