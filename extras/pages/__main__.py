@@ -41,15 +41,6 @@ def course() -> dict[str, Path]:
     return files
 
 
-def blocks(*lines: str) -> str:
-    """Put each line into a block of its own: a long line wraps under its own indentation."""
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    return "".join(
-        f'<span style="--in: {n}">{line.rstrip()}\n</span>'
-        for n, line in zip(indents, lines, strict=True)
-    )
-
-
 def lines_of(source: str) -> list[str]:
     """The lines of a source in HTML."""
     lexer = PythonLexer(stripnl=False)
@@ -99,8 +90,7 @@ class Pages:
             words = ast.get_docstring(it) if isinstance(it, DEFINITIONS) else ""
             if words:
                 del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
-            code = blocks(*"\n".join(code).strip("\n").split("\n"))
-            parts.append(dict(prose=self.prose(words or ""), code=code))
+            parts.append(dict(prose=self.prose(words or ""), code="\n".join(code).strip("\n")))
         return parts
 
     def change_of_train(self, module: str, earlier: str) -> str:
@@ -127,15 +117,16 @@ class Pages:
             return ""
         source = (HERE.parent / "bench/peers.py").read_text()
         nodes = {getattr(node, "name", ""): node for node in ast.parse(source).body}
-        return blocks(*lines_of(ast.get_source_segment(source, nodes[TWINS[module]])))
+        return "\n".join(lines_of(ast.get_source_segment(source, nodes[TWINS[module]])))
 
     def readme(self) -> str:
-        """README's title, first paragraph and first three sections, with links to pages instead of
-        files.
+        """README's title, first paragraph and first three sections. Of its links, those to steps
+        stay, and lead to their pages.
         """
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
         text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
-        return self.markdown.render(text).replace('.py"', '.html"')
+        html = self.markdown.render(text).replace('.py"', '.html"')
+        return re.sub(r'<a href="(?!step).*?">(.*?)</a>', r"\1", html)
 
 
 def main():

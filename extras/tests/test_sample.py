@@ -55,27 +55,18 @@ def test_one_process_reads_what_eight_ranks_saved(pools, tmp_path, text_file, ca
     assert text.startswith("3 times")
 
 
-def with_large_weights() -> tuple[Decoder, list]:
-    """A model with seq_len 6 and 13 token ids, and a list that gets its logits."""
+def test_temperature_0_takes_the_largest_logit():
+    """It is the largest of the known ids' logits, given the last 6 tokens (of 13 ids)."""
     model = decoder()
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         torch.nn.init.normal_(param, float(param.dim() == 1), 1.0, generator)
-    seen = []
-    model.lm_head.register_forward_hook(lambda *call: seen.append(call[-1]))
-    return model, seen
-
-
-def test_temperature_0_takes_the_largest_logit():
-    """It is the largest of the known ids' logits, given the last 6 tokens."""
-    model, seen = with_large_weights()
     greedy = sample.Config(tokens=20, temperature=0.0)
     ids = sample.continued(model, [1, 2], 9, 0, greedy)
     assert len(ids) == 22
     for n in range(2, 22):
         window = torch.tensor([ids[max(0, n - 6) : n]])
-        model(window, window)
-        assert ids[n] == seen[-1][0, -1, :9].argmax()
+        assert ids[n] == model(window, window)[0, -1, :9].argmax()  # `continued` took its loss away
     assert sample.continued(model, [1, 2], 9, 6, greedy) == ids  # padded to 6 tokens
 
 

@@ -77,6 +77,13 @@ def run(script: str):
         raise UserError(NO_RIGHTS + done.stderr.strip())
 
 
+def probe():
+    """Raise UserError if no cluster is possible here."""
+    # Ip and tc are there, but not every user's PATH has these
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    run(f"{ENTER} sh -ec '{TRY}'")
+
+
 def start_node(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     """Create a node (a network namespace that a cable connects to the switch) and run `line` in it.
     Raises UserError.
@@ -127,10 +134,8 @@ def read_line(argv: list[str]) -> tuple[Config, list[str]]:
 
 def main(argv: list[str]):
     """Start `inside` in new namespaces, wait for it, and exit with its status. Raises UserError."""
-    # Ip and tc are there, but not every user's PATH has these
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
     read_line(argv)
-    run(f"{ENTER} sh -ec '{TRY}'")
+    probe()
     # In a session of its own: else a terminal would send Ctrl-C to the nodes, too, and `pass_on`
     # would send it again.
     job = subprocess.Popen(
