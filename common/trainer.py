@@ -225,8 +225,8 @@ class Run:
         saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        # For optional techniques (see `save`): each part gets back what its `state` returned
-        for name, state in saved.own_state.items():
+        # In the course nothing: see `save`
+        for name, state in saved.state.items():
             if name not in self.parts:
                 raise UserError(
                     f"--resume {folder}: this script has no {name}, whose state it holds"
@@ -288,8 +288,9 @@ class Run:
     def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
 
-        (For optional techniques: a part with methods `state` and `load_state` has a dict of tensors
-        saved, and restored in the same layout only.)
+        (Some optional techniques keep more than pieces of parameters, for example a sync that
+        compresses gradients its errors. Such a part has methods `state` and `load_state`: the dict
+        of tensors that `state` returns is saved, and restored in the same layout only.)
         """
         state = {}
         for name, part in self.parts.items():

@@ -141,8 +141,8 @@ class Moved(Run):
         self.out.rename(f"{self.out}-moved")
 
 
-def test_a_directory_that_is_moved_is_named(tmp_path):
-    """One line names --out."""
+def test_if_the_run_directory_is_renamed_the_error_names_out(tmp_path):
+    """`Moved` renames it in step 1: metrics.jsonl can then not be written."""
     with pytest.raises(UserError, match=f"--out {tmp_path}/a: cannot write: No such file"):
         run_of(STEP1, dict(out=f"{tmp_path}/a"), Moved)
 
@@ -321,8 +321,8 @@ def test_memory_is_recorded_until_the_trace_is_written(tmp_path):
     """On a GPU: recording each allocation would slow the steps that follow."""
     record = mock.patch.object(torch.cuda.memory, "_record_memory_history")
     write = mock.patch.object(torch.cuda.memory, "_dump_snapshot")
-    with record as recorded, write, profiling(1, tmp_path, 0, gpu=True) as end_step:
-        for _ in range(3):
+    with record as recorded, write, profiling(n=1, out=tmp_path, rank=0, gpu=True) as end_step:
+        for _ in range(3):  # two are skipped, one is traced
             end_step()
         calls = [call.kwargs for call in recorded.call_args_list]
     close(calls, [dict(max_entries=200_000), dict(enabled=None)], "calls during the run")

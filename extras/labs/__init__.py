@@ -41,7 +41,7 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "train",
     },
     3: {
-        "units": "Unit.view Unit.overlap Unit.view_shard unit_names",
+        "units": "Unit.view Unit.own_range Unit.own_part unit_names",
         "stage 1": "Zero1.begin Zero1.add_gradient Zero1.sum_is_due Zero1.start_sum "
         "Zero1.complete_sums Zero1.finish Zero1.gradients",
         "update": "Zero1.publish Zero1.zero_grad",
@@ -82,12 +82,13 @@ TASKS: dict[int, dict[str, str]] = {
     },
     7: {
         "experts": "expert_product Experts.forward",
-        "layer": "MoE.probabilities MoE.choose MoE.score MoE.visit MoE.forward",
+        "layer": "MoE.probabilities MoE.choose MoE.score MoE.through_experts count_choices "
+        "MoE.forward",
         "balance": "AddLoss.forward AddLoss.backward LossBalancedMoE.aux_loss "
-        "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
+        "LossBalancedMoE.after_forward BiasBalancedMoE.choose BiasBalancedMoE.after_forward "
         "BiasBalancedMoE.end_step",
-        "dispatch": "transpose_blocks SendRows.forward SendRows.backward dispatch combine "
-        "exchange_counts run_experts_on_their_ranks",
+        "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "
+        "exchange_counts MoE.run_experts",
         "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },

@@ -97,10 +97,10 @@ def cut(sizes_GL: Tensor, n: int) -> Tensor:
     return bounds.diff(dim=0)
 
 
-def visit_in_chunks(
+def run_in_chunks(
     experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor, n: int
 ) -> Tensor:
-    """`run_experts_on_their_ranks` of step 7, in n chunks that overlap."""
+    """What step 7's `run_experts` does with --ep, in n chunks that overlap."""
     leaving_GL, arriving_GL, _ = exchange_counts(counts_E, group)
     leaving = cut(leaving_GL, n)
     arriving = cut(arriving_GL, n)
@@ -131,7 +131,7 @@ class OverlappedMoE(MoE):
         """As `MoE.run_experts`."""
         if self.ep.size == 1:
             return self.experts(sorted_ND, counts_E)
-        return visit_in_chunks(self.experts, self.ep, sorted_ND, counts_E, N_CHUNKS)
+        return run_in_chunks(self.experts, self.ep, sorted_ND, counts_E, N_CHUNKS)
 
 
 for name in ("none", "loss", "bias", *routing.BALANCES):
