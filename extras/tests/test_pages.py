@@ -49,6 +49,7 @@ HAS = [  # page, a regular expression that its text contains
     ("step03_zero", r"(?s)<section id=pytorchs-own>.*fully_shard"),
     ("step04_tp_sp", r'"before g": \[\["partial \[1, 16, 16\]"\]'),  # with SP, too
     ("step05_cp_ring", r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8"),  # a product in a docstring, no emphasis
+    ("step07_moe_ep", r'"received": \[\[\["e0:t0", 0, ""\]'),
     # The laws of steps 5 and 6: 16 x 17 / 2 pairs; 3 of 11 units idle
     ("step05_cp_ring", r"136 pairs in all, 34 a rank if shared evenly; they take the time of 34,"),
     ("step05_cp_ring", r"136 pairs in all, 34 a rank if shared evenly; they take the time of 58,"),
