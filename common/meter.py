@@ -112,11 +112,8 @@ PEAKS = {
 def peak_flops(name: str, dtype: torch.dtype) -> float:
     """The peak of a GPU in FLOP/s; 0.0 if it is not known."""
     bf16, fp32 = PEAKS.get(name, (0, 0))
-    if dtype == torch.bfloat16:
-        return bf16 * 1e12
-    if dtype == torch.float32:
-        return fp32 * 1e12
-    return 0.0
+    peaks = {torch.bfloat16: bf16, torch.float32: fp32}
+    return peaks.get(dtype, 0) * 1e12
 
 
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
