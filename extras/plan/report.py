@@ -1,11 +1,11 @@
 """Writes the planner's report: the best layouts, and the laws."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import ceil
 
 from extras.plan.gpus import GIB, GPUS, NODE, ROOM, Gpu
-from extras.plan.layouts import Layout, network
-from extras.plan.memory import WIDE, held, rank_weights, state_bytes, total_weights
+from extras.plan.layouts import RECOMPUTE, Layout, network
+from extras.plan.memory import layer_bytes, micro_batch, total_weights
 from extras.plan.search import Plan, fits
 from extras.plan.shapes import GPTS, Experts, Shape, flops_per_token
 from extras.plan.tables import table
@@ -16,7 +16,7 @@ What decides. N weights; n ranks of a dimension; a rank computes m micro-batches
 s tokens, h wide, and v stages of a pipeline:
     state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Of each weight
                  on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes (steps 1
-                 and 3), here at most {zeros} GiB. n = {shards} ranks of dp x cp
+                 and 3). n = {shards} ranks of dp x cp
     activations  grow with b s. All layers keep {none:,.1f} GiB of a sequence; with --recompute
                  selective {selective:,.1f}; with full {full:,.1f}, for a quarter more FLOPs
                  (step 1)
@@ -31,7 +31,7 @@ s tokens, h wide, and v stages of a pipeline:
     pp           sends only b s h numbers at a boundary, so it may cross nodes. But a rank is idle
                  for (n-1)/(v m + n-1) of the time, here {idle:.1%} (step 6)
     dp           sums gradients of 4 bytes while backward computes (step 2). If they are summed once
-                 a step, a rank sends 2 (n-1)/n of its own, here at most {sent:,.1f} GB"""
+                 a step, a rank sends 2 (n-1)/n of its own"""
 EXPERTS = """
     ep           a token's row goes to K = {m.experts_per_token} of {m.experts} experts and comes
                  back, and so do its gradients: 4 (n-1)/n K b s h numbers a layer. For the experts'
@@ -76,30 +76,15 @@ def parts(values: dict[str, float], unit: float) -> str:
     return ", ".join(f"{name} {part / unit:,.3f}" for name, part in values.items() if part)
 
 
-def sent_bytes(m: Shape, x: Layout) -> float:
-    """The most bytes that a rank sends to sum its gradients once over dp and cp."""
-    totals = []
-    for weights in rank_weights(m, x):
-        sent = 0.0
-        for number, dim in zip(weights, ("shard", "expert shard"), strict=True):
-            n = network(x, dim).ranks
-            sent += 2 * (n - 1) / n * WIDE * number
-        totals.append(sent)
-    return max(totals)
-
-
 def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
     """The laws of the course, with the numbers of this model and layout."""
     x = plan.layout
     weights = total_weights(m)
-    zeros = []
-    for zero in range(4):
-        ranks = [sum(state_bytes(m, replace(x, zero=zero), rank)) for rank in range(x.pp)]
-        zeros.append(f"{max(ranks) / GIB:,.1f}")
+    sequence = micro_batch(m, Layout(micro_batch_size=1))
     kept = {}
-    for kind in ("none", "selective", "full"):
-        alone = Layout(global_batch_size=1, micro_batch_size=1, recompute=f"{kind},logits")
-        kept[kind] = held(m, alone).activations / GIB
+    for kind in RECOMPUTE:
+        each = [layer_bytes(sequence, m.has_experts(n), kind) for n in range(m.n_layers)]
+        kept[kind] = sum(each) / GIB
     text = LAWS + EXPERTS if m.experts else LAWS
     return text.format(
         m=m,
@@ -109,10 +94,8 @@ def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
         least=ceil(18 * weights / (ROOM * gpu.memory)),
         shards=network(x, "shard").ranks,
         expert_shards=network(x, "expert shard").ranks,
-        zeros=", ".join(zeros),
         ring=ceil(2 * m.kv_dim / m.dim * gpu.flops * gpu.matmul / gpu.within),
         idle=(x.pp - 1) / (x.stages * x.micro_batches + x.pp - 1),
-        sent=sent_bytes(m, x) / 1e9,
         **kept,
     )
 
