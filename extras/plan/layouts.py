@@ -132,11 +132,9 @@ def actions_of(schedule: str, p: int, n: int, v: int, rank: int) -> list[Action]
     return ORDERS[schedule](p, n, v, rank)
 
 
-def broken_rules(m: Shape, x: Layout) -> Iterator[str]:
+def broken_size_rules(m: Shape, x: Layout) -> Iterator[str]:
     """Yield a message for each rule that the sizes of a layout break."""
     tokens = m.seq_len // x.cp  # of a sequence, on a rank
-    if x.global_batch_size % x.dp:
-        yield f"--global-batch-size {x.global_batch_size} must be a multiple of {x.dp} ranks of dp"
     if m.n_kv_heads % x.tp and (x.tp % m.n_kv_heads or m.n_heads % x.tp):
         yield f"--tp {x.tp} must divide {m.n_heads} heads, and fit {m.n_kv_heads} key/value heads"
     if x.cp > 1 and m.seq_len % (2 * x.cp):
@@ -145,16 +143,20 @@ def broken_rules(m: Shape, x: Layout) -> Iterator[str]:
         yield f"--tp {x.tp} must divide a rank's {tokens} tokens, or use --no-sp"
     if m.n_layers < x.pp * x.stages:
         yield f"--pp {x.pp}: {m.n_layers} layers for {x.pp * x.stages} stages: lower pp or chunks"
+    if x.zero > 3:
+        yield f"--zero {x.zero}: the stages are 0, 1, 2 and 3"
+    if x.ep > 1 and not m.experts:
+        yield f"--ep {x.ep}: the model has no experts; give --experts"
+
+
+def broken_batch_rules(x: Layout) -> Iterator[str]:
+    """Yield a message for each rule about the batch that a layout breaks."""
+    if x.global_batch_size % x.dp:
+        yield f"--global-batch-size {x.global_batch_size} must be a multiple of {x.dp} ranks of dp"
     if x.stages > 1 and x.micro_batches % x.pp:
         yield f"--schedule interleaved: --pp {x.pp} must divide the {x.micro_batches} micro-batches"
     if x.global_batch_size // x.dp % x.micro_batch_size:  # equal ones are timed
         yield f"--micro-batch-size {x.micro_batch_size} must divide the sequences of a rank"
-    if x.zero > 3:
-        yield f"--zero {x.zero}: the stages are 0, 1, 2 and 3"
-    if m.experts:
-        yield from broken_expert_rules(m, x)
-    elif x.ep > 1:
-        yield f"--ep {x.ep}: the model has no experts; give --experts"
 
 
 def broken_expert_rules(m: Shape, x: Layout) -> Iterator[str]:
@@ -172,7 +174,10 @@ def broken_expert_rules(m: Shape, x: Layout) -> Iterator[str]:
 
 def illegal(m: Shape, x: Layout) -> str:
     """Why a layout's sizes do not fit the model or one another; "" if they do."""
-    return next(broken_rules(m, x), "")
+    broken = [*broken_size_rules(m, x), *broken_batch_rules(x)]
+    if m.experts:
+        broken += broken_expert_rules(m, x)
+    return broken[0] if broken else ""
 
 
 def read_layout(text: str, m: Shape, world: int, batch: int = 0) -> Layout:

@@ -48,8 +48,7 @@ Layout 1, GiB of the fullest GPU:
 
 {laws}
 {days}
-{verdict}: {total:.1f} GiB of {size:.1f} GiB on the fullest GPU, {plan.seconds.step:.2f} s a step, \
-{rate:.0f} tokens/s of a GPU, MFU {mfu:.0%}.
+{verdict}: {total:.1f} GiB of {size:.1f} GiB on the fullest GPU, {plan.seconds.step:.2f} s a step.
 {launch}"""
 
 
@@ -127,7 +126,6 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
     """The whole report. A launch command is added unless the course cannot train the model."""
     gpu = GPUS[gpu_name]
     plan = plans[0]
-    mfu, rate = rates(m, plan, gpu)
     text = REPORT.format(
         name=name,
         gpu_name=gpu_name,
@@ -142,8 +140,6 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
         verdict="So" if fits(plan.held, gpu) else f"It does not fit into {ROOM:.0%} of a GPU",
         total=plan.held.total / GIB,
         size=gpu.memory / GIB,
-        rate=rate,
-        mfu=mfu,
         launch="" if name in GPTS else launch(name, m, plan.layout),
     )
     return text.rstrip()

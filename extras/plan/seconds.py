@@ -225,18 +225,6 @@ def cp_seconds(p: MicroBatch, gpu: Gpu, core: tuple[float, float]) -> float:
     return forward + again + backward
 
 
-def recomputed(x: Layout, core: float, passes: float, products: float) -> float:
-    """Seconds of one layer's recomputation.
-
-    `core`, `passes`, `products`: seconds of attention, elementwise passes and matmuls in forward.
-    """
-    return {
-        "none": 0.0,
-        "selective": passes / 2,  # norms, silu, ...
-        "full": core + passes + products,
-    }[x.recompute]
-
-
 def layer_work(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> list[float]:
     """Seconds of one layer: computation, recomputation, exposed messages over tp, cp and ep."""
     products = [matmul_seconds(gpu, *product) for product in products_of(p, experts)]
@@ -244,7 +232,11 @@ def layer_work(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> list[f
     core = attention_seconds(p, gpu, recipe)
     passes = elementwise_seconds(p, gpu, recipe, experts)
     skipped = products[-1] if recipe.stops and not experts else 0.0
-    again = recomputed(p.x, core[0], passes[0], matmul - skipped)
+    again = {
+        "none": 0.0,
+        "selective": passes[0] / 2,  # norms, silu, ...
+        "full": core[0] + passes[0] + matmul - skipped,
+    }[p.x.recompute]
     repeats = p.x.recompute != "none"
     tp = tp_seconds(p, gpu, recipe, experts, repeats, matmul)
     ep = 0.0

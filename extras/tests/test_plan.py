@@ -3,7 +3,7 @@
 import importlib
 import shlex
 from dataclasses import fields, replace
-from itertools import product
+from itertools import islice, product
 
 import pytest
 
@@ -191,24 +191,18 @@ def test_a_repeated_ring_is_hidden_by_repeated_attention():
 
 
 def test_the_search_finds_what_trying_everything_finds():
-    """On 8 GPUs, with experts: the same best times of meshes, and bounds below times."""
+    """On 8 GPUs, with experts: the hundred fastest layouts that fit, and bounds below times."""
     m = named_shape("smollm-360m,n_layers=4", Experts(4, expert_dim=512))
-    best = {}
+    times = []
     for mesh, kind in product(meshes(m, 8, 16), RECOMPUTE):
         for x in variants(m, replace(mesh, recompute=kind)):
             plan = evaluate(m, x, H100)
             bound = x.micro_batches * seconds.rank_works(m, x, H100).sum() / x.pp
             assert bound <= plan.seconds.step * (1 + 1e-9)
             if plan.held.total <= ROOM * H100.memory:
-                sizes = (x.pp, x.dp, x.cp, x.tp, x.ep)
-                best[sizes] = min(best.get(sizes, float("inf")), plan.seconds.step)
-    found = {}
-    for plan in search(m, 8, 16, H100):
-        x = plan.layout
-        found.setdefault((x.pp, x.dp, x.cp, x.tp, x.ep), plan.seconds.step)
-        if len(found) == 5:
-            break
-    assert list(found.values()) == pytest.approx(sorted(best.values())[:5], rel=1e-9)
+                times.append(plan.seconds.step)
+    found = [plan.seconds.step for plan in islice(search(m, 8, 16, H100), 100)]
+    assert found == sorted(times)[:100]
 
 
 def test_no_two_plans_have_the_same_numbers():
@@ -301,6 +295,7 @@ def test_published_times():
     assert len(megatron) == 9 and sum(megatron) / 9 <= 0.03 and max(megatron) <= 0.06
     vtrain = [abs(bench.error(case)) for case in cases if case.id[0] == "V"]
     assert sum(vtrain) / len(vtrain) <= 0.065
-    for name, group in bench.vtrain_groups(cases).items():
+    for name, group in bench.groups_of(cases).items():
         # some runs of 39.1e9 weights with tp 2 and 4 are slower than any formula predicts
-        assert bench.regret(group) <= 0.05 or name.startswith("39.1e9"), name
+        if "weights" in name and not name.startswith("39.1e9"):
+            assert bench.regret(group) <= 0.05, name
