@@ -53,7 +53,7 @@ PIPELINES = {
     f"--schedule {ours}": (torchs, build_pipelining) for ours, torchs in TORCH_SCHEDULES.items()
 }
 CONTESTS = {
-    "step1": Contest(1, "step01_single_gpu", ["", "--compile", "--recompute full"], {}),
+    "step1": Contest(1, "step01_single_gpu", ["--no-compile", "--compile", "--recompute full"], {}),
     "step2": Contest(
         2,
         "step02_ddp",
@@ -161,18 +161,24 @@ def take_turn(step: str, flags: str, build: Callable | None, watched: bool) -> T
     return Turn(run.seconds, peak, [row["loss"] for row in run.history])
 
 
-def contest(pool: Pool, entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, list]:
+def contest(ranks: int, kind: str, entries: dict[str, tuple], rounds: int) -> dict[str, list]:
     """The turns of each contestant, [round][rank]; in the first round they are watched, not timed.
 
-    `entries`: name -> the first arguments of `take_turn`. The order is reversed after each round.
-    Raises RuntimeError if losses differ by more than `bound`.
+    `kind`: of the devices. `entries`: name -> the first arguments of `take_turn`. The order is
+    reversed after each round. Raises RuntimeError if losses differ.
     """
+    pool = Pool(ranks, kind)
     turns: dict[str, list] = {name: [] for name in entries}
     names = list(entries)
-    for number in range(rounds + 1):
-        for name in names:
-            turns[name].append(pool.run(take_turn, *entries[name], number == 0, seconds=86400.0))
-        names.reverse()
+    try:
+        for number in range(rounds + 1):
+            for name in names:
+                words = entries[name]
+                turns[name].append(pool.run(take_turn, *words, number == 0, seconds=86400.0))
+            names.reverse()
+    finally:
+        pool.stop()
+    bound = 0.05 if kind == "cuda" else 1e-3
     expected = turns[names[0]][0][0].losses
     for name, by_round in turns.items():
         losses = by_round[0][0].losses
@@ -206,24 +212,18 @@ def main(name: str, argv: list[str]):
     entries = {}
     beside = {}
     for flags in variants:
-        ours = flags or "no flags"
-        entries[ours] = (step, f"{shared} {flags}", None)
-        beside[ours] = variants[0] or "no flags"
+        entries[flags] = (step, f"{shared} {flags}", None)
+        beside[flags] = variants[0]
         if flags in torchs:
             torchs_name, build = torchs[flags]
             entries[torchs_name] = (step, f"{shared} {flags}", build)
-            beside[torchs_name] = ours
-    cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, CPUs
-    pool = Pool(ranks, "cuda" if cuda else "cpu")
-    try:
-        turns = contest(pool, entries, config.rounds, 0.05 if cuda else 1e-3)
-    finally:
-        pool.stop()
+            beside[torchs_name] = flags
     device = f"{os.cpu_count()} CPU cores, one thread a rank"
-    if cuda:
+    kind = "cpu"
+    if torch.cuda.device_count() >= ranks:  # a GPU for each rank; if there are fewer, CPUs
         device = torch.cuda.get_device_name()
+        kind = "cuda"
+    turns = contest(ranks, kind, entries, config.rounds)
     print(f"{name}, flags of all: {shared}; ranks: {ranks}, on {device}\n")
     print(report(turns, beside))
-    print(
-        f"medians (and range) of {config.rounds} rounds in turns; a ratio is of one round's times"
-    )
+    print(f"medians (and range) of {config.rounds} rounds; a ratio is of one round's times")

@@ -81,7 +81,7 @@ def seconds_of(work: Callable) -> float:
     return (now() - began) / 10
 
 
-def speeds(kind: str) -> dict[str, str]:
+def speeds(kind: str) -> list[list[str]]:
     """The speed of a copy, of a matrix product and, on several ranks, of an all-reduce."""
     device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
     scale = 1 if kind == "cuda" else 16
@@ -91,30 +91,31 @@ def speeds(kind: str) -> dict[str, str]:
     a = torch.randn(size, size, device=device).bfloat16()
     copy = seconds_of(lambda: y.copy_(x))
     product = seconds_of(lambda: a @ a)
-    found = {
-        "a copy reads and writes": f"{2 * x.nbytes / copy / 1e9:,.0f} GB/s",
-        f"{size} x {size} x {size} in bf16": f"{2 * size**3 / product / 1e12:,.2f} TFLOP/s",
-    }
+    rows = [
+        ["a copy reads and writes", f"{2 * x.nbytes / copy / 1e9:,.0f} GB/s"],
+        [f"{size} x {size} x {size} in bf16", f"{2 * size**3 / product / 1e12:,.2f} TFLOP/s"],
+    ]
     n = dist.get_world_size() if dist.is_initialized() else 1
     if n > 1:
         reduce = seconds_of(lambda: dist.all_reduce(x))
-        sent = 2 * (n - 1) / n * x.nbytes
-        found[f"an all-reduce of {human(x.nbytes)} sends"] = (
-            f"{sent / reduce / 1e9:,.2f} GB/s a rank"
-        )
-    return found
+        rate = 2 * (n - 1) / n * x.nbytes / reduce / 1e9
+        rows.append([f"an all-reduce of {human(x.nbytes)} sends", f"{rate:,.2f} GB/s a rank"])
+    return rows
 
 
-def versions(kind: str) -> dict[str, str]:
+def versions(kind: str) -> list[list[str]]:
     """Card, driver and libraries."""
-    found = {"torch": torch.__version__, "Python": sys.version.split()[0]}
+    rows = [["torch", torch.__version__], ["Python", sys.version.split()[0]]]
     if kind == "cpu":
-        return {"device": f"{os.cpu_count()} CPU cores"} | found
+        return [["device", f"{os.cpu_count()} CPU cores"], *rows]
     words = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
     smi = subprocess.run(words, capture_output=True, text=True, check=False)
-    found["driver, power limit"] = (smi.stdout.splitlines() or ["unknown"])[0]
-    found["CUDA, NCCL"] = f"{torch.version.cuda}, {torch.cuda.nccl.version()}"
-    return {"device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"} | found
+    return [
+        ["device", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"],
+        *rows,
+        ["driver, power limit", smi.stdout.partition("\n")[0]],
+        ["CUDA, NCCL", f"{torch.version.cuda}, {torch.cuda.nccl.version()}"],
+    ]
 
 
 # --- Runs
@@ -186,8 +187,9 @@ def planned(row: str, ranks: int, config: Config) -> list[str]:
         layout = read_layout(f"{flags} --micro-batch-size 4", shape, ranks, 16 * ranks)
     except UserError:
         return ["-", "-"]
-    plan = evaluate(shape, layout, GPUS[config.gpu])
-    return [f"{rates(shape, plan, GPUS[config.gpu])[0]:.1%}", human(plan.held.total)]
+    gpu = GPUS[config.gpu]
+    plan = evaluate(shape, layout, gpu)
+    return [f"{rates(shape, plan, gpu)[0]:.1%}", human(plan.held.total)]
 
 
 HEADER = ["run", "tokens/s", "MFU", "memory", "dry: MFU <", "memory", "plan: MFU", "memory"]
@@ -233,9 +235,9 @@ def main(_name: str, argv: list[str]):
     end = time.monotonic() + 60 * config.minutes
     pool = Pool(ranks, kind)
     try:
-        machine = versions(kind) | pool.run(speeds, kind, seconds=LIMIT)[0]
+        measured = pool.run(speeds, kind, seconds=LIMIT)[0]
     finally:
         pool.stop()
-    print(table([["machine", ""], *([key, value] for key, value in machine.items())]), flush=True)
+    print(table([["machine", ""], *versions(kind), *measured]), flush=True)
     show_layouts(ranks, kind, config, end)
     show_contests(ranks, end)

@@ -117,24 +117,20 @@ def in_micro_batches(
 
 
 def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> Callable:
-    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP
-    averages them.
-    """
+    """DistributedDataParallel with --bucket-mb."""
     materialize(model, config.seed, *choose_device(config))
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True
     )
 
-    def add(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
     def backward(xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+        # DDP averages gradients over its ranks, so each loss counts as many times
+        own_targets = n_targets / mesh["dp"].size
         with ddp.no_sync():  # only the last micro-batch communicates
-            total = in_micro_batches(ddp, xs[:-1], ys[:-1], n_targets)
-        return total + in_micro_batches(ddp, xs[-1:], ys[-1:], n_targets)
+            total = in_micro_batches(ddp, xs[:-1], ys[:-1], own_targets)
+        total = total + in_micro_batches(ddp, xs[-1:], ys[-1:], own_targets)
+        return total / mesh["dp"].size
 
-    ddp.register_comm_hook(None, add)
     return backward
 
 
@@ -144,13 +140,10 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Callable:
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
-    options = dict(
-        mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True
-    )
-    if dtype.itemsize == 2:
-        options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+    device_mesh = dist.init_device_mesh(device.type, (mesh["dp"].size,))
+    policy = MixedPrecisionPolicy(dtype, wide(dtype))
     for module in (*model.model.layers.values(), model):
-        shard = fully_shard(module, **options)
+        shard = fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=policy)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
     return partial(in_micro_batches, model)

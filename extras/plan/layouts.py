@@ -16,7 +16,7 @@ import numpy as np
 
 from common import UserError
 from common.flags import AT_LEAST_2, flag, parse
-from common.schedules import Action, interleaved, one_f_one_b
+from common.schedules import interleaved, one_f_one_b
 from extras.plan.gpus import NODE
 from extras.plan.shapes import Shape, divisors
 
@@ -124,12 +124,6 @@ def rank_counts(m: Shape, p: int, v: int) -> np.ndarray:
         experts = sum(m.has_experts(n) for n in layers)
         counts.append([len(layers) - experts, experts, m.n_layers - 1 in layers, 0 in layers])
     return np.array(counts)
-
-
-@lru_cache(maxsize=4096)
-def actions_of(schedule: str, p: int, n: int, v: int, rank: int) -> list[Action]:
-    """A rank's list of actions, for n micro-batches and v stages on each of p ranks."""
-    return ORDERS[schedule](p, n, v, rank)
 
 
 def broken_size_rules(m: Shape, x: Layout) -> Iterator[str]:

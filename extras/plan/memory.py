@@ -27,15 +27,13 @@ While activations wait, the temporary bytes are the largest of `loss`, `head` an
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from extras.plan.gpus import COMMUNICATOR, CONTEXT
-from extras.plan.layouts import Layout, actions_of, network, rank_counts, rank_stages
+from extras.plan.layouts import ORDERS, Layout, network, rank_counts, rank_stages
 from extras.plan.shapes import Shape, layer_weights
 
 NARROW = 2  # bytes of a number
@@ -130,7 +128,6 @@ def stage_bytes(p: MicroBatch, layers: Iterable[int]) -> float:
     return kept + end_bytes(p) if p.m.n_layers - 1 in layers else kept
 
 
-@lru_cache(maxsize=100_000)
 def waiting_bytes(m: Shape, x: Layout, rank: int) -> float:
     """The most bytes of activations that wait at the same time on a pipeline rank."""
     p = micro_batch(m, x)
@@ -141,7 +138,7 @@ def waiting_bytes(m: Shape, x: Layout, rank: int) -> float:
     n = x.micro_batches
     n = min(n, 2 * x.pp + n % x.pp)  # the warm-up ends within two rounds; more need no more memory
     changes = []
-    for action in actions_of(x.schedule, x.pp, n, x.stages, rank):
+    for action in ORDERS[x.schedule](x.pp, n, x.stages, rank):
         changes.append(kept[action.stage] if action.kind == "F" else -kept[action.stage])
     return max(accumulate(changes))
 
@@ -226,7 +223,7 @@ def rank_temporary(p: MicroBatch, rank: int, waiting: float) -> float:
 def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
     """The most bytes that a pipeline rank holds in a step, by kind."""
     state = state_bytes(m, x, rank)
-    waiting = waiting_bytes(m, replace(x, zero=0), rank)
+    waiting = waiting_bytes(m, x, rank)
     temporary = rank_temporary(micro_batch(m, x), rank, waiting)
     # The update comes when nothing waits, and needs a third of the optimizer's bytes
     if x.zero == 1:
