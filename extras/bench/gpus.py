@@ -83,19 +83,18 @@ def seconds_of(work: Callable) -> float:
 
 def speeds(kind: str) -> list[list[str]]:
     """The speed of a copy, of a matrix product and, on several ranks, of an all-reduce."""
-    device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
     scale = 1 if kind == "cuda" else 16
-    x = torch.empty(2**29 // scale, dtype=torch.bfloat16, device=device)
+    x = torch.empty(2**29 // scale, dtype=torch.bfloat16, device=kind)
     y = torch.empty_like(x)
     size = 8192 // scale
-    a = torch.randn(size, size, device=device).bfloat16()
+    a = torch.randn(size, size, device=kind).bfloat16()
     copy = seconds_of(lambda: y.copy_(x))
     product = seconds_of(lambda: a @ a)
     rows = [
         ["a copy reads and writes", f"{2 * x.nbytes / copy / 1e9:,.0f} GB/s"],
         [f"{size} x {size} x {size} in bf16", f"{2 * size**3 / product / 1e12:,.2f} TFLOP/s"],
     ]
-    n = dist.get_world_size() if dist.is_initialized() else 1
+    n = dist.get_world_size()
     if n > 1:
         reduce = seconds_of(lambda: dist.all_reduce(x))
         rate = 2 * (n - 1) / n * x.nbytes / reduce / 1e9

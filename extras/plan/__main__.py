@@ -63,7 +63,7 @@ def plans_of(config: Config, m: Shape, batch: int) -> list[Plan]:
     if config.layout:
         try:
             x = read_layout(config.layout, m, config.gpus, batch)
-        except (ValueError, UserError) as error:  # ValueError: of a quotation mark
+        except UserError as error:
             raise UserError(f"--layout {config.layout!r}: {error}") from None
         return [evaluate(m, x, gpu)]
     best = islice(best_plans(m, config.gpus, batch, gpu), WANTED)

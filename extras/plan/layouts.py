@@ -5,7 +5,6 @@ over how many nodes the ranks of each dimension are spread. As in the course's m
 counted with tp innermost, then cp, dp and pp.
 """
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -179,7 +178,7 @@ def read_layout(text: str, m: Shape, world: int, batch: int = 0) -> Layout:
 
     `batch`: the global batch size if the flags do not give it.
     """
-    given = parse(Flags, shlex.split(text))
+    given = parse(Flags, text.split())
     inner = given.pp * given.cp * given.tp
     if world % inner:
         raise UserError(f"pp x cp x tp = {inner} does not divide --gpus {world}: change one")

@@ -4,7 +4,7 @@ from dataclasses import fields
 from math import ceil
 
 from extras.plan.gpus import GIB, GPUS, NODE, ROOM, Gpu
-from extras.plan.layouts import RECOMPUTE, Layout, network
+from extras.plan.layouts import RECOMPUTE, Layout
 from extras.plan.memory import layer_bytes, micro_batch, total_weights
 from extras.plan.search import Plan, fits
 from extras.plan.shapes import GPTS, Experts, Shape, flops_per_token
@@ -15,11 +15,11 @@ LAWS = """\
 What decides. N weights; n ranks of a dimension; a rank computes m micro-batches of b sequences of
 s tokens, h wide, and v stages of a pipeline:
     state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Of each weight
-                 on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes (steps 1
-                 and 3). n = {shards} ranks of dp x cp
+                 on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes, where
+                 n = dp x cp = {x.dp} x {x.cp} (steps 1 and 3)
     activations  grow with b s. All layers keep {none:,.1f} GiB of a sequence; with --recompute
-                 selective {selective:,.1f}; with full {full:,.1f}, for a quarter more FLOPs
-                 (step 1)
+                 selective {selective:,.1f}; with full {full:,.1f}, \
+for a quarter more FLOPs (step 1)
     batch        {x.global_batch_size:,} sequences = dp b m = \
 {x.dp} x {x.micro_batch_size} x {x.micro_batches}. If there are more GPUs
                  than sequences, several must share a sequence or the model
@@ -33,22 +33,23 @@ s tokens, h wide, and v stages of a pipeline:
     dp           sums gradients of 4 bytes while backward computes (step 2). If they are summed once
                  a step, a rank sends 2 (n-1)/n of its own"""
 EXPERTS = """
-    ep           a token's row goes to K = {m.experts_per_token} of {m.experts} experts and comes
-                 back, and so do its gradients: 4 (n-1)/n K b s h numbers a layer. For the experts'
-                 state and gradients, n = {expert_shards} ranks of dp x cp x tp / ep (step 7)"""
+    ep           a token's row goes to K = {m.experts_per_token} of {m.experts} experts and comes \
+back, and so do its
+                 gradients: 4 (n-1)/n K b s h numbers a layer. For the experts' state and
+                 gradients, n = dp x cp x tp / ep (step 7)"""
 REPORT = """\
 {name} on {x.world:,} {gpu_name}: sequences of {m.seq_len:,} tokens, {x.global_batch_size:,} a step
 
 {table}
 
-Layout 1, seconds of a step (of messages, those that nothing hides):
+The first one's seconds of a step (of messages, those that nothing hides):
     {seconds}
-Layout 1, GiB of the fullest GPU:
+The first one's GiB of the fullest GPU:
     {memory}
 
 {laws}
 {days}
-{verdict}: {total:.1f} GiB of {size:.1f} GiB on the fullest GPU, {plan.seconds.step:.2f} s a step.
+{verdict}: {total:.1f} GiB of {size:.1f} GiB on the fullest GPU.
 {launch}"""
 
 
@@ -62,11 +63,10 @@ def rates(m: Shape, plan: Plan, gpu: Gpu) -> tuple[float, float]:
 def plans_table(m: Shape, plans: list[Plan], gpu: Gpu) -> str:
     """A line for each plan: its flags and its numbers."""
     rows = [["flags", "step, s", "MFU", "tokens/s of a GPU", "GiB"]]
-    for number, plan in enumerate(plans, 1):
+    for plan in plans:
         mfu, tokens = rates(m, plan, gpu)
         numbers = [f"{plan.seconds.step:.3f}", f"{mfu:.1%}", f"{tokens:,.0f}"]
-        flags = f"{number:<3}{plan.layout.flags()}"
-        rows.append([flags, *numbers, f"{plan.held.total / GIB:.1f}"])
+        rows.append([plan.layout.flags(), *numbers, f"{plan.held.total / GIB:.1f}"])
     return table(rows)
 
 
@@ -91,8 +91,6 @@ def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
         gpu=gpu,
         state=18 * weights / GIB,
         least=ceil(18 * weights / (ROOM * gpu.memory)),
-        shards=network(x, "shard").ranks,
-        expert_shards=network(x, "expert shard").ranks,
         ring=ceil(2 * m.kv_dim / m.dim * gpu.flops * gpu.matmul / gpu.within),
         idle=(x.pp - 1) / (x.stages * x.micro_batches + x.pp - 1),
         **kept,
@@ -131,7 +129,6 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
         gpu_name=gpu_name,
         m=m,
         x=plan.layout,
-        plan=plan,
         table=plans_table(m, plans, gpu),
         seconds=parts(plan.seconds._asdict(), 1),
         memory=parts(plan.held._asdict(), GIB),

@@ -309,8 +309,6 @@ def bubble_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, stage: float) -> flo
 
     Every stage is assumed to take the mean, `stage` seconds.
     """
-    if p.x.pp == 1:
-        return 0.0
     idle = (p.x.pp - 1) * stage
     return idle + messages_waited_for(p.x) * message_seconds(p, gpu, recipe)
 

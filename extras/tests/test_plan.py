@@ -93,19 +93,20 @@ def test_variants_are_all_schedules_and_stages_of_zero():
 # Memory
 
 
-@pytest.mark.parametrize(
-    "recompute, law",
-    [
-        ("none", lambda h, k, f, a: 2 * (6 * h + 2 * k + 4 * f) + 4 * a + 8),
-        ("selective", lambda h, k, f, a: 2 * (5 * h + 2 * k + 2 * f) + 4 * a),
-        ("full", lambda h, k, f, a: 2 * h),
-    ],
-)
-def test_a_layer_keeps_what_the_laws_say(recompute, law):
+def test_a_layer_keeps_what_the_laws_say():
     """Bytes of a token, by the laws of step 1 and of techniques/selective.py."""
+    h = LLAMA.dim
+    k = LLAMA.kv_dim
+    f = LLAMA.ffn_dim
+    scores = 4 * LLAMA.n_heads
+    laws = {
+        "none": 2 * (6 * h + 2 * k + 4 * f) + scores + 8,
+        "selective": 2 * (5 * h + 2 * k + 2 * f) + scores,
+        "full": 2 * h,
+    }
     p = micro_batch(LLAMA, Layout(micro_batch_size=1))
-    expected = law(LLAMA.dim, LLAMA.kv_dim, LLAMA.ffn_dim, LLAMA.n_heads)
-    assert layer_bytes(p, False, recompute) == LLAMA.seq_len * expected
+    for recompute, law in laws.items():
+        assert layer_bytes(p, False, recompute) == LLAMA.seq_len * law
 
 
 @pytest.mark.parametrize("zero, size", list(enumerate([18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8])))
@@ -231,14 +232,13 @@ INTERLEAVED = "--pp 2 --tp 2 --no-sp --zero 3 --schedule interleaved --chunks 4 
     ],
 )
 def test_the_report(name, more, capsys):
-    """It has no line twice, and its launch line is layout 1, as the step reads it."""
+    """It has no line twice, and its launch line is the first layout, as the step reads it."""
     given = ["--model", name, *shlex.split(more)]
     lines = run(capsys, *given)
     texts = [line for line in lines if line]
     assert len(set(texts)) == len(texts)
     config = parse(Config, given)
-    layout, _, times = plans_of(config, *shape_and_batch(config))[0]
-    assert f"{times.step:.2f} s a step" in lines[-2]
+    layout = plans_of(config, *shape_and_batch(config))[0].layout
     _, nodes, processes, _, _, script, *words = shlex.split(lines[-1])
     assert [nodes, processes] == [f"--nnodes={config.gpus // 8}", "--nproc_per_node=8"]
     step = importlib.import_module(script.removesuffix(".py"))
@@ -271,7 +271,6 @@ MISTAKES = {
     "--gpus 8 --global-batch-size 7 --layout '--tp 2'": "must be a multiple of 4 ranks of dp",
     "--gpus 8 --layout '--micro-batch-size 7'": "must divide the sequences",
     "--gpus 16 --layout '--ep 2'": "no experts",
-    "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
     "--gpus 12": "give a multiple of 8",
 }
 
@@ -288,12 +287,13 @@ def test_a_mistake_is_named(arguments):
 
 def test_published_times():
     """Megatron's times within 6%, vTrain's within 6.5% on average, and nearly the best layouts."""
-    cases = bench.read_cases()
-    megatron = [abs(bench.error(case)) for case in cases if case.id[0] in "SK"]
-    assert len(megatron) == 9 and sum(megatron) / 9 <= 0.03 and max(megatron) <= 0.06
-    vtrain = [abs(bench.error(case)) for case in cases if case.id[0] == "V"]
-    assert sum(vtrain) / len(vtrain) <= 0.065
-    for name, group in bench.groups_of(cases).items():
+    groups = bench.groups_of(bench.read_cases())
+    megatron = groups["megatron-2021"] + groups["megatron-2022"]
+    errors = [abs(bench.error(case)) for case in megatron]
+    assert len(errors) == 9 and sum(errors) / 9 <= 0.03 and max(errors) <= 0.06
+    errors = [abs(bench.error(case)) for case in groups["vtrain"]]
+    assert sum(errors) / len(errors) <= 0.065
+    for name, group in groups.items():
         # some runs of 39.1e9 weights with tp 2 and 4 are slower than any formula predicts
         if "weights" in name and not name.startswith("39.1e9"):
             assert bench.regret(group) <= 0.05, name
