@@ -16,7 +16,7 @@ each rank's loss is the mean over its own tokens, that gives a mean of means, wh
 all ranks have equally many targets.)
 
 THE SAME START. Every rank draws its weights from the same seed and names, so all start equal. They
-stay equal, because an all-reduce gives all ranks the same bits (in a ring or a tree each sum is
+stay equal, because an all-reduce gives all ranks the same bits (in a ring, for example, each sum is
 computed in one place, and then copied), and so all make the same update. (DistributedDataParallel
 broadcasts rank 0's weights.)
 
@@ -28,9 +28,11 @@ BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--
 parameter has its own): each `.grad` is a view of one. A bucket counts how many additions to its
 gradients are still to come. Tiny's first has 11 parameters, so with 2 micro-batches its counter
 starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
-starts, while backward goes on to earlier layers. Buckets are sent in a fixed order: a complete one
-waits for those before it (Li et al. 2020, "PyTorch Distributed"). Time runs to the right. Each
-digit is a few gradients that backward has just completed, and names their bucket (widths are not to
+starts, while backward goes on to earlier layers.
+
+Buckets are sent in a fixed order: a complete one waits for those before it (Li et al. 2020,
+"PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right. Each
+digit is a few gradients that it has just completed, and names their bucket (widths are not to
 scale):
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
@@ -50,9 +52,9 @@ this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
 rank 0 sends in a training step over each mesh dimension (without the few by which ranks agree
-whether to stop). PyTorch does not report what it sends: common/comm.py computes it for each
-collective, for an all-reduce by this law, and adds up. With --sync ring the messages of gradients
-are our own, and each is counted.
+whether to stop, ranks.py). PyTorch does not report what it sends: common/comm.py computes it for
+each collective, for an all-reduce by this law, and adds up. With --sync ring the messages of
+gradients are our own, and each is counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -110,6 +112,9 @@ def join_ranks(device: torch.device) -> int:
 class NaiveSync:
     """Sum the gradients one by one when backward is done. All sync classes are made from the same
     arguments, and have `begin` and `finish`.
+
+    (`data_group_of` returns the group over which a parameter's gradient is summed. In steps 2 to 4
+    it is mesh["dp"] for all.)
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
@@ -117,12 +122,12 @@ class NaiveSync:
         self.mesh = mesh
 
     def begin(self, n_micro_batches: int):
-        """Called before the first micro-batch. Each backward will add to the gradients."""
+        """Called before the first micro-batch. Nothing to do: autograd makes each `.grad`."""
 
     def finish(self):
         """Called after the last micro-batch: sum each `.grad` over the ranks."""
         for param in self.params:
-            self.sum_up(param.grad, data_group_of(param, self.mesh))  # in this step mesh["dp"]
+            self.sum_up(param.grad, data_group_of(param, self.mesh))
 
     def sum_up(self, gradient: Tensor, group: Group):
         """All-reduce a gradient in place."""
@@ -160,7 +165,7 @@ class RingSync(NaiveSync):
             incoming = torch.empty_like(target)
             exchange([(outgoing, right)], [(incoming, left)], group).wait()
             if s < n - 1:
-                target += incoming
+                target.add_(incoming)
             else:  # sums are complete
                 target.copy_(incoming)
 
@@ -258,8 +263,8 @@ class BucketSync:
 
     def finish(self):
         """Wait for every sum."""
-        # A parameter that had no gradient in some micro-batch holds back its bucket and all later
-        # ones. They are sent here: late, but with the right sums
+        # A parameter that had no gradient in some micro-batch (in this course, none) holds back its
+        # bucket and all later ones. They are sent here: late, but with the right sums
         while self.unsent:
             self.send(self.unsent.pop(0))
         for pending in self.pending:

@@ -45,19 +45,21 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
     - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
       and the one before, whose sum is in flight (E's until the backward of the next micro-batch).
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
-      and the next. (With --keep, all weights from their first use to the update. If embedding and
-      head are tied, their unit, too.)
+      and the next. (If embedding and head are tied, their unit is a third. With --keep, all weights
+      stay from their first use to the update.)
     - Activations: each rank has its own, of its own sequences.
     - With gloo, a reduce-scatter in flight has a second buffer of the unit's size (NCCL's has not).
 
-State is sharded first because it is the largest part and no more is sent, but for the padding: an
-all-reduce is a reduce-scatter, then an all-gather, and stage 1 makes the update between the two.
+State is sharded first: it is the largest part, and to shard it sends no more than step 2 does (but
+for the padding). For an all-reduce is a reduce-scatter, then an all-gather; stage 1 makes the
+update between the two.
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
 immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
-Let n be the number of ranks, m of micro-batches, and P of parameters, with the padding of units
-(stage 0 has none). In a training step a rank sends (n-1)/n times this many elements:
+Let n be the number of ranks, m the number of micro-batches that a rank has in a training step, and
+P the number of parameters, with the padding of units (stage 0 has none). In a training step a rank
+sends (n-1)/n times this many elements:
 
     stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
@@ -70,9 +72,10 @@ e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathe
 twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every
 stage the norm of the gradient is all-reduced, 8 bytes, and the loss, 4.
 
-Stage 3 of tiny on 4 ranks (32 sequences in micro-batches of 4, so m = 2): 3/4 x (2 x (2 x 804,224 -
-65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then 4 x 3,520,128 bytes, and 2 x 3/4
-x 12 for the two all-reduces: 14,080,530. In bf16, gathers have 2 bytes an element.
+Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
+sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then
+4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16, gathers have 2
+bytes an element.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -85,8 +88,10 @@ which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-With reshard_after_forward=False, fully_shard keeps weights from forward to backward, and with
-set_reshard_after_backward(False) until later micro-batches, as --keep does.
+With reshard_after_forward=False, fully_shard keeps weights from forward to backward. As --keep
+does, model.set_reshard_after_backward(False) also keeps them from one micro-batch to the next; set
+it to True before the backward of the last one. (Otherwise the next forward uses the old weights,
+without an error. With --keep, they are freed at the update.)
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 `if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
@@ -94,7 +99,6 @@ bounds for storage of size 0".
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -122,23 +126,26 @@ from step02_ddp import SYNCS, join_ranks
 
 
 class Unit:
-    """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates
-    one shard.
+    """Several parameters in one flat buffer, cut into n shards, of which this rank updates one.
+    (padded: the number of their elements, with the padding. wide: fp32, or fp64 if weights are.)
 
-    Gradients go through two buffers, each None while it is not needed:
+        flat           [padded]        weights' dtype   the parameters are views of it
+        shard          [padded / n]    weights' dtype   this rank's shard of `flat`
+        master         [padded / n]    wide             its master; in fp32 the shard itself
+        local_grad     [padded]        wide             the gradient of this rank's tokens
+        summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
-        local_grad     [padded]        of this rank's tokens
-        summed_grad    [padded / n]    this rank's shard of the sum over ranks: the update reads it
+    The gradients are None while they are not needed. The update reads `summed_grad`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         """Copy the parameters of `named` into the buffer; from now on they are views of it."""
         self.named = named
         self.group = group
-        self.span = {}  # name -> (start, stop) in flat
+        self.bounds = {}  # name -> (start, stop) in flat
         stop = 0
         for name, param in named.items():
-            self.span[name] = (stop, stop + param.numel())
+            self.bounds[name] = (stop, stop + param.numel())
             stop += param.numel()
         self.length = math.ceil(stop / group.size)  # of a shard
         self.first = group.rank * self.length  # where this rank's shard starts
@@ -148,7 +155,6 @@ class Unit:
             self.view(self.flat, name).copy_(param.detach())
             param.data = self.view(self.flat, name)  # it stays the same nn.Parameter
         self.shard = self.flat[self.first : self.first + self.length]
-        # In fp32 or fp64 this is the shard itself
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
@@ -158,23 +164,23 @@ class Unit:
         """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
         `flat`.
         """
-        start, stop = self.span[name]
+        start, stop = self.bounds[name]
         return flat[start:stop].view_as(self.named[name])
 
-    def overlap(self, name: str) -> tuple[int, int]:
+    def own_range(self, name: str) -> tuple[int, int]:
         """Which elements of `flat` are in the parameter and in this rank's shard: low <= i < high.
         If there are none, high is low.
         """
-        start, stop = self.span[name]
+        start, stop = self.bounds[name]
         low = max(start, self.first)
         high = min(stop, self.first + self.length)
         return low, max(low, high)
 
-    def view_shard(self, shard: Tensor, name: str) -> Tensor:
-        """A parameter's part of this rank's `shard`, a view [k]; k is 0 if other ranks hold all of
-        it.
+    def own_part(self, shard: Tensor, name: str) -> Tensor:
+        """This rank's part of a parameter, a view [k] of `shard`, `master` or `summed_grad`; k is 0
+        if other ranks have all of it.
         """
-        low, high = self.overlap(name)
+        low, high = self.own_range(name)
         return shard[low - self.first : high - self.first]
 
 
@@ -184,8 +190,11 @@ def unit_names(model: Decoder) -> list[list[str]]:
     """
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
-        found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
-        module = found.group() if found else "norm and head"
+        module = "norm and head"
+        if name.startswith("model.embed_tokens"):
+            module = "embedding"
+        elif name.startswith("model.layers"):
+            module = "layer " + name.split(".")[2]  # model.layers.0.self_attn ...: layer 0
         units.setdefault((module, layout_of(param).data_group), []).append(name)
     return list(units.values())
 
@@ -204,8 +213,9 @@ class Zero1(Optimizer):
     ranks start these in the same order, because all run backward through the same graph. So each
     parameter must get a gradient in every micro-batch; if one does not, `finish` raises an error.
 
-    The update is `Optimizer.step`, all that is inherited: it updates the masters, which are here
-    our shards, and calls `publish`, which gathers weights.
+    The update is `Optimizer.step` of step 1, the one method that is inherited. It updates
+    `masters`, here this rank's part of each parameter (a view of the unit's master), and calls
+    `publish`, which gathers the weights.
     """
 
     sharded = True
@@ -218,7 +228,7 @@ class Zero1(Optimizer):
         self.config = config
         self.mesh = mesh
         self.units: list[Unit] = []
-        self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
+        self.masters: dict[str, Tensor] = {}  # by name: this rank's part of each
         # Reduce-scatters: of a unit, into this rank's shard of the sum
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):  # one by one: in stage 3 no rank ever has the whole model
@@ -228,7 +238,7 @@ class Zero1(Optimizer):
             unit = self.unit_type(named, group)
             self.units.append(unit)
             for name, param in named.items():
-                master = unit.view_shard(unit.master, name)
+                master = unit.own_part(unit.master, name)
                 if len(master):
                     self.masters[name] = master
                 param.register_post_accumulate_grad_hook(partial(self.add_gradient, unit, name))
@@ -289,7 +299,7 @@ class Zero1(Optimizer):
         parts = {}
         for unit in self.units:
             for name in unit.named:
-                parts[name] = unit.view_shard(unit.summed_grad, name)
+                parts[name] = unit.own_part(unit.summed_grad, name)
         return parts
 
     def publish(self):
@@ -309,11 +319,13 @@ class Zero1(Optimizer):
             unit.summed_grad = None
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """For checkpoints: which elements of each flattened parameter this rank updates."""
+        """For checkpoints: which elements of each flattened parameter this rank updates; an empty
+        span if it updates none.
+        """
         spans = {}
         for unit in self.units:
-            for name, (start, _) in unit.span.items():
-                low, high = unit.overlap(name)
+            for name, (start, _) in unit.bounds.items():
+                low, high = unit.own_range(name)
                 spans[name] = (low - start, high - start)
         return spans
 
@@ -331,8 +343,8 @@ class Zero2(Zero1):
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether as many gradients have come since the last sum as the unit has parameters: in a
-        plain backward, one of each.
+        """Whether as many gradients have come since the last sum as the unit has parameters. In one
+        backward, each parameter gets one.
         """
         return unit.missing % len(unit.named) == 0
 
@@ -353,16 +365,15 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd counts the writes to each tensor, and raises an error if a saved one was written to
-    later. A gather writes the same values again, so that would be a false alarm. It does not go
-    off: `param.data = view`, in `Unit`, gave the parameters the memory of `flat`, but they keep a
-    count of their own, which a write to `flat` does not raise.)
+    (Autograd raises an error if a tensor that it has saved is written to later. It does not notice
+    writes to `flat`: by `param.data = view`, in `Unit`, parameters share the memory of `flat`, but
+    each keeps its own count of writes. Nothing is lost: a gather writes the same values again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
-        self.shard = self.shard.clone()
-        self.master = self.shard.to(self.master.dtype)
+        self.shard = self.shard.clone()  # no longer a view of `flat`, which is freed
+        self.master = self.shard.to(self.master.dtype)  # in fp32 it was such a view, too
         self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
         self.flat.untyped_storage().resize_(0)
 
@@ -401,10 +412,9 @@ class Zero3(Zero2):
     input_layernorm.weight. The layer's backward is then over, except for the rest of this norm's
     own, which reads no weights of the unit.
 
-    Skip at first: if embedding and head are tied, their matrix is in E, and H is the last norm
-    alone. E is then gathered twice, for the embedding and with H, and stays whole to the end of
-    backward, where its gradient is complete; the law's e counts only the norm. A segment may have
-    two units: this last one, or in step 7 a layer with experts. In step 6 it may have none.
+    If embedding and head are tied, their matrix is in E, and H is the last norm alone. E is then
+    gathered twice, for the embedding and with H, and stays whole to the end of backward, where its
+    gradient is complete. (The law's e counts only the norm.)
     """
 
     unit_type = ShardedUnit
@@ -413,7 +423,9 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        # The units of each segment of the model, in the order of forward. Number 0 is the embedding
+        # The units of each segment of the model, in the order of forward (0: the embedding). Most
+        # have one. If tied, norm and head have two; so has a layer with experts (step 7). A segment
+        # that another rank has, has none here (step 6)
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(model.model.embed_tokens)
         for layer in model.model.layers.values():
@@ -441,8 +453,8 @@ class Zero3(Zero2):
         """
         for unit in self.segments[number]:
             unit.gather()
-        # Nothing to prefetch: in forward after the last segment; in backward before the embedding,
-        # whose backward needs no weights
+        # In the last segment's forward, nothing is ahead. In the backward of layer 0, the embedding
+        # is, but its backward needs no weights
         if 0 < ahead < len(self.segments):
             for unit in self.segments[ahead]:
                 unit.gather()
@@ -461,7 +473,8 @@ class Zero3(Zero2):
         if number + 1 < len(self.segments):  # the last one's backward follows at once
             for unit in self.segments[number]:
                 self.free_after_use(unit)
-        if number > 0 and output.requires_grad:  # the embedding's backward needs no weights
+        # The embedding's backward needs no weights. Under torch.no_grad there is no backward
+        if number > 0 and output.requires_grad:
             # Called when the gradient of this output is there: the segment's backward comes next
             output.register_hook(partial(self.before_backward, number))
 
@@ -504,8 +517,11 @@ class Config(step02.Config):
 def make_optimizer(
     model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ):
-    """Initialise the weights; return optimizer and sync: those of steps 1 and 2 for --zero 0, else
-    one object.
+    """Initialise the weights, and make optimizer and sync: those of steps 1 and 2 for --zero 0,
+    else one object.
+
+    Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank ever has
+    the whole model. Therefore the weights are drawn here, with the optimizer.
     """
     if config.zero == "0":
         materialize(model, config.seed, device, dtype)
@@ -524,8 +540,9 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)  # before weights are drawn: it only wraps methods
-    # new: it draws the weights, too, unit by unit, and keeps what the stage of ZeRO says
+    # As in steps 1 and 2, before the optimizer. (It wraps methods, and needs no weights)
+    set_up_layers(model, config)
+    # new: draws the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -9,8 +9,9 @@ Transformer").
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
 WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks, neighbours along cp or tp), K = 2,
-four experts. Each choice of a token is a row. A bar separates rows by rank or by expert; the right
-margin says which:
+four experts. Each choice of a token is a row: e0:t1 is a copy of x of token t1, for expert e0, and
+e0(t1) is what e0 makes of it. The right margin says what is to the left of a bar | what to its
+right:
 
                rank 0 has experts e0 e1          rank 1 has experts e2 e3
     routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
@@ -19,20 +20,22 @@ margin says which:
     by expert  e0:t0 e0:t1 e0:t3 | e1:t2         e2:t1 e2:t2 | e3:t0 e3:t3       of e0 | e1, e2 | e3
     outputs    e0(t0) e0(t1) e0(t3) | e1(t2)     e2(t1) e2(t2) | e3(t0) e3(t3)   the same
     returned   e0(t0) e0(t1) | e2(t1) e3(t0)     e0(t3) e1(t2) | e2(t2) e3(t3)   from rank 0 | 1
+    out of     t0: e3(t0) e0(t0)                 t2: e2(t2) e1(t2)               each times its
+               t1: e0(t1) e2(t1)                 t3: e0(t3) e3(t3)               score, and added
 
 `dispatch` goes from "sorted" to "by expert", `combine` from "outputs" to "returned". Each is an
 all-to-all, in which every rank sends rows to every other, and a reordering (`transpose_blocks`) on
 the experts' ranks: after the all-to-all in `dispatch`, before it in `combine`. In backward the
-rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens; so
-numbers of rows travel before the rows. (In the code, names end with shapes: here each rank has T =
-2 tokens, N = T K = 4 sorted rows, and R = 4 received ones.)
+rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So
+ranks first tell one another how many rows will come.
 
-WHY tokens travel, and weights stay. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344
-weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
-512 rows of 128 numbers. With ep 2 about half of these, 32,768 numbers, leave the rank, four times
-(to the experts and back, in forward and in backward): 131,072 in all. If weights travelled instead,
-a rank would get the half that it lacks, 540,672 numbers, in forward alone. (With many tokens on a
-rank, or small experts, it can be the other way round.)
+WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. For each
+micro-batch it also sends less. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344 weights. In
+the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of
+128 numbers. With ep 2 about half of these, 32,768 numbers, leave the rank, four times (to the
+experts and back, in forward and in backward): 131,072 in all. If a rank fetched the weights that it
+lacks for each micro-batch, it would get 540,672 numbers in forward alone. (With many tokens on a
+rank, or small experts, fetching would be cheaper.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
@@ -44,20 +47,20 @@ f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of it
 figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
 0.0625) = 1.15; if all f and all P are 1/E, it is 1.
 
-f is a count, without a gradient; the gradient of P_e is proportional to f_e. So the router's logit
-of e for a token, (W x)_e, is pushed down where f_e is above the token's own average, sum_j p_j f_j,
-and elsewhere up.
+f comes from counts, so it has no gradient. The derivative of the loss with respect to P_e is
+proportional to f_e. So the router's logit of e for a token, (W x)_e, is pushed down where f_e is
+above the token's own average, sum_j p_j f_j, and elsewhere up.
 
-The loss that you see excludes this one. f_e and P_e are those of a micro-batch, so two layouts
-train alike only if their --micro-batch-size is the same. (And where two p are almost equal,
-rounding may decide, in any layout, which expert is chosen.) --balance bias uses no loss: see
-`BiasBalancedMoE`.
+Each layer adds its own auxiliary loss; the loss that you see excludes them. f_e and P_e are those
+of a micro-batch, so two layouts train alike only if their --micro-batch-size is the same. (And
+where two p are almost equal, rounding may decide, in any layout, which expert is chosen.) --balance
+bias uses no loss: see `BiasBalancedMoE`.
 
 GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
 of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks
 can share the experts, and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et
-al. 2025). An expert is whole on its rank: tp does not cut it, and the MLP's f and g (step 4) are
-gone. On 16 ranks:
+al. 2025). An expert is whole on its rank: tp does not cut it, so the operators of step 4 around an
+MLP (there called f and g) are gone. On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks ...              so over it we ...
     dp           0 4 8 12                            have different sequences   shard the batch
@@ -70,7 +73,9 @@ gone. On 16 ranks:
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
-expert_data adds them. (Gradients of routers are also summed over tp, as those of norms in step 4.)
+expert_data adds them. ZeRO, too, shards a parameter over the group that sums its gradient: experts
+over expert_data, the others over data. (Gradients of routers are also summed over tp, as those of
+norms in step 4.)
 
 THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch, so T K rows of dim elements,
 which go to the experts and back, in forward and in backward. If each rank's choices are spread
@@ -88,9 +93,9 @@ micro-batch:
     ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
     sequence        2 x 3/4 x 8 x 8                       = 96
 
-Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
-You should see the losses of one process:
-    python step07_moe_ep.py --out runs/one
+Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
+You should see the losses of one process (a step takes some seconds if 8 processes share 2 cores):
+    python step07_moe_ep.py --out runs/one --steps 20
     python -m common.compare runs/one runs/step07_moe_ep
 
 PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan. PyTorch
@@ -102,7 +107,6 @@ then returns e2(t1) e2(t2) to rank 0, which expects e2(t1) e3(t0).
 tests/test_step07.py::test_dispatch_and_combine fails.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -127,10 +131,11 @@ from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
 
 # Shapes in names: x_TD is [T, D].
-#     T   tokens of this rank                    E   experts
+#     T   this rank's tokens of a micro-batch    E   experts
 #     K   experts of a token (top_k)             G   ranks of the group ep
 #     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
+# In the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
 # leaving_GL[r, i]: how many of our rows go to rank r's i-th expert.
 # arriving_GL[r, i]: how many rows come from rank r for our i-th expert.
 
@@ -143,7 +148,8 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
     1, else R.
     """
-    # One call for all experts, on a recent GPU one kernel. Rows must be a multiple of 16 bytes
+    # In bf16 one call for all experts, which on a recent GPU is one kernel. It wants rows of in and
+    # of out numbers to be multiples of 16 bytes. `ends`: where each expert's rows end
     if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weight.mT, offs=ends)
@@ -209,8 +215,10 @@ class MoE(nn.Module):
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         return scores_TK
 
-    def visit(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """Each token's rows through its experts: x [T, D] -> outputs [T, K, D]."""
+    def through_experts(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
+        outputs [T, K, D].
+        """
         # Flat, choice i is token i // K's. On rank 0 of the figure ids are [[3, 0], [0, 2]], flat
         # 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
@@ -221,10 +229,15 @@ class MoE(nn.Module):
         return by_choice_ND.unflatten(0, ids_TK.shape)
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows [N, D], sorted by expert, through their experts, wherever these are -> [N, D]."""
+        """Rows [N, D], sorted by expert -> their experts' outputs [N, D], on whatever ranks these
+        are.
+        """
         if self.ep.size == 1:  # this rank holds all
             return self.experts(sorted_ND, counts_E)
-        return run_experts_on_their_ranks(self.experts, self.ep, sorted_ND, counts_E)
+        leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, self.ep)
+        rows_RD = dispatch(sorted_ND, self.ep, leaving_GL, arriving_GL)
+        out_RD = self.experts(rows_RD, counts_L)
+        return combine(out_RD, self.ep, leaving_GL, arriving_GL)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
@@ -232,20 +245,16 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())
+        ids_TK = self.choose(p_TE.detach())  # ids have no gradient
         scores_TK = self.score(p_TE, ids_TK)
-        # How many choices each expert got. (Not by bincount, for which the CPU would wait for the
-        # GPU: it reads the largest id to size its result.)
-        ids_N = ids_TK.flatten()
-        counts_E = ids_N.new_zeros(p_TE.shape[-1])
-        counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
-        out_TKD = self.visit(x_TD, ids_TK, counts_E)
+        counts_E = count_choices(ids_TK, p_TE.shape[-1])
+        out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
         out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
-        return self.balance(out_TD.view_as(x), p_TE, counts_E)
+        return self.after_forward(out_TD.view_as(x), p_TE, counts_E)
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """For subclasses, at the end of forward: return `out`, the layer's output [batch, seq,
-        dim].
+    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Where a subclass looks at the choices, to balance them. Returns `out`, the layer's output
+        [batch, seq, dim], with the same numbers.
 
         p [T, E]: all probabilities. counts int64 [E]: how many of this rank's choices each got.
         """
@@ -255,31 +264,41 @@ class MoE(nn.Module):
         """Called after each update of the weights."""
 
 
+def count_choices(ids_TK: Tensor, experts: int) -> Tensor:
+    """How many choices each expert got, int64 [E]. (Not by bincount, for which the CPU would wait
+    for the GPU: it reads the largest id to size its result.)
+    """
+    ids_N = ids_TK.flatten()
+    counts_E = ids_N.new_zeros(experts)
+    return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
+
+
 def keep_choices() -> tuple:
-    """A `context_fn` for torch.utils.checkpoint: the result of `topk` is saved, and not computed
-    again.
+    """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
+    saved. Computed again, a p may be rounded differently, and choose another expert than forward
+    did: then the rows would no longer fit.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
 
 class AddLoss(torch.autograd.Function):
-    """Return x, and in backward give `loss` the gradient coeff, as if coeff * `loss` were a part of
-    the step's loss.
+    """Return x, and in backward give `loss` the gradient 1, as if it were a part of the step's
+    loss.
 
     (The step's loss is computed on the last pipeline stage, and this one in the layer, on any
     stage. This way nothing needs to be sent.)
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
+    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
         """Return x."""
-        ctx.coeff = coeff
+        ctx.dtype = loss.dtype
         return x
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         """The gradients of x and of the loss."""
-        return grad, grad.new_full((), ctx.coeff, dtype=wide(grad.dtype)), None
+        return grad, grad.new_ones((), dtype=ctx.dtype)
 
 
 class LossBalancedMoE(MoE):
@@ -287,7 +306,7 @@ class LossBalancedMoE(MoE):
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
-        self.group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
+        self.sequence = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
         # The step has global_batch_size / micro_batch_size micro-batches, on all ranks of dp
         # together, and gradients are only summed. So the loss of each is divided by their number,
         # as a token's loss is by the number of targets
@@ -297,22 +316,21 @@ class LossBalancedMoE(MoE):
         """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
         that share the micro-batch add up to it.
 
-        f_e is that of the whole micro-batch, by an all-reduce of counts. In place of P_e this
-        rank's term has the sum of p_e over its own tokens, divided by the number of all tokens of
-        the micro-batch. Over the ranks these add up to P_e.
+        f_e is that of the whole micro-batch, by an all-reduce of counts. Of P_e a rank has a term:
+        it adds up p_e over its own tokens, and divides by the tokens of the whole micro-batch.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
-        all_reduce(total_E, self.group).wait()
-        n_choices = total_E.sum()  # K for each token
+        all_reduce(total_E, self.sequence).wait()
+        n_choices = total_E.sum()  # tokens x K
         f_E = total_E.to(p_TE.dtype) / n_choices
         n_tokens = n_choices / self.top_k
-        own_P_E = p_TE.sum(0) / n_tokens
+        term_of_P_E = p_TE.sum(0) / n_tokens
         n_experts = len(f_E)
-        return n_experts * (f_E * own_P_E).sum()
+        return n_experts * (f_E * term_of_P_E).sum()
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
-        return AddLoss.apply(out, self.aux_loss(p_TE, counts_E), self.coeff)
+        return AddLoss.apply(out, self.coeff * self.aux_loss(p_TE, counts_E))
 
 
 class BiasBalancedMoE(MoE):
@@ -327,7 +345,7 @@ class BiasBalancedMoE(MoE):
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
-        self.group = mesh["stage"]  # the ranks that route different tokens of a step (dp x cp x tp)
+        self.stage = mesh["stage"]  # the ranks that route different tokens of a step (dp x cp x tp)
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
         # This rank's choices in a step
@@ -338,7 +356,7 @@ class BiasBalancedMoE(MoE):
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
         (With --recompute full forward runs twice, but the second run stops before this line: it
@@ -350,7 +368,7 @@ class BiasBalancedMoE(MoE):
 
     def end_step(self):
         """Move each bias by the rate."""
-        all_reduce(self.load_E, self.group).wait()
+        all_reduce(self.load_E, self.stage).wait()
         mean_load = self.load_E.double().mean()
         direction = torch.sign(mean_load - self.load_E)
         self.bias += self.rate * direction.to(self.bias.dtype)
@@ -379,26 +397,31 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(transposed)
 
 
+def send_rows(rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+    """An all-to-all of rows [n, D], sorted by the rank to which they go -> the rows received,
+    sorted by the rank from which they come.
+    """
+    sent_rows = leaving_GL.sum(1).tolist()
+    received_rows = arriving_GL.sum(1).tolist()
+    received = rows.new_empty(sum(received_rows), rows.shape[1])
+    all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
+    return received
+
+
 class SendRows(torch.autograd.Function):
-    """An all-to-all of rows. In backward their gradients go back the way they came."""
+    """`send_rows`. In backward the gradients of the rows go back the way the rows came."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-        """rows [n, D], sorted by the rank to which they go -> the rows received, sorted by the rank
-        from which they come.
-        """
+        """The rows received."""
         ctx.route = (group, leaving_GL, arriving_GL)
-        sent_rows = leaving_GL.sum(1).tolist()
-        received_rows = arriving_GL.sum(1).tolist()
-        received = rows.new_empty(sum(received_rows), rows.shape[1])
-        all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
-        return received
+        return send_rows(rows, group, leaving_GL, arriving_GL)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         """The gradients of the rows received -> those of the rows sent."""
         group, leaving_GL, arriving_GL = ctx.route
-        return SendRows.apply(grad, group, arriving_GL, leaving_GL), None, None, None
+        return send_rows(grad, group, arriving_GL, leaving_GL), None, None, None
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
@@ -425,23 +448,14 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
     them.
     """
-    leaving = counts_E.view(group.size, -1)
-    arriving = torch.empty_like(leaving)
-    all_to_all(arriving, leaving, group).wait()
+    leaving_GL = counts_E.view(group.size, -1)
+    arriving_GL = torch.empty_like(leaving_GL)
+    all_to_all(arriving_GL, leaving_GL, group).wait()
+    counts_L = arriving_GL.sum(0)
     # Split sizes: the CPU waits for the GPU here, once for both. (In bf16, on a GPU with a kernel
     # for grouped_mm, nothing else waits.)
-    leaving_GL, arriving_GL = torch.stack((leaving, arriving)).cpu()
-    return leaving_GL, arriving_GL, arriving.sum(0)
-
-
-def run_experts_on_their_ranks(
-    experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor
-) -> Tensor:
-    """Experts on several ranks: rows [N, D], sorted by expert -> their outputs [N, D]."""
-    leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, group)
-    rows_RD = dispatch(sorted_ND, group, leaving_GL, arriving_GL)
-    out_RD = experts(rows_RD, counts_L)
-    return combine(out_RD, group, leaving_GL, arriving_GL)
+    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return leaving_on_cpu, arriving_on_cpu, counts_L
 
 
 @dataclass
@@ -480,6 +494,7 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
             f"layer with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
         )
     sequences = config.global_batch_size // mesh["dp"].size  # of this rank
+    # An entry of BALANCE that others add may have this loss, too
     averaged = issubclass(BALANCE[config.balance], LossBalancedMoE)
     if averaged and sequences % config.micro_batch_size:
         raise UserError(
@@ -508,7 +523,7 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # Ranks of tp route different tokens, so that each has a term of the router's gradient
+    # Ranks of tp route different tokens, so each has only a term of the router's gradient
     note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
@@ -518,7 +533,9 @@ def shard_moe(moe: MoE, mesh: Mesh):
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Replace MLPs, with their f and g, by this rank's experts. Raises UserError."""
+    """Check the flags, create the groups of experts, and replace MLPs (with step 4's operators
+    around them) by this rank's experts. Raises UserError.
+    """
     check_experts(config, mesh, model.config)
     make_groups(mesh, config)
     width = config.expert_dim or model.config.ffn_dim
@@ -547,9 +564,7 @@ def train(config: Config, run: Run):
     shard_experts(model, mesh, config)  # new: these experts
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
-    # new: recomputation keeps the chosen experts. (A recomputed p may be rounded differently, and
-    # choose another expert than forward did: the rows would no longer fit)
-    set_up_layers(model, config, context_fn=keep_choices)
+    set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
     # step 3: with --zero 1, 2 or 3 this shard of the update
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
@@ -574,8 +589,8 @@ def train(config: Config, run: Run):
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
-        for moe in moes:
-            moe.end_step()  # new
+        for moe in moes:  # new
+            moe.end_step()  # new: --balance bias moves its biases
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

@@ -1,5 +1,5 @@
-"""From step 2 on: this wraps torch.distributed. Ranks form a mesh with named dimensions, and send
-one another messages.
+"""A thin layer over torch.distributed, used from step 2 on. Ranks form a mesh with named
+dimensions, and send one another messages.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
 memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*, calls
@@ -28,15 +28,14 @@ Always call `wait`. Until then, neither change the tensor that is sent nor read 
 filled (in `all_reduce` they are one). All tensors must be contiguous. All ranks of a group must
 start their collectives in the same order.
 
-S: the bytes of the whole tensor (an all_gather's output, a reduce_scatter's input). In a ring of n
-ranks, a rank sends
+S: the bytes of the whole tensor (an all_gather's output, a reduce_scatter's input). Of n ranks,
+each sends, if they form a ring,
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
-    exchange, all_to_all          what is for other ranks
 
-(NCCL may choose a tree, in which some ranks send more and others less, or let a switch add, which
-sends less.)
+and in `all_to_all` and `exchange` what is for other ranks. (NCCL may choose a tree, in which some
+ranks send more and others less, or let a switch add, which sends less.)
 """
 
 import math
@@ -51,15 +50,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from common import UserError
-
-# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
-# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
-if hasattr(dist, "all_gather_single"):
-    _all_gather = dist.all_gather_single
-    _reduce_scatter = dist.reduce_scatter_single
-else:
-    _all_gather = dist.all_gather_into_tensor
-    _reduce_scatter = dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -110,18 +100,17 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue)
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # `queue` matters from step 4 on: see `add_groups`. (Over dp travel gradients, and
-            # ZeRO's weights, over the other dimensions mostly activations)
+            # `queue` matters from step 4 on: see `add_groups`
             self.join(name, name, queue="gradients" if name == "dp" else "activations")
 
     def __getitem__(self, name: str) -> Group:
-        """This rank's group along a dimension."""
+        """This rank's group along a dimension, or another group by its name, such as "data"."""
         return self.groups[name]
 
     def join(self, name: str, *dims: str, queue: str) -> np.ndarray:
         """Split all ranks into groups, in each of which they differ only along `dims`; this mesh
         calls them `name`. Returns their ranks: int [groups, size], a row for each group. `queue`:
-        "gradients" or "activations".
+        "gradients" or "activations", see `add_groups`.
 
         In the figure above, the groups along dp are [0 4] [1 5] [2 6] [3 7]. (From step 5 on a
         group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), join("data", "dp", "cp")
@@ -143,11 +132,11 @@ class Mesh:
         order. If a layer's activations, which are needed at once, came behind a large bucket of
         gradients, the computation would stand still until the bucket is sent. So groups for the
         gradients that are summed during backward have other handles than groups for activations,
-        even if they have the same ranks.
+        even if they have the same ranks. (ZeRO gathers weights in the queue of gradients: in stage
+        3 at most one unit's sum is ahead of them.)
         """
-        for members in rows.tolist():
-            row = tuple(members)
-            if members != sorted(members):
+        for row in map(tuple, rows.tolist()):
+            if row != tuple(sorted(row)):
                 raise ValueError(f"new_group numbers ranks in ascending order, so sort {row}")
             if len(row) > 1 and (row, queue) not in self.handles:
                 # new_group is a collective of all ranks, also of those outside the row
@@ -170,8 +159,9 @@ class Pending:
         then: Callable | None = None,
     ):
         """`tensors`: those that are being sent, kept alive here, because their caller may drop
-        them, and PyTorch does not promise that a work keeps them. `then`: what is left to do when
-        the messages have arrived. Only gloo's `reduce_scatter` has any.
+        them, and PyTorch does not promise that a work keeps them. (An all-reduce has none: its
+        caller reads the result.) `then`: what is left to do when the messages have arrived. Only
+        gloo's `reduce_scatter` has any.
         """
         self.group = group
         self.works = works
@@ -194,6 +184,16 @@ class Pending:
         self.then = None
 
 
+# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
+# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
+if hasattr(dist, "all_gather_single"):
+    _all_gather = dist.all_gather_single
+    _reduce_scatter = dist.reduce_scatter_single
+else:
+    _all_gather = dist.all_gather_into_tensor
+    _reduce_scatter = dist.reduce_scatter_tensor
+
+
 def all_reduce(tensor: Tensor, group: Group) -> Pending:
     """Sum `tensor` over the group, in place."""
     if group.size == 1:
@@ -203,18 +203,21 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...]. `tensor` may be a
-    view of this rank's own rows of `output`.
+    """From step 3 on: fill `output` [n k, ...] with the `tensor` [k, ...] of all n ranks. `tensor`
+    may be a view of this rank's own rows of `output`.
     """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     note("all_gather", group, (group.size - 1) / group.size * output.nbytes)
-    return Pending(group, [_all_gather(output, tensor, group=group.handle, async_op=True)])
+    work = _all_gather(output, tensor, group=group.handle, async_op=True)
+    return Pending(group, [work], [tensor])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: sum all ranks' `tensor` [n k]; `output` [k] gets this rank's shard."""
+    """From step 3 on: sum the `tensor` [n k] of all n ranks; `output` [k] gets this rank's
+    shard.
+    """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -255,7 +258,7 @@ def all_to_all(
     work = dist.all_to_all_single(
         output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
     )
-    return Pending(group, [work])
+    return Pending(group, [work], [tensor])
 
 
 def exchange(
@@ -268,8 +271,8 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives first: gloo sends both ways at once only if both peers have already said where to
-    # put the message. (Its `isend` to a peer that waits writes the whole message before it returns)
+    # Receives first: in gloo a send returns only when the peer has a place for the message. If both
+    # peers began to send, their two messages would follow one another
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))

@@ -1,6 +1,6 @@
-"""Compare two runs: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
+"""Compare two runs, here step 1 and step 4 with --tp 2, both on CPUs:
 
-(here with --tp 2, on CPUs)
+    python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
       step   reference        loss  loss diff.  norm diff.  (relative)
          1    5.626841    5.626841     0.0e+00     1.3e-07
@@ -8,11 +8,11 @@
         20    3.079604    3.079609     1.7e-06     4.6e-05
     20 steps; largest difference: 4.6e-05; none above 0.001
 
-The first is called the reference; the order changes only the columns. Two layouts of one training
-have the same losses and gradient norms, up to rounding, whose effects grow from step to step. So
-only the first steps are judged (--first 20). In fp32, the default on CPUs, a relative difference
-above 0.001 there (--bound) is almost certainly a bug. (Differences grow: these two, both right,
-differ by 4.6e-5 in step 20. In step 7, rounding may also send a token to another expert.) In bf16
+Two layouts of one training have the same losses and gradient norms, up to rounding, whose effects
+grow from step to step. So only the first steps are judged (--first 20). In fp32, the default on
+CPUs, with the same flags and the default learning rate, a relative difference above 0.001 there
+(--bound) is almost certainly a bug. (A learning rate at which the loss jumps makes rounding grow
+faster, and in step 7 rounding may send a token to another expert: --dtype fp64 decides.) In bf16
 rounding alone gives more: compare runs with --dtype fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
@@ -31,7 +31,7 @@ from common.resume import may_change
 
 
 def other_flags(reference: str, run: str) -> list[str]:
-    """Flags that decide what is computed, and that differ between two runs: "--seed: 0 and 1".
+    """Flags that may decide what is computed, and differ between two runs: "--seed: 0 and 1".
 
     None stands for a script that has no such flag.
     """
@@ -40,14 +40,14 @@ def other_flags(reference: str, run: str) -> list[str]:
     # What a resumed run may change (resume.py) has at most an effect on rounding, and is not
     # reported. Two exceptions: dtype, whose effect is large, and dataset, because here no
     # fingerprint shows whether two paths have the same tokens
-    free = (may_change(flags) & may_change(reference_flags)) - {"dataset", "dtype"}
-    found = []
-    for name in sorted((flags.keys() | reference_flags.keys()) - free):
+    may_differ = (may_change(flags) & may_change(reference_flags)) - {"dataset", "dtype"}
+    differing = []
+    for name in sorted((flags.keys() | reference_flags.keys()) - may_differ):
         before = reference_flags.get(name)
         after = flags.get(name)
         if before != after:
-            found.append(f"{spelled(name)}: {before} and {after}")
-    return found
+            differing.append(f"{spelled(name)}: {before} and {after}")
+    return differing
 
 
 def read_metrics(run: str) -> list[dict]:
@@ -59,7 +59,8 @@ def relative(value: float | None, reference: float | None) -> float:
     """|value - reference| / the larger of |value| and |reference|. Raises ValueError if one is
     missing or not finite.
     """
-    if value is None or reference is None or not math.isfinite(value + reference):
+    missing = value is None or reference is None
+    if missing or not math.isfinite(value) or not math.isfinite(reference):
         raise ValueError("one of the runs has no loss or norm, or it is not finite")
     if value == reference:
         return 0.0
@@ -90,15 +91,16 @@ def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: flo
     first_above = None
     print("  step   reference        loss  loss diff.  norm diff.  (relative)")
     for reference, row in pairs:
-        of_losses = relative(row.get("loss"), reference.get("loss"))
-        of_norms = relative(row.get("grad_norm"), reference.get("grad_norm"))
-        largest = max(largest, of_losses, of_norms)
-        if max(of_losses, of_norms) > bound and first_above is None:
-            first_above = row["step"]
+        loss_difference = relative(row.get("loss"), reference.get("loss"))
+        norm_difference = relative(row.get("grad_norm"), reference.get("grad_norm"))
         print(
             f"{row['step']:6}{reference['loss']:12.6f}{row['loss']:12.6f}"
-            f"{of_losses:12.1e}{of_norms:12.1e}"
+            f"{loss_difference:12.1e}{norm_difference:12.1e}"
         )
+        larger = max(loss_difference, norm_difference)
+        largest = max(largest, larger)
+        if larger > bound and first_above is None:
+            first_above = row["step"]
     verdict = f"none above {bound}"
     if first_above is not None:
         verdict = f"first above {bound} in step {first_above}"
@@ -111,8 +113,8 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m common.compare")
     parser.add_argument("reference", help="a run directory")
     parser.add_argument("run", help="another one")
-    parser.add_argument("--first", type=int, default=20, help="how many steps are judged")
-    parser.add_argument("--bound", type=float, default=1e-3, help="largest relative difference")
+    parser.add_argument("--first", type=int, default=20, help="steps to judge (20)")
+    parser.add_argument("--bound", type=float, default=1e-3, help="largest difference (0.001)")
     given = parser.parse_args()
     try:
         for difference in other_flags(given.reference, given.run):

@@ -15,13 +15,14 @@ def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
     While it traces a layer, torch.compile also looks at the `.grad` of each weight. If the weight
-    is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it compiles the layer only in
-    pieces (it breaks the graph). Weights have a `.grad` in step 1 from the second micro-batch on,
-    and with step 2's buckets from the first. So it is put aside while the layer runs.
-    (Recomputation calls this function inside backward: the `.grad` is back before backward adds to
-    it.)
+    is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it compiles the layer only as
+    several smaller graphs, with slow Python between them. Weights have a `.grad` in step 1 from the
+    second micro-batch on, and with step 2's buckets from the first. So it is put aside while the
+    layer runs. (With --recompute, backward calls this function, too: the `.grad` is back before
+    backward adds to it.)
     """
-    # Listed at each call: from step 3 on, parameters are replaced after `compile_model`
+    # Listed at each call: from step 3 on, weights are drawn, as new parameters, after
+    # `compile_model`
     params = list(layer.parameters())
     gradients = [param.grad for param in params]
     for param in params:
@@ -34,8 +35,8 @@ def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -
 
 
 def compile_model(model: Decoder):
-    """Compile the forward of each layer, and the loss, unless step 4 has replaced it by that of a
-    sharded vocabulary.
+    """Compile the forward of each layer, and the loss. (Not if step 4 has put its own there, for a
+    vocabulary that tp shards: that loss sends messages.)
     """
     for layer in model.model.layers.values():
         layer.forward = partial(without_gradients, layer, torch.compile(layer.forward))

@@ -3,8 +3,8 @@ length, the global batch size and the step: never on ranks or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
-    the targets. With seq 4: window 0 has tokens 0-3 and targets 1-4, window 1 tokens 4-7 and
-    targets 5-8
+    the targets. With seq 4:    window 0: inputs stream[0:4], targets stream[1:5]
+                                window 1: inputs stream[4:8], targets stream[5:9]
 
 The last twentieth of the windows (at least one) is held out: no step trains on them, and
 `Data.held_out` returns them to optional tools. Each epoch goes through the other n windows once, in
@@ -24,10 +24,11 @@ on its share.
 `set_epoch` is called, and at the end of an epoch it repeats sequences, so that all ranks have
 equally many.)
 
-readers.py reads files and data sets. Text becomes bytes even if the model's vocabulary is larger,
-and each rank holds all of it in memory, two bytes a token (while it is read, four or more). A .bin
-file of token ids is mapped, so that a rank holds nothing of it: convert a large corpus. (At the
-start each rank reads the whole file once, for its largest id.)
+readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger.
+Each rank holds all of it in memory, two bytes a token (while it is read, four or more). A .bin file
+of token ids is mapped, so that a rank holds nothing of it: convert a large corpus. (At the start
+each rank reads the whole file once, for its largest id, and up to 2**27 tokens of it again, for
+its fingerprint.)
 """
 
 import hashlib
@@ -48,10 +49,10 @@ BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
 
 def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced). tokens: one stream of ids, uint16: the bytes of each text, then
-    END. replaced, for a warning: the number of U+FFFD in them, the text's own, or put by `read_txt`
-    for bytes that are not UTF-8.
+    END. replaced, for a warning: how many U+FFFD the texts have. `read_txt` puts them where bytes
+    are not UTF-8; a text may also have its own.
     """
-    streams = [np.array([], np.uint16)]  # of no texts at all
+    streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
     replaced = 0
     for text in texts:
         # A string of a JSON file may hold half of a surrogate pair, which becomes "?"
@@ -61,7 +62,7 @@ def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     return np.concatenate(streams), replaced
 
 
-@lru_cache(maxsize=2)  # a batch may span two epochs
+@lru_cache(maxsize=2)  # a batch may span two epochs (or more, if there are few windows)
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """The numbers 0 to n-1 in the random order of an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n)
@@ -79,8 +80,8 @@ class Data:
         self.shape = shape
         self.batch_size = batch_size
         self.seed = seed
-        read = READERS[kind_of(source)]
-        description, contents = read(source)
+        reader = READERS[kind_of(source)]
+        description, contents = reader(source)
         warning = ""
         if isinstance(contents, np.ndarray):
             self.tokens = contents
@@ -123,7 +124,7 @@ class Data:
     def read(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens and targets of `windows`, int64 [windows, seq]."""
         starts = np.asarray(windows) * self.shape.seq_len
-        indices = starts[:, None] + np.arange(self.shape.seq_len + 1)
+        indices = starts[:, None] + np.arange(self.shape.seq_len + 1)  # [windows, seq + 1]
         rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 

@@ -7,12 +7,13 @@
         sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
 
 makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The first line of
-the class's docstring is the title of its flags in --help. If a flag is given, `needs` says which
-values other flags must have, because else it would do nothing: here --zero 0, in steps that have a
---zero.
+the class's docstring is the title of its flags in --help. `needs` says that --sync does something
+only beside --zero 0. If it is given beside another value, even as the default, the run ends:
 
-    $ torchrun step03_zero.py --zero 1 --sync ring
+    $ torchrun --nproc_per_node=2 step03_zero.py --zero 1 --sync ring
     error: --sync has no effect without --zero 0: leave it out
+
+(Step 2 has no --zero: there it always does something.)
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on
+AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on; the end is out of reach
 
 
 def flag(
@@ -38,12 +39,13 @@ def flag(
 
     help     what --help says of the flag
     choices  the allowed values; or a menu, a dict from each of them to what it selects
-    least    the smallest value of a number; by default 0, but 1 for an int whose default is above 0
-    needs    another flag -> the values that it must have, because else this flag does nothing:
+    least    the smallest value of a number; by default 1 for an int whose default is above 0
+             (--steps 0 would be a mistake), and 0 for other numbers
+    needs    another flag -> the values of it beside which this flag does something:
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     if least is None:
-        least = 1 if type(default) is int and default > 0 else 0  # `type`: True is an int, too
+        least = 1 if type(default) is int and default > 0 else 0
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -98,6 +100,7 @@ def check_value(name: str, value: Any, metadata: Any):
         return
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{spelled(name)} is {value}: it must be finite")
+    # `type`: True is an int, too
     if type(value) in (int, float) and value < metadata["least"]:
         raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
 
@@ -113,11 +116,11 @@ def in_words(name: str, values: Collection) -> str:
 
 def check_needs(name: str, config: Any, metadata: Any):
     """Raise UserError if the flag has no effect beside the values of the other flags."""
-    # Only flags that were given are checked, so a False was written --no-NAME
-    written = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
     for other, values in metadata["needs"].items():
         value = getattr(config, other, None)
         if value is not None and value not in values:  # None: this step has no such flag
+            # Only flags that were given are checked, so a False was written --no-NAME
+            written = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
             need = in_words(other, values)
             raise UserError(f"{written} has no effect without {need}: leave it out")
 

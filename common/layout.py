@@ -1,8 +1,10 @@
-"""Initial values of the parameters (step 1), and for each a small record, `ParamLayout`, that later
-steps fill in: over which ranks its gradient is summed (step 2), which part of it a rank has (step
-4).
+"""Initial values of the parameters, and for each a small record, `ParamLayout`: over which ranks
+its gradient is summed, and which part of it a rank has.
 
-The parts of this file follow the steps; read a part when you come to its step.
+The parts of this file follow the steps; read a part when you come to its step. The record is empty
+in steps 1 to 3: where their parts of this file say `layout_of`, it changes nothing yet. (It says
+then that the parameter is whole, and that its gradient is summed over dp.) From step 4 on, each
+step notes in it what it changes.
 """
 
 import hashlib
@@ -24,9 +26,7 @@ from common.model import Decoder
 
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
-    function of seed, name, shape and number of layers, whatever the layout. (On another kind of CPU
-    the last bits can differ; from step 2 on, `compare_launches` in ranks.py refuses ranks on
-    different kinds.)
+    function of seed, name and shape, whatever the layout.
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
     n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
@@ -44,8 +44,10 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield the initial values of whole parameters, in fp32, in order. One thread would draw about
-    100 million numbers a second, so up to 8 threads draw a parameter each.
+    """Yield the initial values of whole parameters, in fp32, in order: `draw` for each.
+
+    Only for speed, up to 8 threads draw a parameter each. (One draws tens of millions of numbers a
+    second, and llama3-8b has 8 billion.)
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
@@ -72,7 +74,7 @@ def materialize(
 
     A rank draws each whole parameter, and keeps what the record describes: in steps 1 to 3 all of
     it. (Step 3's ZeRO calls this once for each unit, with `only` its names. Stage 3 frees a unit
-    before the next, so that the whole model is never in memory.)
+    before it draws the next, so that the whole model is never in memory.)
     """
     chosen = []
     for name, param in model.named_parameters():
@@ -101,12 +103,12 @@ def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """The record of one parameter. Until step 4 all have the default one: the parameter is whole,
-    and its gradient is summed over dp. (`Shard`, below, shows the records of later steps.)
+    """The record of one parameter. In steps 1 to 3 all have the default one: the parameter is
+    whole, and its gradient is summed over dp. (`Shard`, below, shows the records of later steps.)
     """
 
-    # Name of the group over which step 2's sync, or ZeRO, sums its gradient. From step 5 on "data",
-    # which is dp x cp, and in step 7, for experts, "expert_data"
+    # The group over which the sync of step 2, or the optimizer of step 3, sums its gradient. From
+    # step 5 on "data", which is dp x cp, and in step 7, for experts, "expert_data"
     data_group: str = "dp"
     # Step 4: one for each time it was sharded, in order
     shards: tuple["Shard", ...] = ()
@@ -123,8 +125,9 @@ def layout_of(param: Tensor) -> ParamLayout:
 
 
 def data_group_of(param: Tensor, mesh: Mesh) -> Group:
-    """The ranks over which step 2's sync, or ZeRO, sums a parameter's gradient: in steps 2 to 4
-    `mesh["dp"]`. They train the same weights on other sequences (from step 5 on: other tokens).
+    """The ranks over which the sync of step 2, or the optimizer of step 3, sums a parameter's
+    gradient: in steps 2 to 4 `mesh["dp"]`. They train the same weights on other sequences (from
+    step 5 on: other tokens).
     """
     return mesh[layout_of(param).data_group]
 
@@ -136,12 +139,11 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
     sums over ranks. `sharded`: whether ZeRO shards gradients (`optimizer.sharded`).
 
-    If two ranks hold the same gradient [3 4], the sum of all squares would be 50, not 25. So each
-    rank divides its squares by `copies`, the number of ranks that hold the same elements. That is
-    the number of ranks / `distinct_parts`: if tp 2 cuts a parameter into 2 parts, each is on 4 of 8
-    ranks, and each of these divides its squares by 4. Step 3, 8 ranks of dp: without ZeRO all hold
-    the whole parameter, so copies = 8 / 1; with ZeRO there are 8 parts, and copies = 1. From step 4
-    on, for example with tp 2 and dp 4:
+    If two ranks hold the same gradient [3 4], the sum of all squares over both would be 50, not 25.
+    So each rank divides its squares by `copies`, the number of ranks that hold the same elements.
+    In step 3, on 8 ranks of dp, copies is 8 without ZeRO, because all hold the whole gradient, and
+    1 with ZeRO, because it is cut into 8 parts. In general it is the number of ranks /
+    `distinct_parts`. From step 4 on, for example with tp 2 and dp 4:
 
         copies                   a matrix, sharded over tp    the weight of a norm
         without ZeRO             8 / 2 = 4                    8 / 1 = 8
@@ -151,19 +153,21 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     """
     params = dict(model.named_parameters())
     norms = []
+    copies = []
     for name, gradient in gradients.items():
         record = layout_of(params[name])
-        copies = record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded)
-        norms.append(torch.linalg.vector_norm(gradient) / math.sqrt(copies))
-    square = torch.stack(norms).double().square().sum()
-    for group in norm_groups(mesh):
-        all_reduce(square, mesh[group]).wait()
-    return square.sqrt().item()
+        norms.append(torch.linalg.vector_norm(gradient))
+        copies.append(record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded))
+    squares = torch.stack(norms).double().square()
+    total = (squares / squares.new_tensor(copies)).sum()
+    for name in norm_groups(mesh):
+        all_reduce(total, mesh[name]).wait()
+    return total.sqrt().item()
 
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """The number of different parts of a gradient that ranks hold: 1 if all hold the same elements,
-    4 if tp 2 and ZeRO over dp 2 shard it.
+    """Into how many parts the ranks cut a gradient: 1 if all hold the same elements, 4 if tp 2 and
+    ZeRO over dp 2 shard it.
     """
     groups = {shard.over for shard in record.shards}
     if "pp" in mesh.groups:
@@ -174,10 +178,10 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """After an all-reduce over each of these groups in turn, every rank has the sum over all ranks,
-    as sums of rows, then of their columns, give the sum of a grid.
+    """The groups over which to sum, one after another, to get the sum over all ranks: if ranks are
+    a grid, first each row is summed, then each column, and all ranks have the sum of all.
 
-    In step 3 that is dp alone. From step 5 on, "data" is dp x cp in one.
+    In step 3 that is dp alone. From step 5 on, "data", which is dp x cp, saves a message.
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)

@@ -3,32 +3,93 @@
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
 are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's
 (of the experts, only those that it visits), and 7 x seq x dim for each layer's causal attention.
-(One of these 7 products, the scores in backward, is a repetition. It is counted, because every
-fused attention repeats it; what --recompute repeats is not.) For tiny, 5,538,560 FLOPs a token
-(step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of
-0.06 %. (Tiny is far too small for it.)
+For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
+with a peak of 989, an MFU of 0.06 %.
 
-PaLM (Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not
-over the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %. So
+Others count differently. One of the 7 products, the scores in backward, is a repetition: it is
+counted here because every fused attention repeats it. (What --recompute repeats is not.) PaLM
+(Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not over
+the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %. So
 compare an MFU only with one that is counted alike.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 from common.comm import Mesh
 from common.layout import data_group_of, full_shape, layout_of
 from common.model import ModelConfig
+
+# --- The table of parameters ----------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A row of the table: a parameter's whole shape, and the part on the rank that made the row.
+
+    What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
+    rank keeps fewer bytes, except while it uses a parameter.
+    """
+
+    whole: tuple[int, ...]  # shape
+    shard: tuple[int, ...]  # shape on this rank
+    nbytes: int  # of the shard
+    sharded: str  # for example "dim 0 over tp 2"
+    summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
+
+
+def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
+    """The rows of the parameters that this rank holds, by name.
+
+    They show the record of layout.py: `shards`, how the parameter was cut; `data_group` and
+    `partial_over`, over which ranks its gradient is summed; `stage_copies`, whether two stages hold
+    it.
+    """
+    rows = {}
+    for name, param in model.named_parameters():
+        record = layout_of(param)
+        sharded = [f"dim {cut.dim} over {cut.over} {mesh[cut.over].size}" for cut in record.shards]
+        groups = [data_group_of(param, mesh)]
+        groups += [mesh[over] for over in record.partial_over]
+        summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
+        if record.stage_copies > 1:
+            summed.append("first and last stage")
+        whole = tuple(full_shape(param))
+        shape = tuple(param.shape)
+        rows[name] = Row(whole, shape, param.nbytes, ", ".join(sharded), ", ".join(summed))
+    return rows
+
+
+def parameter_table(rows: dict[str, Row]) -> str:
+    """The rows as text. Parameters whose names differ only in the number of their layer share a
+    row, which shows the first of them.
+    """
+    kinds = defaultdict(list)  # name without the layer's number -> the rows of all layers
+    for name, row in rows.items():
+        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(row)
+    lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
+    for name, rows_of_kind in kinds.items():
+        row = rows_of_kind[0]
+        whole = "x".join(str(size) for size in row.whole)
+        shard = "x".join(str(size) for size in row.shard)
+        number = f"{len(rows_of_kind)} x"
+        lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
+
+
+# --- MFU and memory -------------------------------------------------------------------------------
 
 # (bf16, fp32) in dense TFLOP/s, from data sheets, by the GPU's exact name. bf16: 0 if the GPU does
 # not have it; fp32: without TF32. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG
@@ -58,63 +119,10 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
     return 0.0
 
 
-class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part on the rank that made the row.
-    (Of several ranks' rows, the table has the lowest rank's.)
-
-    What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
-    rank keeps fewer bytes, except while it uses a parameter.
-    """
-
-    whole: tuple[int, ...]  # shape
-    shard: tuple[int, ...]  # shape on this rank
-    nbytes: int  # of the shard
-    sharded: str  # for example "dim 0 over tp 2"
-    summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
-
-
-def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
-    """The rows of the parameters that this rank holds, by name."""
-    rows = {}
-    for name, param in model.named_parameters():
-        record = layout_of(param)
-        sharded = [f"dim {cut.dim} over {cut.over} {mesh[cut.over].size}" for cut in record.shards]
-        groups = [data_group_of(param, mesh)]
-        groups += [mesh[over] for over in record.partial_over]
-        summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
-        if record.stage_copies > 1:
-            summed.append("first and last stage")
-        whole = tuple(full_shape(param))
-        shape = tuple(param.shape)
-        rows[name] = Row(whole, shape, param.nbytes, ", ".join(sharded), ", ".join(summed))
-    return rows
-
-
-def parameter_table(rows: dict[str, Row]) -> str:
-    """The rows as text. Parameters whose names differ only in the number of their layer share one,
-    which shows the first of them.
-    """
-    layers = defaultdict(list)
-    for name, row in rows.items():
-        layers[re.sub(r"\.\d+\.", ".*.", name)].append(row)
-    lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
-    for name, alike in layers.items():
-        row = alike[0]
-        whole = "x".join(str(size) for size in row.whole)
-        shard = "x".join(str(size) for size in row.shard)
-        number = f"{len(alike)} x"
-        lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)
-
-
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
-    """FLOPs of one token, forward and backward, if all weights train. `rows`: of all ranks.
-    `top_k`: how many experts a token visits.
+    """FLOPs of one token, forward and backward. `rows`: of the whole model (with pp, gathered from
+    all ranks); experts and the embedding are known by shape and name. `top_k`: how many experts a
+    token visits.
     """
     weights = 0.0
     for name, row in rows.items():
@@ -127,13 +135,17 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
 
 
 class Meter:
-    """Compares each step with the GPUs' peak, and reads how much memory this GPU has used."""
+    """Compares each step with the peak of all GPUs, and reads how much memory this rank's has
+    used. (metrics.jsonl has rank 0's numbers; with pp, ranks differ in memory.)
+    """
 
-    def __init__(self, param: Tensor, flops_per_token: float, world: int):
-        """`param`: of the model. `world`: the number of ranks, each with a GPU of this model."""
-        self.is_gpu = param.is_cuda
-        self.device = torch.cuda.get_device_name(param.device) if self.is_gpu else "cpu"
-        self.peak = world * peak_flops(self.device, param.dtype)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, flops_per_token: float, world: int
+    ):
+        """`world`: the number of ranks, all with the same kind of device."""
+        self.is_gpu = device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(device) if self.is_gpu else "cpu"
+        self.peak = world * peak_flops(self.device_name, dtype)
         self.flops_per_token = flops_per_token
 
     def measure(self, tokens_per_second: float) -> dict[str, float]:
@@ -148,47 +160,65 @@ class Meter:
         return found
 
 
+# --- The profile ----------------------------------------------------------------------------------
+
+SKIPPED = 2  # steps before the trace: see `Profiler`
+
+
 def check_profile(n: int, steps: int):
-    """Raise UserError if `steps` steps are too few to trace n. (0 are allowed: a resumed run may
-    already be done.)
+    """Raise UserError if `steps` steps are too few to trace n. (0 steps are allowed: a resumed run
+    may already be done.)
     """
-    if n and 0 < steps < n + 2:
-        raise UserError(f"--profile {n}: it needs {n + 2} steps, and {steps} are left")
+    if n and 0 < steps < n + SKIPPED:
+        raise UserError(f"--profile {n}: it needs {n + SKIPPED} steps, and {steps} are left")
 
 
-@contextmanager
-def profiling(n: int, out: Path, rank: int, gpu: bool) -> Iterator[Callable[[], Any]]:
-    """Trace n steps, after two that are skipped: in the first of these, memory is allocated and
-    layers are compiled; in the second the profiler warms up. Yields a function to call after each
-    step.
+class Profiler:
+    """Traces n steps, after two that are skipped: in the first of these, memory is allocated and
+    layers are compiled; in the second the profiler warms up. If n is 0, it does nothing.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
     ranges: the optimizer's step; `wait tp`, where a rank waits for a message over tp; and in steps
-    6 and 7 `F0.1`, the forward of micro-batch 0 through stage 1. (On a CPU `wait tp` is as long as
-    the wait. On a GPU only the stream of the computation waits: look for gaps in it.) On a GPU,
-    OUT/memory-RANK.pickle has the last 200,000 allocations and frees before the trace ended, for
-    https://pytorch.org/memory_viz. If a signal ends the run, the trace is shorter, or missing.
+    6 and 7 `F0.1` and `B0.1`, the forward and the backward of micro-batch 0 through stage 1 (both
+    count from 0). On a CPU `wait tp` is as long as the wait. On a GPU only the stream of the
+    computation waits: look for gaps in it. On a GPU, OUT/memory-RANK.pickle has the last 200,000
+    allocations and frees before the trace ended, for https://pytorch.org/memory_viz. If a signal
+    ends the run, the trace is shorter, or missing.
     """
 
-    def do_nothing():
-        pass
+    def __init__(self, n: int, out: Path, rank: int, gpu: bool):
+        self.out = out
+        self.rank = rank
+        self.gpu = gpu
+        self.profile: torch.profiler.profile | None = None
+        if n > 0:
+            activities = [ProfilerActivity.CPU]
+            if gpu:
+                activities.append(ProfilerActivity.CUDA)
+            when = schedule(wait=SKIPPED - 1, warmup=1, active=n, repeat=1)
+            self.profile = torch.profiler.profile(
+                activities=activities, schedule=when, on_trace_ready=self.write
+            )
 
-    if n == 0:
-        yield do_nothing
-        return
+    def __enter__(self) -> "Profiler":
+        if self.profile is not None:
+            if self.gpu:  # PyTorch has no public function for this
+                torch.cuda.memory._record_memory_history(max_entries=200_000)
+            self.profile.start()
+        return self
 
-    def write(profiler: torch.profiler.profile):
-        profiler.export_chrome_trace(str(out / f"trace-{rank}.json.gz"))
-        if gpu:
-            torch.cuda.memory._dump_snapshot(str(out / f"memory-{rank}.pickle"))
+    def step(self):
+        """Called after each step."""
+        if self.profile is not None:
+            self.profile.step()
+
+    def write(self, profile: torch.profiler.profile):
+        """Write the trace. The profiler calls this after the last step that is traced."""
+        profile.export_chrome_trace(str(self.out / f"trace-{self.rank}.json.gz"))
+        if self.gpu:
+            torch.cuda.memory._dump_snapshot(str(self.out / f"memory-{self.rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)  # it would slow the other steps
 
-    activities = [ProfilerActivity.CPU]
-    if gpu:
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
-    when = schedule(wait=1, warmup=1, active=n, repeat=1)
-    with torch.profiler.profile(
-        activities=activities, schedule=when, on_trace_ready=write
-    ) as profiler:
-        yield profiler.step
+    def __exit__(self, *error: Any):
+        if self.profile is not None:
+            self.profile.stop()

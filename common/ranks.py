@@ -3,13 +3,14 @@
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
 rank has other flags or another version of the code, messages no longer match: the run hangs, or
 trains on nonsense. So ranks compare how they were started as soon as they can communicate, before
-they create the groups of the mesh. With step 2, read `Ranks.require_same`, `compare_launches` and
-`initialise`.
+they create the groups of the mesh. With step 2, read `Ranks.gather`, `Ranks.require_same`,
+`compare_launches` and `initialise`.
 
 Later, some decisions depend on what only one rank sees: a signal, a checkpoint that cannot be
 written, a damaged file. If only that rank stopped or saved, the next collective would hang. With
-`Ranks.gather` each rank tells all what it has seen, so that all decide alike. Its messages are so
-small that the steps' laws of bytes, and `sent` in metrics.jsonl, do not count them.
+`Ranks.gather` each rank tells all what it has seen, so that all decide alike. Its messages are
+small, and do not go through common/comm.py, so neither the steps' laws of bytes nor `sent` in
+metrics.jsonl count them.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from common import UserError
 
-# --- During a run ---------------------------------------------------------------------------------
+# --- At the launch and during a run ---------------------------------------------------------------
 
 
 class Ranks:
@@ -33,8 +34,9 @@ class Ranks:
     """
 
     def __init__(self):
-        """On GPUs the default group is NCCL's, whose messages are queued behind the GPU's work. So
-        create a group of gloo, which sends from CPU to CPU at once.
+        """On GPUs the default group is NCCL's, whose messages are queued behind the GPU's work: a
+        small one would wait for all kernels before it. So create a group of gloo, which sends from
+        CPU to CPU at once.
         """
         self.rank = 0
         self.world = 1
@@ -55,8 +57,8 @@ class Ranks:
         return values
 
     def require_same(self, value: Any, what: str):
-        """Unless the values of all ranks are equal, raise UserError on all. It names the first rank
-        that differs from rank 0.
+        """Raise UserError on all ranks if a value differs. It names the first rank that differs
+        from rank 0.
         """
         values = self.gather(value)
         for rank, other in enumerate(values):
@@ -65,7 +67,8 @@ class Ranks:
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
-        any, raise UserError on all, with the first rank's message.
+        any, raise UserError on all, with the first rank's message. (After another error of one rank
+        the others wait for it in vain: torchrun ends them.)
         """
         problem = ""
         try:
@@ -78,14 +81,15 @@ class Ranks:
                 raise UserError(found)
 
 
-# --- At the launch --------------------------------------------------------------------------------
+# --- At the launch only ---------------------------------------------------------------------------
 
 # What init_process_group reads, and LOCAL_RANK, by which `choose_device` chooses a GPU
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, torchrun starts failed ranks again. Without this variable they meet in the
-# store of the first start, and find there the addresses of ranks that are gone
+# With --max-restarts, torchrun starts failed ranks again. Ranks find one another's addresses in a
+# key-value store. Without this variable they use that of the first start again, and find there the
+# addresses of ranks that are gone
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -127,7 +131,7 @@ def own_sources() -> list[Path]:
         file = getattr(module, "__file__", None)
         # "site-packages": a virtual environment may lie inside the project
         if file is not None and "site-packages" not in file:
-            path = Path(file).resolve()  # the script's own may be a link
+            path = Path(file).resolve()  # the script may be a symbolic link
             if path.is_relative_to(root) and path.is_file():
                 found.add(path)
     return sorted(found)

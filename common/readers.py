@@ -7,8 +7,8 @@ every step without this file.
     a.txt                one document (any line end, CR LF or CR, is read as LF)
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders; all must have the same suffix of
-                         those above (hidden files are skipped, links to folders not followed)
+    a folder             every file in it and in its subfolders; all must be of one of the kinds
+                         above (hidden files are skipped, links to folders not followed)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
@@ -17,6 +17,7 @@ and N shows whether a.bin is complete.
 """
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -30,10 +31,9 @@ import numpy as np
 
 from common import UserError
 
-# What a damaged file raises: OSError (the system, gzip), EOFError (gzip), zlib.error, ValueError
-# (json, pyarrow, `checked`)
-DAMAGED = (OSError, EOFError, zlib.error, ValueError)
-# Folders of the standard library that are not read: not every Python has its tests and IDLE
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet", ".bin")
+# Folders that are not read beside the standard library: not every Python has its tests and IDLE,
+# site-packages is other people's code, and __pycache__ has no source
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 
@@ -41,8 +41,42 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAM
 Contents = tuple[str, Iterable[str] | np.ndarray]
 
 
+def suffix_of(path: Path) -> str:
+    """The one of SUFFIXES with which a file's name ends, or ""."""
+    for suffix in SUFFIXES:
+        if path.name.endswith(suffix):
+            return suffix
+    return ""
+
+
+def kind_of(source: str) -> str:
+    """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
+
+    What exists is a folder or a file of a known kind. What does not exist is looked up on the hub
+    if it has the form of a name there, and none of SUFFIXES: "trian.jsonl" is a mistake.
+    """
+    if not source:
+        return ""
+    path = Path(source)
+    if path.is_dir():
+        return "folder"
+    suffix = suffix_of(path)
+    if path.exists():
+        if not suffix:
+            raise UserError(
+                f"--dataset {source}: this kind of file cannot be read, only a folder, "
+                f"{', '.join(SUFFIXES)}"
+            )
+        return suffix
+    if suffix or not HUB_NAME.fullmatch(source):
+        raise UserError(f"--dataset {source}: no such file")
+    return "hub"
+
+
 def read_txt(path: Path) -> Iterator[str]:
-    """Yield the one text of a file; bytes that are not UTF-8 become U+FFFD."""
+    """Yield the one text of a file; bytes that are not UTF-8 become U+FFFD. Raises UserError if it
+    has NULs.
+    """
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\0" in text:
         raise UserError(f"--dataset {path}: it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -66,10 +100,12 @@ def read_parquet(path: Path) -> Iterator[Any]:
     """Yield the values of the column `text`. Other columns are not read, and may differ."""
     import pyarrow.parquet  # takes a moment to import; comes with `datasets`
 
+    if "text" not in pyarrow.parquet.read_schema(path).names:
+        raise ValueError("it has no column `text`")
     yield from pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
 
 
-# The suffix of a file of documents -> a function that yields its texts.
+# The suffix of a file of documents -> a function that yields its texts
 FORMATS: dict[str, Callable] = {
     ".txt": read_txt,
     ".jsonl": read_jsonl,
@@ -82,6 +118,8 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     """Yield the texts of a file or data set. Raises UserError if it is damaged, or if a text is not
     a string.
     """
+    # OSError comes from the system or gzip, EOFError from gzip, ValueError from json or pyarrow
+    damaged = (OSError, EOFError, zlib.error, ValueError)
     number = 0
     try:
         for text in texts:
@@ -89,7 +127,7 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
             if not isinstance(text, str):
                 raise ValueError(f"a document needs a string `text`, not {text!r:.40}")
             yield text
-    except DAMAGED as error:
+    except damaged as error:
         raise UserError(
             f"--dataset {source}: unreadable near document {number}: {error}"
         ) from error
@@ -115,10 +153,10 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
 
 
 def read_library(source: str) -> Contents:
-    """Read the source code of Python's standard library. (`source` is "": it has no name.)"""
+    """Read the source code of Python's standard library. (`source` is not used: it is "".)"""
     paths = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = in_random_order([path for path in paths if path.suffix == ".py"])
-    texts = (text for path in paths for text in read_txt(path))
+    texts = itertools.chain.from_iterable(map(read_txt, paths))
     return f"{len(paths):,} files of Python's standard library", checked(texts, "(default)")
 
 
@@ -130,8 +168,8 @@ def texts_of(paths: list[Path]) -> Iterator[str]:
 
 
 def read_files(source: str) -> Contents:
-    """Read a file, or all files of a folder. Raises UserError unless they have one suffix of
-    FORMATS.
+    """Read a file, or all files of a folder. Raises UserError unless all are of one kind, which
+    FORMATS has.
     """
     paths = files_in(source) if Path(source).is_dir() else [Path(source)]
     examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
@@ -169,7 +207,7 @@ def read_hub(source: str) -> Contents:
 
 
 def read_bin(source: str) -> Contents:
-    """Map token ids into memory. Raises UserError if their file, or SOURCE.json, is damaged."""
+    """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
     description = Path(source + ".json")
     about = {"dtype": "uint16"}
     try:
@@ -179,7 +217,7 @@ def read_bin(source: str) -> Contents:
         if tokens.dtype not in (np.uint16, np.uint32):
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
         if len(tokens) != about.get("tokens", len(tokens)):
-            raise ValueError(f"it has {len(tokens)} tokens, and had {about['tokens']}")
+            raise ValueError(f"it has {len(tokens)} tokens, and should have {about['tokens']}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"--dataset {source}: it or {description} is damaged: {error}") from error
     return f"{tokens.dtype} ids of {source}", tokens
@@ -188,40 +226,11 @@ def read_bin(source: str) -> Contents:
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
 READERS: dict[str, Callable[[str], Contents]] = {
     "": read_library,  # no --dataset
-    **{suffix: read_files for suffix in FORMATS},
+    ".txt": read_files,
+    ".jsonl": read_files,
+    ".jsonl.gz": read_files,
+    ".parquet": read_files,
     "folder": read_files,
     ".bin": read_bin,
     "hub": read_hub,
 }
-
-
-def suffix_of(path: Path) -> str:
-    """The suffix of a file's name, if READERS has it, else ""."""
-    for kind in READERS:
-        if kind.startswith(".") and path.name.endswith(kind):
-            return kind
-    return ""
-
-
-def kind_of(source: str) -> str:
-    """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
-
-    What exists is a folder or a file of a known kind. What does not exist is looked up on the hub
-    if it has the form of a name there, and does not end like a file: "trian.jsonl" is a mistake.
-    """
-    if not source:
-        return ""
-    path = Path(source)
-    if path.is_dir():
-        return "folder"
-    suffix = suffix_of(path)
-    if path.exists():
-        if not suffix:
-            raise UserError(
-                f"--dataset {source}: this kind of file cannot be read, only a folder, "
-                f"{', '.join(FORMATS)} and .bin"
-            )
-        return suffix
-    if suffix or not HUB_NAME.fullmatch(source):
-        raise UserError(f"--dataset {source}: no such file")
-    return "hub"

@@ -1,9 +1,14 @@
 """Which checkpoint a run resumes from, and which flags must stay as they were.
 
-A flag that decides what is computed must stay: model, data, batch, learning rate, and also --steps,
-on which the learning rate depends. Two sets of flags may change: FREE, where the run computes, in
-which dtype, and what it writes; and WORK, how the ranks divide and do the work, and what they keep
-in memory. The data are compared by the fingerprint of their tokens, not by their path.
+A flag must stay unless it is in one of two sets. So all stay that decide what is computed: model,
+batch, learning rate, and also --steps, on which the learning rate depends.
+
+    FREE    where the run computes, in which dtype, what it reads and writes, when it gives up.
+            (--dataset is free as a path: its tokens are compared, by their fingerprint.)
+    WORK    how the ranks divide and do the work, and what they keep in memory. (`may_change` has
+            two exceptions.)
+
+A run that changes another flag ends with a line such as "--resume runs/a: --lr was 0.003: keep it".
 """
 
 from pathlib import Path
@@ -43,22 +48,20 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
               "auto"  the newest sound one in --out; None if --out has no checkpoint
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints, and this
-    run would not continue from their newest. A collective.
+    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints, and
+    `resume` is neither --out nor the newest of them: those of two different runs would lie in one
+    directory. A collective.
     """
     if resume == "auto":
         return find(out, ranks)
     if resume != "" and not candidates(Path(resume), ranks):
         raise UserError(f"--resume {resume}: no checkpoint is there")
     own = candidates(out, ranks)
-    if own:
-        # --resume must be --out itself, or the newest in it: else old and new checkpoints would mix
-        continues = resume != "" and Path(resume).resolve() in (out.resolve(), own[0].resolve())
-        if not continues:
-            raise UserError(
-                f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
-                "another --out"
-            )
+    if own and (resume == "" or Path(resume).resolve() not in (out.resolve(), own[0].resolve())):
+        raise UserError(
+            f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
+            "another --out"
+        )
     if resume == "":
         return None
     return find(Path(resume), ranks)
@@ -67,27 +70,26 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 def may_change(flags: dict[str, Any], has_state: bool = False) -> set[str]:
     """The flags that do not change what is computed, but for rounding.
 
-    `has_state`: an optional technique has saved state that fits only its own rank, such as the
-    errors of a sync that compresses gradients. Then WORK must stay, too.
+    `has_state`: an optional technique has saved what only its own rank can use. Then WORK must
+    stay, too.
     """
     if has_state:
         return FREE
-    free = FREE | WORK
+    may_differ = FREE | WORK
     # An auxiliary loss (step 7's --balance loss, and those of optional balances) is a mean over
     # each micro-batch, so the size of a micro-batch decides what is computed
     if flags.get("balance", "none") not in ("none", "bias"):
-        free.remove("micro_batch_size")
-    return free
+        may_differ.remove("micro_batch_size")
+    return may_differ
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
-    """Raise UserError unless the data are the saved run's, and so is each flag of both runs that
-    may not change.
-    """
-    free = may_change(flags, saved.has_state)
+    """Raise UserError if the data differ from the saved run's, or a flag that must stay."""
+    may_differ = may_change(flags, has_state=bool(saved.state))
     for name, value in flags.items():
-        before = saved.about["flags"].get(name, value)  # a flag of both scripts
-        if before != value and name not in free:
+        # The saved run's script may not have this flag: then there is nothing to compare
+        before = saved.about["flags"].get(name, value)
+        if before != value and name not in may_differ:
             what = "the number of ranks" if name == "ranks" else spelled(name)
             raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
     # Weights converted from another format have the fingerprint "": any data may follow

@@ -20,30 +20,33 @@ def model_shape(text: str) -> ModelConfig:
         name, _, value = change.partition("=")
         if name not in kinds:
             raise UserError(f"--model {text}: {name!r} is none of {', '.join(kinds)}")
-        kind = kinds[name]
+        read = read_bool if kinds[name] is bool else kinds[name]  # int or float
         try:
-            if kind is not bool:
-                values[name] = kind(value)
-            elif value in ("True", "False"):
-                values[name] = value == "True"
-            else:
-                raise ValueError
-        except ValueError:
-            expected = "True or False" if kind is bool else f"of type {kind.__name__}"
-            raise UserError(f"--model {text}: {name} must be {expected}, not {value!r}") from None
+            values[name] = read(value)
+        except ValueError as error:
+            raise UserError(f"--model {text}: {name}: {error}") from None
     shape = replace(PRESETS[preset], **values)
     check_shape(shape, text)
     return shape
 
 
+def read_bool(value: str) -> bool:
+    """True or False. Raises ValueError."""
+    if value not in ("True", "False"):
+        raise ValueError(f"it must be True or False, not {value!r}")
+    return value == "True"
+
+
 def check_shape(shape: ModelConfig, text: str):
-    """Raise UserError unless a decoder can have this shape. `text`: the value of --model."""
+    """Raise UserError unless a decoder can have this shape. `text`: the value of --model. (Whether
+    the tokens fit the vocabulary, data.py checks.)
+    """
     for name, value in vars(shape).items():
         if not isinstance(value, bool) and not 0 < value < float("inf"):  # false for nan, too
             raise UserError(f"--model {text}: {name} is {value}, and must be above 0, and finite")
     if shape.dim % (2 * shape.n_heads):  # RoPE rotates pairs of a head's channels
         raise UserError(
-            f"--model {text}: dim {shape.dim} / n_heads {shape.n_heads} must be an even number"
+            f"--model {text}: dim / n_heads, here {shape.dim} / {shape.n_heads}, must be even"
         )
     if shape.n_heads % shape.n_kv_heads:
         raise UserError(

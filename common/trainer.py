@@ -5,8 +5,8 @@
             run.require_finite(step, loss=..., grad_norm=...)   before the update
             run.record(step, tokens, loss=..., ...)             after it
 
-With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`. The rest may
-be skipped.
+With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`, and skip the
+rest, also of this docstring.
 
     OUT/config.json          the flags, and the number of ranks
         metrics.jsonl        a line for each step; there steps count from 1
@@ -21,11 +21,15 @@ saved, and of flags that must stay the same. So a resumed run computes what an u
 does, up to rounding.
 
 HOW A RUN ENDS EARLY. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks end the step, save
-a checkpoint, and exit with status 0. (torchrun gives them 30 seconds for that, or its
---shutdown-timeout, passes SIGUSR1 on only if --signals-to-handle names it, and itself then ends
-with a SignalException and status 1.) If a step takes longer than --timeout, each rank that hangs
-prints where it waits, and the job ends. (The start and saving are not timed, but a compilation in
-the first step is.)
+a checkpoint, and exit with status 0. With torchrun:
+
+    - it gives them 30 seconds for that, or its --shutdown-timeout, and itself ends with a
+      SignalException and status 1;
+    - SIGUSR1 needs `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills
+      torchrun alone, and the ranks go on without it.
+
+If a step takes longer than --timeout, each rank prints where it is, and the job ends. (--timeout
+does not count the start and saving, but a compilation in the first step.)
 """
 
 import dataclasses
@@ -52,11 +56,11 @@ from common.comm import Mesh
 from common.flags import flag, parse
 from common.meter import (
     Meter,
+    Profiler,
     Row,
     check_profile,
     flops_per_token,
     parameter_table,
-    profiling,
     rows_of,
 )
 from common.ranks import Ranks, check_environment
@@ -112,8 +116,8 @@ def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
 
 
 class Run:
-    """The files and progress bar of a run. Each rank writes its own checkpoint file, trace and
-    record of a hang; rank 0 writes the rest.
+    """The files and progress bar of a run. Files with RANK in their name are written by each rank,
+    the others by rank 0.
     """
 
     def __init__(self, config: Any):
@@ -122,13 +126,14 @@ class Run:
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
         self.rank = int(os.environ.get("RANK", 0))
-        self.first = self.rank == 0
+        self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+        # For config.json and checkpoints; the number of ranks is compared like a flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         self.history: list[dict] = []  # a row for each step; rank 0 writes them to metrics.jsonl
         self.training = False  # whether the first step has begun
-        self.began = 0.0  # since when the present step is timed, in seconds
+        self.timed_since = 0.0  # when the present step began, in seconds
         self.watch = HangWatch(config.timeout, self.out)
         self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
         # From `set_up` on:
@@ -144,9 +149,11 @@ class Run:
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
         self.watch.stop()
-        if self.first and error is None and self.history:
+        if self.is_rank_0 and error is None and self.history:
             with self.writing():
                 draw_loss(self.history, self.out / "loss.png")
+
+    # The loop
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
@@ -162,50 +169,88 @@ class Run:
         """
         self.parts = parts
         done = self.set_up()
-        trace = profiling(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        tracing = Profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
         # this generator, and that leaves the `with`. In `Signals`, signals are only noted
-        with self.bar, trace as end_traced_step, Signals() as signals:
+        with self.bar, tracing as profiler, Signals() as signals:
             self.training = True
-            self.began = time.perf_counter()
+            self.timed_since = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                end_traced_step()  # tells the profiler that the step is over
+                profiler.step()
                 # If one rank has received a signal, all end after this step
-                stopping = any(self.ranks.gather(signals.received > 0))
+                stopping = any(self.ranks.gather(signals.first_at is not None))
                 self.watch.stop()
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
-                    self.began = time.perf_counter()  # saving is no part of the next step
+                    self.timed_since = time.perf_counter()  # saving is no part of the next step
                 if stopping and step + 1 < self.config.steps:
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
+
+    def require_finite(self, step: int, **numbers: float):
+        """Raise UserError if a number is inf or nan, before the update makes weights nan.
+
+        Pass numbers that are equal on all ranks: all must raise, or none, because for the message
+        each rank asks all others which of their gradients are wrong.
+        """
+        wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
+        if wrong:
+            name = wrong[0]
+            what = name.replace("_", " ")
+            raise UserError(
+                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If step01_single_gpu"
+                ".py trains well with the same flags, it is a bug in the sharding. Not finite: "
+                f"{self.gradients_not_finite()})"
+            )
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
+
+        Its seconds are those since the step before was recorded (or training began), without
+        saving. They include the update, because the steps pass `loss.item()`, which waits for the
+        GPU. (If rank 0 cannot write, it exits with a line, and torchrun ends the other ranks.)
+        """
+        now = time.perf_counter()
+        seconds = now - self.timed_since
+        self.timed_since = now
+        rate = tokens / seconds
+        row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
+        row |= self.meter.measure(rate)
+        row["sent"] = self.take_sent()
+        self.history.append(row)
+        if self.is_rank_0:
+            self.bar.set_postfix_str(progress(row), refresh=False)
+            self.bar.update()
+            with self.writing(), open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    # Before the first step
 
     def set_up(self) -> int:
         """Restore a checkpoint, begin the run's files, and print what runs; returns the number of
         steps done. Raises UserError.
         """
+        if self.world > 1 and not torch.distributed.is_initialized():  # step 1 never joins ranks
+            raise UserError("--nproc_per_node: this script trains on one device: use step 2")
         self.mesh = self.parts.get("mesh") or Mesh(dp=1)
         self.ranks = Ranks()
-        # Step 1 never joins a process group, so `Ranks` sees one rank where torchrun started
-        # several
-        if self.ranks.world < self.world:
-            raise UserError("--nproc_per_node: this script trains on one device: use step 2")
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
-        self.begin()
+        self.begin_files()
         rows = self.gather_rows()
         # Step 7's flag; in other steps a token visits the one MLP
         top_k = getattr(self.config, "experts_per_token", 1)
         model = self.parts["model"]
         flops = flops_per_token(rows, model.config, top_k)
-        self.meter = Meter(next(model.parameters()), flops, self.world)
+        param = next(model.parameters())
+        self.meter = Meter(param.device, param.dtype, flops, self.world)
         self.introduce(rows)
         self.take_sent()  # forget what the start has sent: metrics.jsonl counts only the steps
         steps = self.config.steps
-        self.bar = tqdm(initial=done, total=steps, unit="step", disable=not self.first)
+        self.bar = tqdm(initial=done, total=steps, unit="step", disable=not self.is_rank_0)
         return done
 
     def restore(self) -> int:
@@ -225,33 +270,32 @@ class Run:
         saved = Checkpoint(folder, self.rank)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        # For optional techniques (see `save`): each part gets back what its `state` returned
-        for name, state in saved.own_state.items():
+        # In the course nothing: see `save`
+        for name, state in saved.state.items():
             if name not in self.parts:
                 raise UserError(
                     f"--resume {folder}: this script has no {name}, whose state it holds"
                 )
             self.parts[name].load_state(state)
-        if self.first:
+        if self.is_rank_0:
             self.history = saved.about["history"]
         done = saved.about["step"]
         self.say(f"resuming from {folder}: {done} of {self.config.steps} steps are done")
         return done
 
-    def begin(self):
-        """Begin the run's files. A collective. Raises UserError."""
+    def begin_files(self):
+        """Begin the run's files, on rank 0. A collective. Raises UserError."""
         try:
-            self.ranks.attempt(self.create_files)
+            self.ranks.attempt(self.create_files, first_only=True)
         except UserError as error:
             raise UserError(f"--out {self.out}: cannot write: {error}") from error
 
     def create_files(self):
-        """On rank 0, create the directory. metrics.jsonl begins with the steps that are done."""
-        if self.first:
-            rows = "".join(json.dumps(row) + "\n" for row in self.history)
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
-            (self.out / "metrics.jsonl").write_text(rows)
+        """Create the directory. metrics.jsonl begins with the steps that are done."""
+        rows = "".join(json.dumps(row) + "\n" for row in self.history)
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
+        (self.out / "metrics.jsonl").write_text(rows)
 
     def gather_rows(self) -> dict[str, Row]:
         """The row (meter.py) of each parameter of the whole model, by name. With pp a rank holds
@@ -265,20 +309,24 @@ class Run:
         return rows
 
     def introduce(self, rows: dict[str, Row]):
-        """Print the devices, the mesh, the data, and how each parameter is sharded."""
+        """Print the devices, the mesh and the data; with several ranks also how each parameter is
+        sharded.
+        """
         model = self.parts["model"]
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
         dtype = next(model.parameters()).dtype
         total = sum(math.prod(row.whole) for row in rows.values())
         own = sum(param.numel() for param in model.parameters())
         updated = sum(master.numel() for master in self.parts["optimizer"].masters.values())
-        self.say(f"device: {self.world} x {self.meter.device}, {dtype}; mesh: {sizes}")
+        self.say(f"device: {self.world} x {self.meter.device_name}, {dtype}; mesh: {sizes}")
         if "data" in self.parts:
             self.say(self.parts["data"].summary)
         if self.world > 1:
             self.say(parameter_table(rows))
         own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
         self.say(f"parameters: {total:,}; {own_part}")
+
+    # Checkpoints
 
     def save_is_due(self, step: int) -> bool:
         """Whether --save-every asks for a checkpoint after `step` steps."""
@@ -288,8 +336,9 @@ class Run:
     def save(self, step: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
 
-        (For optional techniques: a part with methods `state` and `load_state` has a dict of tensors
-        saved, and restored in the same layout only.)
+        (Some optional techniques keep more than pieces of parameters, for example a sync that
+        compresses gradients its errors. Such a part has methods `state` and `load_state`: the dict
+        of tensors that `state` returns is saved, and restored in the same layout only.)
         """
         state = {}
         for name, part in self.parts.items():
@@ -297,35 +346,13 @@ class Run:
             if own:
                 state[name] = own
         content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
-        content["history"] = self.history if self.first else []
+        content["history"] = self.history if self.is_rank_0 else []
         folder = self.out / f"checkpoints/step-{step:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
         save(folder, content, pieces, self.ranks, previous=self.last_checkpoint)
         self.last_checkpoint = folder
 
-    def take_sent(self) -> dict[str, int]:
-        """The bytes that this rank has sent since the last call, by group."""
-        sent: Counter = Counter()
-        for (group, _), nbytes in self.mesh.sent.items():
-            sent[group] += nbytes
-        self.mesh.sent.clear()
-        return dict(sent)
-
-    def require_finite(self, step: int, **numbers: float):
-        """Raise UserError if a number is inf or nan, before the update makes weights nan.
-
-        Pass numbers that are equal on all ranks. Then all raise, or none, and the collective in
-        `gradients_not_finite` does not hang.
-        """
-        wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
-        if wrong:
-            name = wrong[0]
-            what = name.replace("_", " ")
-            raise UserError(
-                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If "
-                "step01_single_gpu.py trains well so, it is a bug in the sharding. Not finite: "
-                f"{self.gradients_not_finite()})"
-            )
+    # Less important
 
     def gradients_not_finite(self) -> str:
         """One gradient of each of the first four ranks that have such gradients, or "none"."""
@@ -336,33 +363,21 @@ class Run:
         found = []
         for rank, names in enumerate(self.ranks.gather(bad)):
             if names:
-                # Backward usually reaches the last parameter first
+                # Backward usually goes from the last parameter to the first, so this came first
                 found.append(f"{names[-1]} on rank {rank}")
         return ", ".join(found[:4]) or "none"
 
-    def record(self, step: int, tokens: int, **numbers: float):
-        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
-
-        Its seconds are those since the step before was recorded (or training began), without
-        saving. (The steps pass `loss.item()`, which waits for the GPU: the update is in them.)
-        """
-        now = time.perf_counter()
-        seconds = now - self.began
-        self.began = now
-        rate = tokens / seconds
-        row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
-        row |= self.meter.measure(rate)
-        row["sent"] = self.take_sent()
-        self.history.append(row)
-        if self.first:
-            self.bar.set_postfix_str(progress(row), refresh=False)
-            self.bar.update()
-            with self.writing(), open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+    def take_sent(self) -> dict[str, int]:
+        """The bytes that this rank has sent since the last call, by group."""
+        sent: Counter = Counter()
+        for (group, _), nbytes in self.mesh.sent.items():
+            sent[group] += nbytes
+        self.mesh.sent.clear()
+        return dict(sent)
 
     def say(self, text: str):
         """Print on rank 0."""
-        if self.first:
+        if self.is_rank_0:
             print(text, flush=True)
 
     @contextmanager
@@ -442,7 +457,7 @@ def report(error: Exception, early: bool) -> int:
         return 1
     if os.environ.get("RANK", "0") != "0":
         # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends this rank
-        # in its sleep, so that it is printed once
+        # in its sleep, so that it is printed once. (If only this rank has it, it prints it then)
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,40 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch systems send the others
 
 
-class Signals(AbstractContextManager):
-    """In this context a first Ctrl-C, SIGTERM or SIGUSR1 does not end the process: it is noted, so
-    that the run can save. A second Ctrl-C, more than a second later, ends it.
+class Signals:
+    """In this context a Ctrl-C, SIGTERM or SIGUSR1 does not end the process: its time is noted, so
+    that the run can save. Only a Ctrl-C more than a second after the first signal ends it at once.
 
-    Others end it without a checkpoint, for example SIGHUP, which a terminal sends when it is
-    closed. (Under `nohup` a script ignores SIGHUP, but torchrun handles it, and ends the run,
-    unless it is started with --signals-to-handle SIGTERM,SIGINT.)
+    (SIGHUP, which a terminal sends when it is closed, is not among them: it ends the process. Under
+    `nohup` a script ignores it, but torchrun does not, unless it is started with
+    --signals-to-handle SIGTERM,SIGINT.)
     """
 
     def __init__(self):
-        self.received = 0.0  # when the first one came, by the monotonic clock; 0: none has come
+        self.first_at: float | None = None  # when the first one came, by the monotonic clock
+        self.handlers_before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        self.before = {number: signal.signal(number, self.note) for number in SIGNALS}
+        for number in SIGNALS:
+            self.handlers_before[number] = signal.signal(number, self.handle)
         return self
 
     def __exit__(self, *error: Any):
-        for number, handler in self.before.items():
+        for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
 
-    def note(self, number: int, frame: Any):
-        """Handle a signal. The first one is only noted. A Ctrl-C more than a second later ends the
-        process at once, without saving. (Within a second it may be the same Ctrl-C, passed on by
-        torchrun.)
+    def handle(self, number: int, frame: Any):
+        """Note the first signal. A Ctrl-C more than a second later ends the process at once,
+        without saving. (Within a second it may be the same Ctrl-C, passed on by torchrun.)
 
-        Python runs a handler only between its own instructions. A rank that hangs in a collective
-        runs none, so Ctrl-C seems dead until torchrun kills the rank (30 seconds later), or
-        --timeout ends it.
+        Python runs a handler only between its own instructions. A rank that waits in C code, as in
+        a collective, runs none. So Ctrl-C seems to do nothing until torchrun kills the rank (30
+        seconds later), or --timeout ends it.
         """
         now = time.monotonic()
-        if not self.received:
-            self.received = now
-        elif number == signal.SIGINT and now > self.received + 1:
+        if self.first_at is None:
+            self.first_at = now
+        elif number == signal.SIGINT and now > self.first_at + 1:
             os._exit(130)
 
 
@@ -66,9 +66,10 @@ class HangWatch:
     later. `Signals` only notes the SIGTERM, so they still print.
 
     On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
-    `torchfrtrace --prefix nccl- OUT` says in which collective each rank is. A --timeout above 10
-    minutes (NCCL) or 30 (gloo) has no effect while a rank is in a collective: then PyTorch ends it
-    first. (The default, 10 minutes, comes before NCCL's, which count from the collective.)
+    `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in which collective each rank
+    is. A --timeout above 10 minutes (NCCL) or 30 (gloo) has no effect while a rank is in a
+    collective: then PyTorch ends it first. (--timeout counts from the start of the step, so its
+    default of 10 minutes ends before NCCL's, which count from the start of the collective.)
     """
 
     def __init__(self, seconds: float, out: Path):
@@ -79,7 +80,7 @@ class HangWatch:
     def start(self):
         """Begin a step."""
         if self.seconds:
-            self.timer = threading.Timer(self.seconds, self.explain)
+            self.timer = threading.Timer(self.seconds, self.print_stacks_and_exit)
             self.timer.daemon = True
             self.timer.start()
 
@@ -88,8 +89,8 @@ class HangWatch:
         if self.timer is not None:
             self.timer.cancel()
 
-    def explain(self):
-        """Print the stacks of all threads, and end the process. (The timer's thread calls this.)"""
+    def print_stacks_and_exit(self):
+        """The timer's thread calls this, after `seconds`."""
         rank = os.environ.get("RANK", "0")
         text = (
             f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout). Its threads:\n"

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from common import UserError
-from common.trainer import main, report
+from common.trainer import main
+from extras.start import start
 
 
 def techniques() -> list[ModuleType]:
@@ -49,10 +50,12 @@ def step_of(argv: list[str]) -> ModuleType:
     return importlib.import_module(argv[0].removesuffix(".py").replace("/", "."))
 
 
-if __name__ == "__main__":
-    try:
-        step = step_of(sys.argv[1:])
-    except UserError as problem:
-        sys.exit(report(problem, early=True))
+def run(argv: list[str]):
+    """Train by the step that the line names. Raises UserError."""
+    step = step_of(argv)
     del sys.argv[1]
     main(step.train, with_flags(step.Config, techniques()))
+
+
+if __name__ == "__main__":
+    start(run)

@@ -1,4 +1,4 @@
-"""Starts the tools of this folder as the trainer starts a step."""
+"""Starts the commands of this folder as the trainer starts a step."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from common.trainer import report
 
 
 def start(main: Callable[[list[str]], None]):
-    """Run a tool on the words after its name. A mistake is one line, as `report` prints it."""
+    """Run a command on the words after its name. A mistake is one line, as `report` prints it."""
     try:
         main(sys.argv[1:])
     except Exception as problem:

@@ -113,23 +113,23 @@ def weight_of(rank: int) -> Tensor:
     return torch.full((100,), rank + 0.1)
 
 
-def saved_copies(folder: Path, n: int):
-    """Write files of n ranks, each with its `weight_of` as a copy of the same piece."""
+def save_by_hand(folder: Path, n: int):
+    """Write files of n ranks, each with its own "weight RANK", and with a copy of "norm"."""
     for rank in range(n):
-        about = dict(rank=rank, ranks=n, state={})
-        write(folder / f"rank-0000{rank}.pt", about, dict(weight=piece_of(weight_of(rank))))
+        about = dict(rank=rank, ranks=n, state={"rank": rank})
+        pieces = {f"weight {rank}": piece_of(weight_of(rank)), "norm": piece_of(torch.ones(4))}
+        write(folder / f"rank-0000{rank}.pt", about, pieces)
 
 
-def test_of_copies_a_rank_gets_its_own(tmp_path):
-    """It keeps one piece, of its own file, also to assemble another shard."""
-    saved_copies(tmp_path, 3)
-    for rank in range(3):
-        saved = Checkpoint(tmp_path, rank)
-        close(len(saved.pieces["weight"]), 1, "pieces")
-        found = saved.tensor("weight", "master", piece_of(torch.zeros(100)))
-        close(found, weight_of(rank), f"rank {rank}: its piece")
-        found = saved.shard("weight", "master", ((1, 3),), (2,))
-        close(found, weight_of(rank)[1:3], f"rank {rank}: another shard")
+def test_of_copies_one_is_kept(tmp_path):
+    """Ranks that update the same elements save copies: one piece remains to assemble shards from.
+
+    (State that is no piece, an optional technique's, a rank reads from its own file.)
+    """
+    save_by_hand(tmp_path, 3)
+    saved = Checkpoint(tmp_path, 1)
+    close(len(saved.pieces["norm"]), 1, "pieces")
+    close(saved.state, {"rank": 1}, "state")
 
 
 # --- Resumed runs
@@ -204,22 +204,23 @@ def test_a_users_copy_is_no_checkpoint_of_the_run(tmp_path):
     close(candidates(copy, Ranks()), [copy], "a copy that --resume names")
 
 
-def test_the_last_two_checkpoints_stay(tmp_path):
-    """Saving removes those before them. 3 and 9 could not be read when the run resumed from 2: 9
-    may be sound, so it stays until the run passes it. A user's copy stays.
+def test_saving_removes_what_is_older_than_the_checkpoint_before(tmp_path):
+    """3 and 9 could not be read when the run resumed from 2. 3 goes with the old ones; 9 may be
+    sound, and goes when two newer ones have been saved. A user's copy stays.
     """
     names = ["step-00000001", "step-00000002", "step-00000003", "step-00000009", "step-best"]
     folder = saved_run(tmp_path, *names) / "checkpoints"
     previous = folder / "step-00000002"
-    for step, expected in (4, "2 3 4 9 best"), (6, "4 6 9 best"), (12, "6 9 12 best"):
-        path = folder / f"step-{step:08d}"
-        save(path, dict(state={}), {}, Ranks(), previous)
+    saves = {4: "2 3 4 9 best", 6: "4 6 9 best", 12: "12 6 9 best", 15: "12 15 best"}
+    for step, expected in saves.items():
+        saved = folder / f"step-{step:08d}"
+        save(saved, dict(state={}), {}, Ranks(), previous)
         found = sorted(path.name.removeprefix("step-").lstrip("0") for path in folder.iterdir())
-        close(sorted(found), sorted(expected.split()), "folders")
-        previous = path
+        close(found, expected.split(), f"folders after step {step}")
+        previous = saved
 
 
-def test_a_run_leaves_the_checkpoints_of_the_run_that_it_resumes(tmp_path):
+def test_a_run_removes_no_checkpoint_of_the_run_that_it_resumes(tmp_path):
     """Those of another directory, from which it began, all stay, and so does its own."""
     names = ["step-00000002", "step-00000004", "the-best"]
     other = saved_run(tmp_path / "other", *names) / "checkpoints"
@@ -278,7 +279,7 @@ def test_a_resumed_run_computes_the_same(changed, more, text):
     """Flags that change results must stay, those of layout and of files may change."""
     flags = FLAGS | {key: value for key, value in more.items() if key != "state"}
     about = dict(flags=flags, fingerprint="abc")
-    saved = SimpleNamespace(folder=Path("X"), has_state="state" in more, about=about)
+    saved = SimpleNamespace(folder=Path("X"), state=more.get("state"), about=about)
     flags = flags | changed
     fingerprint = flags.pop("fingerprint", "abc")
     if not text:
@@ -290,7 +291,7 @@ def test_a_resumed_run_computes_the_same(changed, more, text):
 
 # --- Damage, full disks, and ranks that die
 
-TWO = "step03_zero"
+STEP3 = "step03_zero"
 WAYS = ["weight", "bytes", "truncated", "empty", "missing", "of the other rank", "longer"]
 
 
@@ -326,14 +327,15 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
     If all are damaged, one line says so."""
     older = tmp_path / "checkpoints/step-00000002"
     newer = tmp_path / "checkpoints/step-00000004"
-    saved_copies(older, 2)
+    save_by_hand(older, 2)
     for seed in range(200):
         shutil.copytree(older, newer)
         way = damage(newer, random.Random(seed))
         found = find(tmp_path, Ranks())
         assert found == older or way in ("bytes", "longer"), f"{seed}: {way} was not noticed"
         for rank in range(2):
-            weight = Checkpoint(found, rank).tensor("weight", "master", piece_of(torch.zeros(100)))
+            saved = Checkpoint(found, rank)
+            weight = saved.tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
             close(weight, weight_of(rank), f"{seed}, {way}: the weight")
         shutil.rmtree(newer)
     (older / "rank-00001.pt").write_bytes(b"")
@@ -351,19 +353,21 @@ def train_and_die(options: dict[str, Any]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with mock.patch.object(checkpoint, "write", write_half):
-        train(TWO, options)
+        train(STEP3, options)
 
 
 def test_a_rank_killed_while_saving_costs_only_that_checkpoint(pools, tmp_path):
-    """The next run, on another number of ranks, takes the one before, and saves the step again."""
+    """Rank 1 of 2 is killed when half of its file of step 4 is written. Three ranks resume from
+    step 2, so that ZeRO's shards are cut anew, and save step 4 again.
+    """
     flags = dict(steps=4, save_every=2, out=f"{tmp_path}/a")
-    expected = together(pools(1).run(train, STEP1, dict(steps=4))[0][3])
+    expected = together(pools(1).run(train, STEP1, dict(steps=4))[0].weights)
     with pytest.raises(RankError, match=r"reset|closed|died"):
         pools(2).run(train_and_die, flags)
     found = candidates(tmp_path / "a", Ranks())
     close([path.name for path in found], ["step-00000002"], "checkpoints")
-    ranks = pools(3).run(train, TWO, flags | dict(resume="auto"))
-    for name, value in together([piece for rank in ranks for piece in rank[3]]).items():
+    ranks = pools(3).run(train, STEP3, flags | dict(resume="auto"))
+    for name, value in together([piece for rank in ranks for piece in rank.weights]).items():
         close(value, expected[name], name)
     names = sorted(path.name for path in (tmp_path / "a/checkpoints").iterdir())
     close(names, ["step-00000002", "step-00000004"], "folders")
@@ -371,7 +375,7 @@ def test_a_rank_killed_while_saving_costs_only_that_checkpoint(pools, tmp_path):
 
 def train_apart(options: dict[str, Any]):
     """Train with a directory of its own for each rank, as nodes without a shared disk have."""
-    train(TWO, options | dict(out=f"{options['out']}/{os.environ['RANK']}"))
+    train(STEP3, options | dict(out=f"{options['out']}/{os.environ['RANK']}"))
 
 
 def test_without_a_shared_disk_no_checkpoint_gets_a_name(pools, tmp_path):
@@ -382,8 +386,8 @@ def test_without_a_shared_disk_no_checkpoint_gets_a_name(pools, tmp_path):
     close(list(tmp_path.glob("*/checkpoints/step-*")), [], "checkpoints")
 
 
-def find_in_other_folders(folder: str, names: list[str]) -> Path | None:
-    """Find a checkpoint below the working directory, which is another one on each rank."""
+def find_below(folder: str, names: list[str]) -> Path | None:
+    """Find a checkpoint from a working directory that is another one on each rank."""
     before = os.getcwd()
     os.chdir(Path(folder) / names[int(os.environ["RANK"])])
     try:
@@ -393,11 +397,13 @@ def find_in_other_folders(folder: str, names: list[str]) -> Path | None:
 
 
 def test_files_that_a_rank_does_not_see_are_no_damage(pools, tmp_path):
-    """Rank 1's disk has no such folder: one line names the rank, and no checkpoint is skipped."""
+    """Rank 0 works in a, rank 1 in b, where there is no such folder: one line names the rank, and
+    no checkpoint is skipped.
+    """
     save(tmp_path / "a/out/checkpoints/step-00000002", dict(state={}), {}, Ranks())
     (tmp_path / "b").mkdir()
     with pytest.raises(RankError, match=r"step-00000002, as rank 0 sees it: rank 1: No such file"):
-        pools(2).run(find_in_other_folders, str(tmp_path), ["a", "b"])
+        pools(2).run(find_below, str(tmp_path), ["a", "b"])
 
 
 def test_a_save_removes_what_killed_runs_have_left(tmp_path):

@@ -31,7 +31,7 @@ class Config(Base):
     lr: float = flag(0.2, "learning rate")  # another default
     sp: bool = flag(True, "shard tokens", needs={"tp": AT_LEAST_2})
     bucket_mb: float = flag(1.0, "size of a bucket", needs={"optimizer": ["sgd"]})
-    overlap: bool = flag(False, "hide messages", needs={"sp": [True], "missing": ["any"]})
+    overlap: bool = flag(False, "hide messages", needs={"sp": [True], "of_another_step": ["any"]})
 
 
 GIVEN = [
@@ -40,7 +40,7 @@ GIVEN = [
     (["--recompute=full", "--out=a b"], Config(recompute="full", out="a b")),
     (["--tp=2", "--no-sp"], Config(tp=2, sp=False)),
     (["--optimizer=sgd", "--bucket-mb=0"], Config(optimizer="sgd", bucket_mb=0.0)),
-    (["--overlap"], Config(overlap=True)),  # Config has no flag `missing`, so it needs nothing
+    (["--overlap"], Config(overlap=True)),  # a flag of another step does not count
     (["--no-overlap"], Config()),
 ]
 

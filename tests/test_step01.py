@@ -197,7 +197,7 @@ def test_initial_values_follow_from_name_and_seed():
 def test_matrices_that_write_to_the_residual_stream_are_smaller():
     """With eight layers, o_proj and down_proj have std 0.02 / sqrt(2 x 8) = 0.005."""
     for name, std in dict(q_proj=0.02, lm_head=0.02, o_proj=0.005, down_proj=0.005).items():
-        matrix = drawn(f"{name}.weight", [300, 400], 8, 0)
+        matrix = drawn(f"{name}.weight", [300, 400], n_layers=8, seed=0)
         close(matrix.std().item(), std, f"{name}: the standard deviation", bound=0.02)
 
 
@@ -427,9 +427,9 @@ def test_recomputation_keeps_gradients():
 
 @cases("dtype, recompute, bound", [(FP64, "full", 1e-10), (BF16, "none", 1e-2)])
 def test_compile_traces_layers_and_loss(monkeypatch, dtype, recompute, bound):
-    """--compile makes two graphs, of the layers and of the loss; gradients stay the same.
+    """--compile makes two graphs: one that all layers share, and the loss. Gradients stay the same.
 
-    The second micro-batch begins with fp32 gradients, in bf16 too."""
+    (In bf16 the second micro-batch finds fp32 gradients, which would break the layers' graph.)"""
     graphs = traced_graphs(monkeypatch)
     model = decoder(dtype=dtype)
     step.set_up_layers(model, step.Config(compile=True, recompute=recompute))

@@ -58,10 +58,10 @@ def unit_of(rank: int) -> step.Unit:
 @task("units", 3)
 @cases("rank, a, b, c, shard", UNITS)
 def test_a_rank_has_a_shard_of_a_unit(rank, a, b, c, shard):
-    """A unit is cut into equal shards; `view_shard` is a parameter's part of a shard, a view."""
+    """A unit is cut into equal shards; `own_part` is a parameter's part of a shard, a view."""
     unit = unit_of(rank)
     close(unit.shard, torch.tensor(shard), "the shard")
-    parts = {name: unit.view_shard(unit.shard, name) for name in "abc"}
+    parts = {name: unit.own_part(unit.shard, name) for name in "abc"}
     for name, part in dict(a=a, b=b, c=c).items():
         close(parts[name], torch.tensor(part), f"the part of {name}")
         parts[name].zero_()

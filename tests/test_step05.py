@@ -359,7 +359,7 @@ def test_without_cp_a_layer_keeps_its_attention():
 def test_sp_must_divide_what_cp_leaves():
     """Two ranks of tp cannot share the three tokens that cp 2 leaves of six."""
     mesh = Mesh(dp=1, cp=2, tp=2)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="--tp 2 must divide the 3 tokens"):
         step.shard_context(decoder(), mesh, step.Config(cp=2, tp=2, cp_mode="ordered"))
 
 

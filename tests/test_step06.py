@@ -131,12 +131,12 @@ def test_simulate_gives_times_worked_out_by_hand():
 
 
 @cases(
-    "first, second", [("F0.0 B0.0 F1.0 B1.0", "F1.1 B1.1 F0.1 B0.1"), ("F0.0 B0.0", "B0.1 F0.1")]
+    "rank_0, rank_1", [("F0.0 B0.0 F1.0 B1.0", "F1.1 B1.1 F0.1 B0.1"), ("F0.0 B0.0", "B0.1 F0.1")]
 )
-def test_simulate_refuses_a_deadlock(first, second):
-    """Step 6's example of lists that wait for ever, and a backward before its forward."""
+def test_simulate_refuses_a_deadlock(rank_0, rank_1):
+    """The example of `ListPipeline` (F1.0: micro-batch 1, stage 0), and a B before its own F."""
     with pytest.raises(ValueError, match="waits for ever"):
-        simulate([acts(first), acts(second)], round_robin(2, 1), COSTS)
+        simulate([acts(rank_0), acts(rank_1)], round_robin(2, 1), COSTS)
 
 
 # --- What each rank keeps -------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_stages_in_turn_are_the_model():
     x = xs[0]
     for number, layers in enumerate([range(0, 1), range(1, 3), range(3, 4)]):
         x = step.Stage(model, layers, positions, number).compute_output(x, ys[0])
-    close(x, model(xs[0], ys[0], positions), "the sum of the losses", 1, 0.0)
+    close(x, model(xs[0], ys[0], positions), "the sum of the losses", bound=0.0)
 
 
 @task("stage", 3)

@@ -19,7 +19,7 @@ import step04_tp_sp as step04
 from common import UserError, compare
 from common.comm import Mesh
 from common.data import Data
-from common.meter import flops_per_token, parameter_table, peak_flops, profiling, rows_of
+from common.meter import Profiler, flops_per_token, parameter_table, peak_flops, rows_of
 from common.model import PRESETS, Decoder
 from common.ranks import check_environment, compare_launches, initialise
 from common.trainer import Run
@@ -74,7 +74,7 @@ def test_a_second_ctrl_c_ends_the_process():
     with Signals() as signals, clock, ending as ends:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
-        close((signals.received, ends.call_count), (100.0, 0), "after two within a second")
+        close((signals.first_at, ends.call_count), (100.0, 0), "after two within a second")
         with pytest.raises(SystemExit):
             signal.raise_signal(signal.SIGINT)
     close(ends.call_args.args, (130,), "status")
@@ -141,8 +141,8 @@ class Moved(Run):
         self.out.rename(f"{self.out}-moved")
 
 
-def test_a_directory_that_is_moved_is_named(tmp_path):
-    """One line names --out."""
+def test_if_the_run_directory_is_renamed_the_error_names_out(tmp_path):
+    """`Moved` renames it in step 1: metrics.jsonl can then not be written."""
     with pytest.raises(UserError, match=f"--out {tmp_path}/a: cannot write: No such file"):
         run_of(STEP1, dict(out=f"{tmp_path}/a"), Moved)
 
@@ -321,9 +321,9 @@ def test_memory_is_recorded_until_the_trace_is_written(tmp_path):
     """On a GPU: recording each allocation would slow the steps that follow."""
     record = mock.patch.object(torch.cuda.memory, "_record_memory_history")
     write = mock.patch.object(torch.cuda.memory, "_dump_snapshot")
-    with record as recorded, write, profiling(1, tmp_path, 0, gpu=True) as end_step:
-        for _ in range(3):
-            end_step()
+    with record as recorded, write, Profiler(n=1, out=tmp_path, rank=0, gpu=True) as profiler:
+        for _ in range(3):  # two are skipped, one is traced
+            profiler.step()
         calls = [call.kwargs for call in recorded.call_args_list]
     close(calls, [dict(max_entries=200_000), dict(enabled=None)], "calls during the run")
 

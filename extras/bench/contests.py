@@ -149,7 +149,7 @@ def take_turn(step: str, flags: str, build: Callable | None, watched: bool) -> T
     module = importlib.import_module(step)
     words = f"--steps {10**6} --warmup-steps {10**3} --out unused {flags}".split()
     run = TimedRun(parse(with_flags(module.Config, techniques()), words))
-    run.first = False
+    run.is_rank_0 = False
     run.memory = AllTensors()
     watched = watched and not run.config.compile  # under a mode torch.compile gives up, for good
     with run.memory if watched else nullcontext(), run:

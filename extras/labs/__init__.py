@@ -11,8 +11,8 @@ many minutes it takes and what to read, and gives three hints. At the end it ask
 is answered in writing and graded by hand.
 
 The folder holds all that the step needs: earlier steps, common/ and the tests, but no solution.
-You can run pytest there. From the folder, `check` and `grade` take only LAB.md's head and the files
-with removed functions. All else comes from the project, so changed tests have no effect.
+You can run pytest there. From the folder, `check` and `grade` take only LAB.md's title and the
+files with removed functions. All else comes from the project, so changed tests have no effect.
 """
 
 import ast
@@ -41,7 +41,7 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "train",
     },
     3: {
-        "units": "Unit.view Unit.overlap Unit.view_shard unit_names",
+        "units": "Unit.view Unit.own_range Unit.own_part unit_names",
         "stage 1": "Zero1.begin Zero1.add_gradient Zero1.sum_is_due Zero1.start_sum "
         "Zero1.complete_sums Zero1.finish Zero1.gradients",
         "update": "Zero1.publish Zero1.zero_grad",
@@ -82,12 +82,13 @@ TASKS: dict[int, dict[str, str]] = {
     },
     7: {
         "experts": "expert_product Experts.forward",
-        "layer": "MoE.probabilities MoE.choose MoE.score MoE.visit MoE.forward",
+        "layer": "MoE.probabilities MoE.choose MoE.score MoE.through_experts count_choices "
+        "MoE.forward",
         "balance": "AddLoss.forward AddLoss.backward LossBalancedMoE.aux_loss "
-        "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
+        "LossBalancedMoE.after_forward BiasBalancedMoE.choose BiasBalancedMoE.after_forward "
         "BiasBalancedMoE.end_step",
-        "dispatch": "transpose_blocks SendRows.forward SendRows.backward dispatch combine "
-        "exchange_counts run_experts_on_their_ranks",
+        "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "
+        "exchange_counts MoE.run_experts",
         "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },

@@ -11,14 +11,12 @@ from typing import Any
 from common import UserError
 from common.trainer import report
 from extras.labs import ROOT, TASKS, definitions, holes, hollow, step_of
-from extras.labs.judge import judge, lay_out, path_of_tests
+from extras.labs.judge import judge, lay_out, path_of_tests, read
 
-COLUMNS = ["folder", "student", "lab", "points", "of", "error", "lost"]  # of the table of grades
+COLUMNS = ["folder", "lab", "points", "of", "error", "lost"]  # of the table of grades
 # What a student launches in the end, on two ranks from lab 2 on
 FLAGS = {1: "", 2: "", 3: " --zero 3", 4: " --tp 2", 5: " --cp 2", 6: " --pp 2", 7: " --ep 2"}
 INTRODUCTION = """# Lab {lab}: {step}
-
-Student: {student}
 
 In {files} some functions only raise `NotImplementedError`. Write them:
 signature and docstring are the specification. Nothing else is judged: keep helper functions in the
@@ -44,22 +42,22 @@ without them first.
 {text}"""
 
 
-def start(lab: int, folder: Path, student: str):
+def start(lab: int, folder: Path):
     """Make a student's folder. Raises UserError if there is no such lab, or the folder exists."""
     if lab not in TASKS:
         raise UserError(f"lab {lab}: there are labs 1 to {max(TASKS)}")
     if folder.exists():
         raise UserError(f"{folder} is there already: choose a new folder")
     lay_out(lab, folder, hollow(lab))
-    tasks = [f'{n}. Task "{name}": ' for n, name in enumerate(TASKS[lab], 1)]
-    for n, names in enumerate(TASKS[lab].values()):
+    tasks = []
+    for n, (name, names) in enumerate(TASKS[lab].items(), 1):
         functions = ", ".join(f"`{name.rpartition(':')[2]}`" for name in names.split())
-        tasks[n] += f"write {functions}." if functions else "the whole file; nothing to add."
+        work = f"write {functions}." if functions else "the whole file; nothing to add."
+        tasks.append(f'{n}. Task "{name}": {work}')
     launcher = "torchrun --nproc_per_node=2" if lab > 1 else "python"
     words = INTRODUCTION.format(
         lab=lab,
         step=step_of(lab),
-        student=student,
         files=" and ".join(holes(lab)),
         tests=path_of_tests(lab),
         launch=f"{launcher} {step_of(lab)}{FLAGS[lab]}",
@@ -70,21 +68,12 @@ def start(lab: int, folder: Path, student: str):
     (folder / "LAB.md").write_text(words, encoding="utf-8")
 
 
-def read(path: Path) -> str:
-    """The text of a student's file. Raises UserError unless it is UTF-8, with or without a BOM."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeError as error:
-        raise UserError(f"{path} is not UTF-8, which Python needs: {error}") from None
-
-
-def head(folder: Path) -> tuple[int, str]:
-    """The lab and the student of a folder. Raises UserError or OSError without a valid LAB.md."""
-    pattern = r"^\W*Lab ([1-7]):[\s\S]*?^\W*Student:(.*)"
-    found = re.search(pattern, read(folder / "LAB.md"), re.MULTILINE)
+def lab_of(folder: Path) -> int:
+    """The lab of a folder. Raises UserError or OSError without a valid LAB.md."""
+    found = re.search(r"^\W*Lab ([1-7]):", read(folder / "LAB.md"), re.MULTILINE)
     if not found:
-        raise UserError(f"{folder}/LAB.md lacks the first lines that `start` writes")
-    return int(found[1]), found[2].strip(" \t*")
+        raise UserError(f"{folder}/LAB.md lacks the first line that `start` writes")
+    return int(found[1])
 
 
 def submitted(folder: Path, lab: int) -> dict[str, str]:
@@ -92,13 +81,13 @@ def submitted(folder: Path, lab: int) -> dict[str, str]:
     return {file: read(folder / file) for file in holes(lab)}
 
 
-def check(folder: Path, seconds: float) -> int:
+def check(folder: Path) -> int:
     """Print the points of each task, and why tests failed; returns 0 if all passed, else 1.
 
     Of each failed test: its name, the first line of its claim, and that of the error.
     """
-    lab, _ = head(folder)
-    found = judge(lab, submitted(folder, lab), seconds)
+    lab = lab_of(folder)
+    found = judge(lab, submitted(folder, lab))
     tests = definitions((ROOT / path_of_tests(lab)).read_text())
     for task in TASKS[lab]:
         own = [result for result in found if result.task == task]
@@ -111,35 +100,33 @@ def check(folder: Path, seconds: float) -> int:
     return int(any(result.wrong for result in found))
 
 
-def row(folder: Path, seconds: float) -> dict[str, Any]:
+def row(folder: Path) -> list[Any]:
     """Judge a folder; returns its row of the table. Whatever it contains, this does not raise."""
-    lab, student, found, error = 0, "", [], ""
+    lab = 0
+    found = []
+    error = ""
     try:
-        lab, student = head(folder)
-        found = judge(lab, submitted(folder, lab), seconds)
+        lab = lab_of(folder)
+        found = judge(lab, submitted(folder, lab))
     except Exception as problem:  # the other folders are graded all the same
         error = str(problem) or type(problem).__name__
-    lost = " | ".join(f"{r.test}: {r.wrong}"[:200] for r in found if r.wrong)
-    points, total = sum(r.points for r in found if not r.wrong), sum(r.points for r in found)
-    cells = folder, student, lab, points, total, error, " ".join(lost.split())
-    # No cell may begin with a character that makes a spreadsheet evaluate it.
-    safe = [re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for cell in cells]
-    return dict(zip(COLUMNS, safe, strict=True))
+    points = 0
+    lost = []
+    for result in found:
+        if result.wrong:
+            lost.append(f"{result.test}: {result.wrong}"[:200])
+        else:
+            points += result.points
+    total = sum(result.points for result in found)
+    return [folder, lab, points, total, error, " | ".join(lost)]
 
 
-def students(folder: Path) -> list[Path]:
-    """The folders to grade: this one or, if LAB.md is only further down, each of its subfolders."""
-    if any(folder.glob("LAB.md")) or not any(folder.rglob("LAB.md")):
-        return [folder]
-    return [each for part in sorted(folder.iterdir()) if part.is_dir() for each in students(part)]
-
-
-def grade(folders: list[Path], seconds: float):
+def grade(folders: list[Path]):
     """Print the table row by row: if the grader is stopped, the results so far remain."""
-    writer = csv.DictWriter(sys.stdout, COLUMNS)
-    writer.writeheader()
-    for folder in [each for given in folders for each in students(given)]:
-        writer.writerow(row(folder, seconds))
+    writer = csv.writer(sys.stdout)
+    writer.writerow(COLUMNS)
+    for folder in folders:
+        writer.writerow(row(folder))
         sys.stdout.flush()
 
 
@@ -152,30 +139,20 @@ def main() -> int:
     verb = verbs.add_parser("start", help="make a student's folder")
     verb.add_argument("lab", type=int)
     verb.add_argument("folder", type=Path)
-    verb.add_argument(
-        "--student", default="", metavar="ID", help="noted in LAB.md, and in the table of grades"
-    )
     verb = verbs.add_parser("check", help="points by task; exit status 0 if all were earned")
     verb.add_argument("folder", type=Path)
     verb = verbs.add_parser(
         "grade", help="for teachers: judge folders, and print a table in CSV; exit status 0"
     )
     verb.add_argument("folders", nargs="+", type=Path)
-    for verb in (verbs.choices["check"], verbs.choices["grade"]):
-        verb.add_argument(
-            "--seconds",
-            type=float,
-            default=240,
-            help="limit for all tests; if they end early, for those of a task (%(default)s)",
-        )
     args = top.parse_args()
     sys.stdout.reconfigure(errors="replace")  # a message of a student's may contain any character
     if args.verb == "check":
-        return check(args.folder, args.seconds)
+        return check(args.folder)
     if args.verb == "grade":
-        grade(args.folders, args.seconds)
+        grade(args.folders)
     else:
-        start(args.lab, args.folder, args.student)
+        start(args.lab, args.folder)
         print(f"{args.folder}: open LAB.md")
     return 0
 

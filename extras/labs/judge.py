@@ -19,13 +19,13 @@ from xml.etree import ElementTree
 import pytest
 
 from common import UserError
-from extras.labs import ROOT, TASKS, step_of
+from extras.labs import ROOT, step_of
 
 # A test that takes longer than 40 seconds fails; so does one whose ranks take 20.
 ENVIRONMENT = dict(SECONDS_A_TEST="40", PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 # os._exit: a thread that a student's function has started cannot keep the process from ending.
 PYTEST = "import os, sys, pytest; os._exit(pytest.main(sys.argv[1:]))"
-TO_IMPORT = 60  # seconds, in which pytest must have found the tests
+SECONDS = 600  # for all tests of a folder
 
 
 class Result(NamedTuple):
@@ -42,6 +42,16 @@ def path_of_tests(lab: int) -> str:
     return f"tests/test_step{lab:02d}.py"
 
 
+def read(path: Path) -> str:
+    """The text of a file. Bytes that are not UTF-8 stay as they are: Python will refuse them."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
+
+
+def write(path: Path, text: str):
+    """The reverse of `read`."""
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
 def lay_out(lab: int, folder: Path, texts: dict[str, str]):
     """Copy what a step needs, without tests/faults.py, which has solutions; write `texts`."""
     helpers = {*ROOT.glob("tests/*.py")} - {ROOT / "tests/faults.py", *ROOT.glob("tests/test_*.py")}
@@ -52,20 +62,13 @@ def lay_out(lab: int, folder: Path, texts: dict[str, str]):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)  # without the permissions: the project may be read-only
     for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
+        write(folder / file, text)
 
 
-def run(place: Path, lab: int, seconds: float, *words: str) -> tuple[list[Result], str]:
-    """Run pytest on the tests of a lab's tasks, with further words for its command line.
-
-    Returns the results, and why they are not complete, or "": pytest was killed, hung or
-    interrupted, or could not import the tests.
-    """
-    report = place / "report.xml"
-    report.unlink(missing_ok=True)
-    words = ("-s", f"--junit-xml={report}", "-m", "task and not exhaustive", *words)
+def run(place: Path, words: list[str]) -> int:
+    """Run pytest; returns its exit status. Raises UserError if it takes too long."""
     job = subprocess.Popen(
-        [sys.executable, "-c", PYTEST, path_of_tests(lab), *words],
+        [sys.executable, "-c", PYTEST, *words],
         cwd=place,
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
@@ -74,25 +77,17 @@ def run(place: Path, lab: int, seconds: float, *words: str) -> tuple[list[Result
         start_new_session=True,
     )
     try:
-        status = job.wait(seconds)
+        return job.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        return [], f"no result within {seconds:g} s"
+        raise UserError(f"no result within {SECONDS} s") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)  # also ends ranks that are still running
         job.wait()
-    if status < 0:
-        return [], f"pytest was killed by signal {-status}"
-    found, wrong = [], ""
-    if report.exists():
-        found, wrong = read_report(report)
-    if not wrong and (not report.exists() or status > pytest.ExitCode.TESTS_FAILED):
-        wrong = f"pytest ended early, with status {status}"
-    return found, wrong
 
 
-def read_report(report: Path) -> tuple[list[Result], str]:
-    """The results in pytest's XML, and why the tests could not be imported, or ""."""
+def read_report(report: Path) -> list[Result]:
+    """The results in pytest's XML. Raises UserError if the tests could not be imported."""
     found: dict[tuple[str, str], Result] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         own = [each.get("value") for each in case.iter("property")]
@@ -105,8 +100,8 @@ def read_report(report: Path) -> tuple[list[Result], str]:
             if wrong or (test, task) not in found:  # a test passes if all its cases do
                 found[test, task] = Result(test, task, int(points), wrong[:300])
         elif problems:
-            return [], last_error(problems[0].text)
-    return list(found.values()), ""
+            raise UserError(f"the files cannot be imported: {last_error(problems[0].text)}")
+    return list(found.values())
 
 
 def last_error(text: str) -> str:
@@ -115,26 +110,17 @@ def last_error(text: str) -> str:
     return text.splitlines()[-1].removeprefix("E").strip() + " ({}:{})".format(*places[-1])
 
 
-def judge(lab: int, texts: dict[str, str], seconds: float) -> list[Result]:
-    """Run the tests of all tasks with these files. Raises UserError if they cannot be imported.
-
-    All tests run in one process, which may take so many seconds. If a function of the student's
-    ends that process, or hangs where no signal helps, each task gets a process and a time of its
-    own. A task whose process does not end by itself, or ends early, earns no points.
+def judge(lab: int, texts: dict[str, str]) -> list[Result]:
+    """Run the tests of all tasks with these files, in one process. Raises UserError if this does
+    not give the results of all.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         place = Path(name)
         lay_out(lab, place, texts)
-        found, wrong = run(place, lab, seconds)
-        if not wrong:
-            return found
-        tests, wrong = run(place, lab, TO_IMPORT, "--setup-plan")  # finds tests, and runs none
-        if wrong:
-            raise UserError(f"{' or '.join(texts)} cannot be imported: {wrong}")
-        found = []
-        for task in TASKS[lab]:
-            results, wrong = run(place, lab, seconds, "-k", "task_" + task.replace(" ", "_"))
-            if wrong:
-                results = [test._replace(wrong=wrong) for test in tests]
-            found += [result for result in results if result.task == task]
+        report = place / "report.xml"
+        words = ["-s", f"--junit-xml={report}", "-m", "task and not exhaustive"]
+        status = run(place, [*words, path_of_tests(lab)])
+        found = read_report(report) if report.exists() else []
+        if not found or status > pytest.ExitCode.TESTS_FAILED:
+            raise UserError(f"pytest ended early, with status {status}")
         return found

@@ -1,4 +1,4 @@
-"""DiLoCo: the ranks of dp synchronise once in H steps. Step 4's loop, changed.
+"""DiLoCo: the ranks of dp synchronise once in H steps. Step 2's loop, changed.
 
 Links between some ranks may be slow, as between data centres. So each rank of dp trains alone for H
 *inner steps* on its share of the batch, with moments of its own. Then all take an *outer step*:
@@ -18,8 +18,7 @@ THE LAW. If masters have S bytes, an outer step sends 2 (n-1)/n S over dp, on av
 each. A rank holds 2 S more, w and m. The price: H > 1 needs more tokens to reach the same loss.
 
 Between outer steps there are n models, and each clips by the norm of its own gradient. The loss and
-norm of a step are the means of theirs. With tp, the tp ranks that hold one model share its matrices
-as in step 4.
+norm of a step are the means of theirs.
 
 Source: Douillard et al. 2023, "DiLoCo", with H = 500, eta = 0.7, mu = 0.9; Stich 2018 (local SGD).
 
@@ -29,14 +28,14 @@ Run it:    torchrun --nproc_per_node=4 -m extras.loops.diloco --inner-steps 10
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import step01_single_gpu as step01
 from common import UserError
 from common.comm import Group, Mesh, all_reduce
 from common.data import Data
-from common.flags import AT_LEAST_2, flag
-from common.layout import global_norm, materialize
+from common.flags import flag
+from common.layout import materialize
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
@@ -48,7 +47,6 @@ from step01_single_gpu import (
     set_up_layers,
 )
 from step02_ddp import join_ranks
-from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
 class OuterStep:
@@ -76,9 +74,10 @@ class OuterStep:
         """What a checkpoint needs: also masters and moments, which differ between ranks of dp."""
         state: dict[str, Tensor] = {}
         for name, master in self.optimizer.masters.items():
-            tensors = dict(master=master, w=self.weights[name], m=self.momenta[name])
-            tensors |= self.optimizer.torch_optimizer.state[master]
-            state |= {f"{name} {kind}": tensor for kind, tensor in tensors.items()}
+            moments = self.optimizer.torch_optimizer.state[master]
+            kinds = dict(master=master, w=self.weights[name], m=self.momenta[name], **moments)
+            for kind, tensor in kinds.items():
+                state[f"{name} {kind}"] = tensor
         return state
 
     def load_state(self, state: dict[str, Tensor]):
@@ -95,13 +94,6 @@ class Config(step01.Config):
     inner_steps: int = flag(10, "steps from one outer step to the next")
     outer_lr: float = flag(0.7, "learning rate of the outer step")
     outer_momentum: float = flag(0.9, "Nesterov momentum of the outer step")
-    tp: int = flag(1, "ranks that share each matrix")
-    sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
-    tp_overlap: bool = flag(
-        False,
-        "hide two of backward's messages behind matrix products",
-        needs={"tp": AT_LEAST_2, "sp": [True]},
-    )
 
 
 def train(config: Config, run: Run):
@@ -110,16 +102,15 @@ def train(config: Config, run: Run):
         steps = f"--inner-steps {config.inner_steps}"  # new
         raise UserError(f"--steps {config.steps} must be a multiple of {steps}")  # new
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    mesh = Mesh(dp=join_ranks(device))
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
-    materialize(model, config.seed, device, dtype)  # new
-    optimizer = Optimizer(model, config, mesh)  # new: each rank of dp updates all of its model
+    optimizer = Optimizer(model, config, mesh)
     outer = OuterStep(optimizer, config, mesh["dp"])  # new
 
     parts = dict(model=model, optimizer=optimizer, outer=outer, data=data, mesh=mesh)  # new
@@ -135,10 +126,9 @@ def train(config: Config, run: Run):
             micro_loss = model(x, y) / n_targets  # scale once ...
             micro_loss.backward()  # ... then only sum
             loss = loss + micro_loss.detach() / mesh["dp"].size  # new: the mean of n models
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms, with SP
-        all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
+        all_reduce(loss, mesh["dp"]).wait()  # the loss, too
 
-        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
+        norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
         norms = run.ranks.gather(norm)  # new: each rank of dp has its own
         mean_norm = sum(norms) / len(norms)  # new
         run.require_finite(step, loss=loss.item(), grad_norm=mean_norm)  # new
@@ -148,8 +138,7 @@ def train(config: Config, run: Run):
         optimizer.zero_grad()
         if (step + 1) % config.inner_steps == 0:  # new
             outer.take()  # new
-        shown = dict(loss=loss.item(), grad_norm=mean_norm, lr=lr)  # new
-        run.record(step, tokens.numel(), **shown)  # new
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=mean_norm, lr=lr)  # new
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from difflib import ndiff
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from shutil import copy
 
 try:
     from jinja2 import Environment, FileSystemLoader
@@ -25,6 +24,7 @@ from extras.pages.pictures import all_pictures
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 TWINS = {  # step -> the function of bench/peers.py that does the same with PyTorch's own
     "step02_ddp": "build_ddp",
     "step03_zero": "build_fsdp",
@@ -33,13 +33,12 @@ TWINS = {  # step -> the function of bench/peers.py that does the same with PyTo
 }
 
 
-def blocks(*lines: str) -> str:
-    """Put each line into a block of its own: a long line wraps under its own indentation."""
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    return "".join(
-        f'<span style="--in: {n}">{line.rstrip()}\n</span>'
-        for n, line in zip(indents, lines, strict=True)
-    )
+def course() -> dict[str, Path]:
+    """The files of the course by module, in the order of reading."""
+    files = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}
+    for path in sorted(ROOT.glob("common/*.py")):
+        files[f"common.{path.stem}".removesuffix(".__init__")] = path
+    return files
 
 
 def lines_of(source: str) -> list[str]:
@@ -81,25 +80,17 @@ class Pages:
         """Split the lines after `before` to the end of `node` at each definition inside, into
         docstrings and code.
         """
-        inside = [
-            it
-            for it in (node, *getattr(node, "body", ()))
-            if isinstance(it, ast.FunctionDef | ast.ClassDef)
-        ]
-        starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
+        inside = [it for it in getattr(node, "body", ()) if isinstance(it, DEFINITIONS)]
+        starts = [before.end_lineno + 1]
+        starts += [(it.decorator_list or [it])[0].lineno for it in inside]
+        ends = [*starts[1:], node.end_lineno + 1]
         parts = []
-        for it, start, end in zip(
-            inside or [node],
-            [before.end_lineno + 1, *starts],
-            [*starts, node.end_lineno + 1],
-            strict=True,
-        ):
+        for it, start, end in zip([node, *inside], starts, ends, strict=True):
             code = self.lines[module][start - 1 : end - 1]
-            words = ast.get_docstring(it) if it in inside else ""
+            words = ast.get_docstring(it) if isinstance(it, DEFINITIONS) else ""
             if words:
                 del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
-            code = blocks(*"\n".join(code).strip("\n").split("\n"))
-            parts.append(dict(prose=self.prose(words or ""), code=code))
+            parts.append(dict(prose=self.prose(words or ""), code="\n".join(code).strip("\n")))
         return parts
 
     def change_of_train(self, module: str, earlier: str) -> str:
@@ -125,19 +116,17 @@ class Pages:
         if module not in TWINS:
             return ""
         source = (HERE.parent / "bench/peers.py").read_text()
-        for node in ast.parse(source).body:
-            if getattr(node, "name", "") == TWINS[module]:
-                code = ast.get_source_segment(source, node)
-                return blocks(*lines_of(code))
-        raise ValueError(f"peers.py has no {TWINS[module]}")
+        nodes = {getattr(node, "name", ""): node for node in ast.parse(source).body}
+        return "\n".join(lines_of(ast.get_source_segment(source, nodes[TWINS[module]])))
 
     def readme(self) -> str:
-        """README's title, first paragraph and first three sections, with links to pages instead of
-        files.
+        """README's title, first paragraph and first three sections. Of its links, those to steps
+        stay, and lead to their pages.
         """
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
         text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
-        return self.markdown.render(text).replace('.py"', '.html"')
+        html = self.markdown.render(text).replace('.py"', '.html"')
+        return re.sub(r'<a href="(?!step).*?">(.*?)</a>', r"\1", html)
 
 
 def main():
@@ -145,20 +134,15 @@ def main():
     parser = argparse.ArgumentParser("python -m extras.pages", description=__doc__)
     parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
     out = parser.parse_args().out
-    paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in paths
-    }
-    shown, pages = all_pictures(), Pages(files)
+    files = course()
+    pictures, pages = all_pictures(), Pages(files)
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
     every = ["index", *files]
     out.mkdir(parents=True, exist_ok=True)
-    copy(HERE / "schedules.gif", out)
     for here in every:
-        values = dict(p=pages, here=here, every=every, rules=rules, shown=shown.get(here))
+        values = dict(p=pages, here=here, every=every, rules=rules, shown=pictures.get(here))
         (out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(
         f"{out / 'index.html'}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes in all"

@@ -1,9 +1,9 @@
 """Makes the data of the interactive pictures, with the course's own functions; the page only draws
 them.
 
-A picture is dict(title, id, choices=[(name, values, value shown first)], frames). A key of `frames`
-has a value of each choice, as in "fp32/none". A frame is a dict with a `text` and the keys of its
-kind, which is table or boxes:
+A picture is dict(title, id, choices=[(name, values)], frames). A key of `frames` has a value of
+each choice, as in "fp32/none"; the first is shown first. A frame is a dict with a `text` and the
+keys of its kind, which is table or boxes:
 
     table    columns, states=[(text, {row: cells, one for each column or one across all})], and
              curve: see record.py
@@ -13,35 +13,32 @@ kind, which is table or boxes:
 
 import re
 from itertools import accumulate, product
-from typing import Any
 
 import step05_cp_ring as step05
+from common.schedules import Span, afab, one_f_one_b, simulate
 from extras.__main__ import techniques
-from extras.pages.moving import idle_fraction, spans_of
 from extras.pages.record import RANKS, recorded
+from step06_pipeline import SCHEDULES, ListPipeline
 
-DRAWN = ("afab", "1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
+DRAWN = ("1f1b", "afab", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
+LISTS = {"afab": afab, "1f1b": one_f_one_b}  # step 6 writes these two as loops, the others as lists
+VISIBLE = {"zigzag": step05.zigzag_visible, "ordered": step05.ordered_visible}
 RING = """\
 16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank \
 computes, it sends the keys that it has to the next. {n} pairs in all, {even:g} a rank if shared \
 evenly; they take the time of {time}, the slowest of each hop."""
 
 
-def picture(frames: dict[str, dict], title: str, **first: Any) -> dict:
-    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `first`: choice ->
-    initial value.
+def picture(title: str, frames: dict[str, dict], *names: str) -> dict:
+    """Make a picture. `frames`: a value of each choice ("fp32/none") -> frame. `names`: of the
+    choices.
     """
-    values = zip(*(key.split("/") for key in frames), strict=True)
-    choices = [
-        (name, [*dict.fromkeys(of)], str(first[name]))
-        for name, of in zip(first, values, strict=False)
-    ]
-    return dict(
-        title=title,
-        id="picture-" + re.sub(r"\W+", "-", title.lower()),
-        choices=choices,
-        frames=frames,
-    )
+    place = "picture-" + re.sub(r"\W+", "-", title.lower())
+    choices = []
+    for i, name in enumerate(names):
+        values = [key.split("/")[i] for key in frames]
+        choices.append((name, [*dict.fromkeys(values)]))
+    return dict(title=title, id=place, choices=choices, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
@@ -57,9 +54,21 @@ def table(ranks: list[dict], columns: list[str]) -> dict:
     return dict(text=first["text"], columns=columns, states=states, curve=first.get("curve", {}))
 
 
-def most_held(spans: list[tuple], rank: int) -> int:
+def spans_of(name: str, p: int, m: int) -> list[Span]:
+    """Simulate a schedule of p ranks and m micro-batches.
+
+    An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
+    """
+    schedule = ListPipeline if name in LISTS else SCHEDULES[name]
+    actions = LISTS.get(name, schedule.actions)
+    lists = [actions(p, m, schedule.v, rank) for rank in range(p)]
+    costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
+    return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)
+
+
+def most_held(spans: list[Span], rank: int) -> int:
     """The most forwards of a rank whose last backward action is still to come."""
-    kinds = [action.kind for _, at, _, action in spans if at == rank]
+    kinds = [span.action.kind for span in spans if span.rank == rank]
     last = "W" if "W" in kinds else "B"
     return max(accumulate((kind == "F") - (kind == last) for kind in kinds))
 
@@ -67,14 +76,16 @@ def most_held(spans: list[tuple], rank: int) -> int:
 def schedule(name: str, p: int, m: int) -> dict:
     """Make the frame of a schedule with p ranks and m micro-batches, as the simulation times it."""
     spans = spans_of(name, p, m)
-    end = spans[-1][0]
+    end = spans[-1].end
     boxes = []
+    busy = 0
     for stop, rank, start, (kind, batch, stage) in spans:
         note = f"{kind} {batch}, stage {stage}: time {start} to {stop}"
         boxes.append((rank, start, stop - start, "FBWR".index(kind), batch, note, start + 1))
+        busy += stop - start
     most = " ".join(str(most_held(spans, rank)) for rank in range(p))
     text = "F forward, B backward, W gradients of weights, R forward again. Ranks are idle for "
-    text += f"{idle_fraction(spans, p):.1%} of {end} units of time. Most forwards whose backward "
+    text += f"{1 - busy / (p * end):.1%} of {end} units of time. Most forwards whose backward "
     text += f"is still to come, by rank: {most}."
     rows = [f"rank {rank}" for rank in range(p)]
     moments = [f"Time {time}." for time in range(int(end) + 1)]
@@ -86,9 +97,8 @@ def pairs_of(mode: str, own: list[list[int]], rank: int, source: int) -> list[tu
 
     `own`: the positions that each rank has.
     """
-    visible = dict(zigzag=step05.zigzag_visible, ordered=step05.ordered_visible)[mode]
     pairs = []
-    for queries, keys, causal in visible(rank, source, len(own[rank])):
+    for queries, keys, causal in VISIBLE[mode](rank, source, len(own[rank])):
         for i, query in enumerate(own[rank][queries]):
             for j, key in enumerate(own[source][keys]):
                 if i >= j or not causal:
@@ -106,19 +116,16 @@ def ring(mode: str) -> dict:
     moments = []
     time = 0
     for hop in range(RANKS):
-        says = []
         work = []
         for rank in range(RANKS):
             source = (rank - hop) % RANKS  # whose keys are here
             pairs = pairs_of(mode, own, rank, source)
             work.append(len(pairs))
-            says.append(f"rank {rank}: {len(pairs)} pairs with the keys of rank {source}")
             for query, key in pairs:
-                note = f"Hop {hop}, rank {rank}: query {query}, key {key}"
+                note = f"Rank {rank} has query {query}, and from rank {source} key {key}."
                 boxes.append((query, key, 1, rank, hop, note, hop))
         time += max(work)
-        words = "; ".join(says).capitalize()
-        moments.append(f"Hop {hop}. {words}. All wait for the slowest: {max(work)}.")
+        moments.append(f"Hop {hop}. Pairs of rank 0, 1, 2, 3: {work}. All wait for the slowest.")
     text = RING.format(n=len(boxes), even=len(boxes) / RANKS, time=time)
     holders = sorted((query, rank) for rank in range(RANKS) for query in own[rank])
     rows = [f"{query}, rank {rank}" for query, rank in holders]
@@ -126,32 +133,32 @@ def ring(mode: str) -> dict:
 
 
 def all_pictures() -> dict[str, dict]:
-    """Make a picture for each step: module -> picture."""
+    """Make a picture for each step, and for the index: page -> picture."""
     techniques()  # their entries are added to the menus
-    seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
+    seen = recorded()
+    ranks = [f"rank {rank}" for rank in range(RANKS)]
 
-    def of(name: str, columns: list[str], title: str, **first: Any) -> dict:
-        """Make a picture from what the ranks have recorded under `name`."""
+    def tables(name: str, columns: list[str]) -> dict[str, dict]:
+        """The frames of what the ranks have recorded under `name`."""
         who = [recording[name] for recording in seen if recording[name]]
-        return picture(
-            {key: table([rank[key] for rank in who], columns) for key in who[0]}, title, **first
-        )
+        return {key: table([rank[key] for rank in who], columns) for key in who[0]}
 
-    batches = [f"micro-batch {n}" for n in (1, 2, 3)]
+    step = tables("step", [f"micro-batch {n}" for n in (1, 2, 3)])
+    buckets = tables("buckets", ["gradients", *ranks])
+    rings = {mode: ring(mode) for mode in VISIBLE}
     schedules = {}
-    for name, p, m in product(DRAWN, (2, 4), (4, 8)):
+    for name, p, m in product(DRAWN, (4, 2), (8, 4)):
         schedules[f"{name}/{p}/{m}"] = schedule(name, p, m)
-    rings = dict(zigzag=ring("zigzag"), ordered=ring("ordered"))
+    pipeline = picture(
+        "A schedule, action by action", schedules, "schedule", "ranks", "micro-batches"
+    )
     return dict(
-        step01_single_gpu=of(
-            "step", batches, "A step, and what memory holds", dtype="fp32", recompute="none"
-        ),
-        step02_ddp=of("buckets", ["gradients", *four], "Buckets fill and are sent during backward"),
-        step03_zero=of("zero", four, "Who holds which shard of what", zero=3),
-        step04_tp_sp=of("block", four, "Which rank has what, from f to g", tokens="sp"),
-        step05_cp_ring=picture(rings, "Queries and keys, hop by hop", mode="zigzag"),
-        step06_pipeline=picture(
-            schedules, "A schedule, action by action", schedule="1f1b", ranks=4, micro_batches=8
-        ),
-        step07_moe_ep=of("routing", four, "Tokens travel to experts and back", ep=2),
+        index=pipeline,
+        step01_single_gpu=picture("A step, and what memory holds", step, "dtype", "recompute"),
+        step02_ddp=picture("Buckets fill and are sent during backward", buckets),
+        step03_zero=picture("Who holds which shard of what", tables("zero", ranks), "zero"),
+        step04_tp_sp=picture("Which rank has what, from f to g", tables("block", ranks), "tokens"),
+        step05_cp_ring=picture("Queries and keys, hop by hop", rings, "mode"),
+        step06_pipeline=pipeline,
+        step07_moe_ep=picture("Tokens travel to experts and back", tables("routing", ranks), "ep"),
     )

@@ -8,7 +8,7 @@ texts and chips. A chip (a box) is [label, colour, style]; style: "" (present), 
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -26,7 +26,7 @@ import step03_zero as step03
 import step04_tp_sp as step04
 import step07_moe_ep as step07
 from common.comm import Mesh
-from common.model import PRESETS, Decoder, ModelConfig
+from common.model import MLP, PRESETS, Decoder, ModelConfig
 from common.trainer import Run
 from extras.tools.memory import Memory
 from tests.pool import Pool
@@ -53,41 +53,24 @@ def brief(name: str) -> str:
     return re.sub(r"model\.(layers\.)?|(self_attn|mlp)\.|_layernorm|\.weight", "", name)
 
 
-class Watched(Memory):
-    """Memory of tensors, and a call of `on_collective(name)` after each collective has started."""
-
-    def __init__(self, on_collective: Callable[[str], None]):
-        super().__init__()
-        self.on_collective = on_collective
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator."""
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace == "c10d":
-            self.on_collective(func.name().partition("::")[2].strip("_").replace("_", "-"))
-        return out
-
-
 class Film(Run):
     """Runs a step's `train` on the small model, and records `rows(film)` as a state after each
     event.
 
-    Events: a unit starts its forward or backward; autograd has added to a parameter's gradient; a
-    collective starts; gradients are summed; the update is made; gradients are freed. `passed` lists
-    the starts of units as (unit, direction), and the other events by name. `arrived`: the
-    parameters whose gradients have arrived.
+    Events: a unit starts its forward or backward; autograd has added to a parameter's gradient;
+    gradients are summed; the update is made; gradients are freed. `starts` counts the starts of
+    units by (unit, direction). `arrived`: the parameters whose gradients have arrived.
     """
 
     def __init__(self, step: ModuleType, rows: Callable[["Film"], dict], **flags: Any):
         super().__init__(step.Config(**FLAGS | flags))
-        self.first = False  # no files, no screen
+        self.is_rank_0 = False  # no files, no screen
         self.rows = rows
         self.states: list[tuple[str, dict]] = []
         self.curve: dict[str, list[int]] = defaultdict(list)  # by kind: bytes in each state
-        self.passed: list[Any] = []
+        self.starts: Counter = Counter()
         self.arrived: set[nn.Parameter] = set()
-        self.memory = Watched(lambda name: self.tell(f"{name.capitalize()} starts."))
-        with self.memory:
+        with Memory() as self.memory:
             step.train(self.config, self)
 
     def steps(self, **parts: Any) -> Iterator[int]:
@@ -102,18 +85,19 @@ class Film(Run):
         layers = self.model.model.layers.values()
         modules = (self.model.model.embed_tokens, *layers, self.model.lm_head)
         for unit, module in zip(UNITS, modules, strict=True):
-            module.register_forward_pre_hook(partial(self.reach, unit, "forward"))
-            module.register_full_backward_pre_hook(partial(self.reach, unit, "backward"))
+            module.register_forward_pre_hook(partial(self.start, unit, "forward"))
+            module.register_full_backward_pre_hook(partial(self.start, unit, "backward"))
         for name, param in self.model.named_parameters():
             param.register_post_accumulate_grad_hook(partial(self.arrive, name))
         self.optimizer.torch_optimizer.register_step_post_hook(
-            lambda *_: self.tell("The update is made.", "update")
+            lambda *_: self.tell("The update is made.")
         )
         yield from range(self.config.steps)
 
-    def reach(self, unit: str, way: str, *_: Any):
+    def start(self, unit: str, way: str, *_: Any):
         """Hook: a unit starts its forward or its backward."""
-        self.tell(f"{way.capitalize()} of {UNITS[unit]}.", (unit, way))
+        self.starts[unit, way] += 1
+        self.tell(f"{way.capitalize()} of {UNITS[unit]}.")
 
     def arrive(self, name: str, param: nn.Parameter):
         """Hook: autograd has added to a parameter's gradient."""
@@ -122,22 +106,19 @@ class Film(Run):
 
     def require_finite(self, step: int, **numbers: float):
         """Called when gradients are complete."""
-        self.tell("Gradients are complete.", "finish")
+        self.tell("Gradients are complete.")
 
     def record(self, step: int, tokens: int, **numbers: float):
         """Called at the end of a training step."""
         self.history.append(numbers)
-        self.tell("Gradients are freed.", "end")
+        self.tell("Gradients are freed.")
 
-    def tell(self, text: str, event: Any = None):
+    def tell(self, text: str):
         """Record an event, which `text` describes, and the state after it."""
-        if event:
-            self.passed.append(event)
         rows = self.rows(self)
         if rows:
             self.states.append((text, rows))
-            with torch._C._DisableTorchDispatch():
-                self.memory.label_training(self.model, self.optimizer)
+            self.memory.label_training(self.model, self.optimizer)
             for kind, nbytes in self.memory.held().items():
                 self.curve[kind].append(nbytes)
 
@@ -146,17 +127,14 @@ def accumulation(dtype: str, recompute: str) -> dict:
     """Step 1: record a training step of three micro-batches, and the bytes in memory by kind."""
 
     def rows(film: Film) -> dict:
-        def style(i: int, *event: str) -> str:
-            n = film.passed.count(event)
-            if n < i:
-                return "gone"
-            return "way" if n == i and film.passed[-1] == event else ""
-
         table = {}
         for colour, way in enumerate(WAYS):
-            table[way] = [
-                [[unit, colour, style(i, unit, way)] for unit in UNITS] for i in (1, 2, 3)
-            ]
+            cells = [[], [], []]  # of the micro-batches
+            for i, chips in enumerate(cells):
+                for unit in UNITS:
+                    has_begun = film.starts[unit, way] > i
+                    chips.append([unit, colour, "" if has_begun else "gone"])
+            table[way] = cells
         return table
 
     film = Film(step01, rows, global_batch_size=3, dtype=dtype, recompute=recompute)
@@ -173,14 +151,12 @@ def buckets() -> dict:
         table = {}
         names = {param: brief(name) for name, param in film.model.named_parameters()}
         for i, bucket in enumerate(film.sync.buckets):
-            flying = i < len(film.sync.pending) and "finish" not in film.passed
+            flying = any(pending.works for pending in film.sync.pending[i : i + 1])
             gradients = []
             for param in bucket.params:
-                style = "" if param in film.arrived else "gone"
-                gradients.append([names[param], i, "way" if style == "" and flying else style])
-            number = []
-            if film.arrived & set(bucket.params):
-                number = ["under way" if flying else f"{bucket.flat.sum():.4f}"]
+                here = "way" if flying else ""
+                gradients.append([names[param], i, here if param in film.arrived else "gone"])
+            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"]
             left = [gradients] if dist.get_rank() == 0 else []
             table[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [*left, number]
         return table
@@ -233,8 +209,7 @@ def zero(stage: int) -> dict:
     film = Film(step03, rows, global_batch_size=RANKS, steps=2, zero=str(stage), dtype="bf16")
     text = "A box is a shard, with the number of the rank that updates it. Empty: absent. Dashed: "
     text += "under way. Gradient: of the rank's own tokens; summed: over all ranks. Weights are "
-    text += "bf16; the "
-    text += "optimizer has masters and two moments. Bars: bytes on rank 0, moment by moment."
+    text += "bf16; the optimizer has masters and two moments. Bars: bytes on rank 0, by moment."
     return dict(text=text, states=film.states, curve=film.curve)
 
 
@@ -245,13 +220,46 @@ PLACES = {  # step 4: a moment of a block -> what x is there, by --sp
     "before g": "after o_proj or down_proj, before g: a term of the sum",
     "after g": "after g: the sum",
 }
+ROUTES = {
+    "experts here": "The experts of each rank.",
+    "sorted": "Sorted: a row for each choice of a token, in the order of the experts.",
+    "received": "Received: the rows are on the experts' ranks, sorted by expert.",
+    "returned": "Returned: the outputs are back, in the order in which the rows left.",
+}
+
+
+def one_by_one(texts: dict[str, str], rows: dict[str, list]) -> list[tuple[str, dict]]:
+    """States of a table: in each of them, one more row is filled. `texts`: row -> the state's."""
+    states = []
+    table = {name: [[]] for name in texts}
+    for name, text in texts.items():
+        table = table | {name: rows[name]}
+        states.append((text, table))
+    return states
+
+
+def pass_through(mlp: MLP, x: Tensor) -> dict[str, Tensor]:
+    """What is at each of PLACES when x passes through an MLP."""
+    seen = {"between blocks": x}
+
+    def columns(module: nn.Module, inputs: tuple, y: Tensor):
+        seen["after f"] = inputs[0]
+        seen["after the columns"] = y
+
+    def rows(module: nn.Module, inputs: tuple, y: Tensor):
+        seen["before g"] = y
+
+    mlp.gate_proj.register_forward_hook(columns)
+    mlp.down_proj.register_forward_hook(rows)
+    with torch.no_grad():
+        seen["after g"] = mlp(x)
+    return seen
 
 
 def block(sp: bool) -> dict:
     """Step 4: record which tokens and channels a rank has at each place of an MLP, forward.
 
-    Row: a place. A box is a quarter of the tokens (with SP) or of the channels. "Partial" is
-    recorded by comparing a rank's numbers with those of one device.
+    "Partial" is recorded by comparing a rank's numbers with those of one device.
     """
     mesh = Mesh(dp=1, tp=RANKS)
     with torch.device("meta"):
@@ -261,32 +269,16 @@ def block(sp: bool) -> dict:
     for each in (model, whole):
         step01.materialize(each, 0, torch.device("cpu"), torch.float64)
     x = torch.randn(1, 16, SMALL.dim, generator=torch.Generator().manual_seed(1)).double()
-    x_here = x.chunk(RANKS, 1)[mesh.rank] if sp else x
-    mlp = model.model.layers["0"].mlp
-    seen: dict[str, Tensor] = {"between blocks": x_here}
-    mlp.gate_proj.register_forward_hook(
-        lambda _, inputs, y: seen.update({"after f": inputs[0], "after the columns": y})
-    )
-    mlp.down_proj.register_forward_hook(lambda _, inputs, y: seen.update({"before g": y}))
-    with torch.no_grad():
-        seen["after g"] = mlp(x_here)
-        full = whole.model.layers["0"].mlp
-        expected = {"between blocks": x, "after f": x, "after the columns": full.gate_proj(x)}
-        expected["before g"] = full(x)
-        expected["after g"] = expected["before g"]
-    states = []
-    table = {}
-    for place, text in PLACES.items():
-        table[place] = [[f"{kind_of(seen[place], expected[place])} {list(seen[place].shape)}"]]
-        states.append((text, dict(table)))
-    last = states[-1][1]
-    shown = [(text, {place: rows.get(place, [[]]) for place in last}) for text, rows in states]
-    text = (
-        "An MLP of step 4 on four ranks, forward; x is [1, 16, 16], gate and up have 32 columns. "
-    )
-    text += "Whole: as on one device. Shard: a part of that. Partial: a term, and the ranks' "
-    text += "terms sum to it."
-    return dict(text=text, states=shown)
+    expected = pass_through(whole.model.layers["0"].mlp, x)
+    own_x = x.chunk(RANKS, 1)[mesh.rank] if sp else x
+    found = pass_through(model.model.layers["0"].mlp, own_x)
+    rows = {}
+    for place, tensor in found.items():
+        rows[place] = [[f"{kind_of(tensor, expected[place])} {list(tensor.shape)}"]]
+    text = "An MLP of step 4 on four ranks, forward; x is [1, 16, 16], gate and up have 32 "
+    text += "columns. Whole: as on one device. Shard: a part of that. Partial: a term, and the "
+    text += "ranks' terms sum to it."
+    return dict(text=text, states=one_by_one(PLACES, rows))
 
 
 def kind_of(found: Tensor, expected: Tensor) -> str:
@@ -297,63 +289,62 @@ def kind_of(found: Tensor, expected: Tensor) -> str:
         return "whole"
     total = found.clone()
     dist.all_reduce(total)
-    return "partial" if torch.allclose(total, expected) else "wrong"
+    assert torch.allclose(total, expected)
+    return "partial"
 
 
-ROUTES = {
-    "sorted": "Sorted: a row for each choice of a token, in the order of the experts.",
-    "received": "Received: the rows are on the experts' ranks, sorted by expert.",
-    "returned": "Returned: the outputs are back, in the order in which the rows left.",
-}
-
-
-def routing(mesh: Mesh, ep: int) -> dict:
-    """Step 7: record a layer of 4 experts that return their input. A rank has 2 tokens, each
-    chooses 2.
-
-    A row is a token's vector. Its first element is the token's number, which identifies the row
-    after it has been sent.
+def router(mesh: Mesh, ep: int) -> step07.MoE:
+    """A layer of 4 experts, of which a token chooses 2. It does not look at a token's first
+    element.
     """
     flags = FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1, balance="none")
     mesh.add_groups("ep", mesh.ranks.reshape(-1, ep), queue="gradients")
     layer = step07.MoE(SMALL.dim, SMALL.ffn_dim, step07.Config(**flags), mesh)
-    generator = torch.Generator().manual_seed(2)
-    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)[:, 0] = 0
-    tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
-    tokens[:, 0] = torch.arange(len(tokens))
-    group = mesh["ep"]
-    own_experts = range(group.rank * 4 // ep, (group.rank + 1) * 4 // ep)
-    rows: dict[str, list] = {}
+    weight = layer.router.weight.data
+    weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
+    weight[:, 0] = 0
+    return layer
 
-    def show(name: str, vectors: Tensor, counts: Tensor, experts: range) -> Tensor:
-        """Record a box for each row, labelled with the row's expert and token."""
-        rows[name] = []
-        parts = vectors[:, 0].int().split(counts.tolist())
-        for expert, part in zip(experts, parts, strict=True):
-            for token in part.tolist():
-                rows[name].append([f"e{expert}:t{token}", token // 2, ""])
-        return vectors
 
-    def visit(vectors: Tensor, counts: Tensor) -> Tensor:
-        """What step 7 puts in the place of `MoE.run_experts`, with a look at the rows."""
-        show("sorted", vectors, counts, range(4))
-        received = partial(show, "received", experts=own_experts)
-        returned = step07.run_experts_on_their_ranks(
-            lambda some, numbers: received(vectors=some, counts=numbers), group, vectors, counts
-        )
-        return show("returned", returned, counts, range(4))
+def chips_of(rows: Tensor, counts: Tensor, experts: range) -> list:
+    """A cell with a box for each row of each expert, labelled with the expert and the token."""
+    chips = []
+    of_row = torch.tensor(experts).repeat_interleave(counts)
+    for expert, token in zip(of_row.tolist(), rows[:, 0].int().tolist(), strict=True):
+        chips.append([f"e{expert}:t{token}", token // 2, ""])
+    return [chips]
 
-    layer.run_experts = visit
+
+def routing(mesh: Mesh, ep: int) -> dict:
+    """Step 7: record a layer whose experts return their input. A rank has 2 tokens.
+
+    A row is a token's vector. Its first element is the token's number, which identifies the row
+    after it has been sent.
+    """
+    layer = router(mesh, ep)
+    own_experts = range(layer.ep.rank * 4 // ep, (layer.ep.rank + 1) * 4 // ep)
+    cells = {"experts here": [[", ".join(f"e{expert}" for expert in own_experts)]]}
+    run_experts = layer.run_experts
+
+    def experts(rows: Tensor, counts: Tensor) -> Tensor:
+        cells["received"] = chips_of(rows, counts, own_experts)
+        return rows
+
+    def run_and_look(rows: Tensor, counts: Tensor) -> Tensor:
+        """`MoE.run_experts`, with a look at the rows before and after."""
+        cells["sorted"] = chips_of(rows, counts, range(4))
+        returned = run_experts(rows, counts)
+        cells["returned"] = chips_of(returned, counts, range(4))
+        return returned
+
+    layer.experts.forward = experts
+    layer.run_experts = run_and_look
+    x = torch.randn(RANKS, 2, SMALL.dim, generator=torch.Generator().manual_seed(3))
+    x[..., 0] = torch.arange(2 * RANKS).view(RANKS, 2)
     with torch.no_grad():
-        layer(tokens[2 * mesh.rank :][None, :2])
-    states = []
-    for moment, text in enumerate(ROUTES.values()):
-        table = {"experts here": [[", ".join(f"e{expert}" for expert in own_experts)]]}
-        for number, name in enumerate(ROUTES):
-            table[name] = [rows[name]] if number <= moment else [[]]
-        states.append((text, table))
+        layer(x[mesh.rank : mesh.rank + 1])
     text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank "
-    return dict(text=text + "whose token it is.", states=states)
+    return dict(text=text + "whose token it is.", states=one_by_one(ROUTES, cells))
 
 
 def seen() -> dict[str, dict[str, Any]]:

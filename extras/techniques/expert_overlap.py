@@ -91,27 +91,25 @@ class Finish(torch.autograd.Function):
         return grad, None
 
 
-def cut(sizes_GL: Tensor, n: int) -> Tensor:
+def cut(sizes_GL: Tensor) -> Tensor:
     """Cut blocks of rows into n almost equal chunks: block sizes int64 [G, L] -> [n, G, L]."""
-    bounds = torch.arange(n + 1)[:, None, None] * sizes_GL // n
+    bounds = torch.arange(N_CHUNKS + 1)[:, None, None] * sizes_GL // N_CHUNKS
     return bounds.diff(dim=0)
 
 
-def visit_in_chunks(
-    experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor, n: int
-) -> Tensor:
-    """`run_experts_on_their_ranks` of step 7, in n chunks that overlap."""
+def run_in_chunks(experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+    """What step 7's `run_experts` does with --ep, in chunks that overlap."""
     leaving_GL, arriving_GL, _ = exchange_counts(counts_E, group)
-    leaving = cut(leaving_GL, n)
-    arriving = cut(arriving_GL, n)
+    leaving = cut(leaving_GL)
+    arriving = cut(arriving_GL)
     sizes_nE = leaving.flatten(1)
     rows_by_chunk = transpose_blocks(sorted_ND, sizes_nE.T)  # they were sorted by expert
     chunks = rows_by_chunk.split(sizes_nE.sum(1).tolist())
 
     dispatches = []
-    for i in range(n):
+    for i, rows in enumerate(chunks):
         exchange = Exchange(group, leaving[i].sum(1).tolist(), arriving[i].sum(1).tolist())
-        dispatches.append((Start.apply(chunks[i], exchange), exchange))
+        dispatches.append((Start.apply(rows, exchange), exchange))
     combines = []
     for i, (received, exchange) in enumerate(dispatches):
         rows_RD = Finish.apply(received, exchange)  # sorted by rank, then by expert
@@ -131,7 +129,7 @@ class OverlappedMoE(MoE):
         """As `MoE.run_experts`."""
         if self.ep.size == 1:
             return self.experts(sorted_ND, counts_E)
-        return visit_in_chunks(self.experts, self.ep, sorted_ND, counts_E, N_CHUNKS)
+        return run_in_chunks(self.experts, self.ep, sorted_ND, counts_E)
 
 
 for name in ("none", "loss", "bias", *routing.BALANCES):

@@ -17,23 +17,12 @@ You should see losses that agree with step 1's in about three digits.
 import torch
 from torch import Tensor
 
+from extras.techniques.compressed_sync import from_int8, to_int8
 from step06_pipeline import SCHEDULES, OneForwardOneBackward, dtype_of
 
 
 class Int8Pipeline(OneForwardOneBackward):
-    """1F1B whose messages are packed."""
-
-    def pack(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> int8 [batch, seq, dim + 4]: integers, and the bytes of a scale."""
-        scale = x.abs().amax(-1, keepdim=True).float() / 127
-        integers = (x / scale.clamp(min=1e-30)).round().to(torch.int8)  # a token may be all zeros
-        return torch.cat((integers, scale.view(torch.int8)), -1)
-
-    def unpack(self, message: Tensor) -> Tensor:
-        """The reverse of `pack`."""
-        dtype = dtype_of(self.model)
-        scale = message[..., -4:].contiguous().view(torch.float32)
-        return message[..., :-4].to(dtype) * scale.to(dtype)
+    """1F1B whose messages are integers, with a scale for each token."""
 
     def buffer(self, i: int) -> Tensor:
         """An empty message."""
@@ -45,9 +34,9 @@ class Int8Pipeline(OneForwardOneBackward):
     ) -> Tensor | None:
         """As `Pipeline.send_receive`."""
         if send is not None and 0 <= peer < self.group.size:  # the last rank's y, the loss, stays
-            send = self.pack(send)
+            send = to_int8(send)
         message = super().send_receive(peer, send, receive_like)
-        return None if message is None else self.unpack(message)
+        return None if message is None else from_int8(message, dtype_of(self.model))
 
 
 SCHEDULES["1f1b-int8"] = Int8Pipeline

@@ -54,6 +54,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import place_of
 from common.comm import Group, all_gather, exchange
 from common.layout import layout_of
 from step01_single_gpu import ADAMW, OPTIMIZERS, Optimizer, decay_groups
@@ -124,20 +125,19 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
     `param` is [rows, columns] or [experts, rows, columns], perhaps a shard, of which this rank
     updates the elements in `span`. `mesh` is None in step 1.
     """
-    full_shape = list(param.shape)
+    place = place_of(param, span)
     padded_shape = list(param.shape)
-    starts = [0, 0, 0]
     for shard in layout_of(param).shards:
-        full_shape[shard.dim] = shard.full
         padded_shape[shard.dim] *= mesh[shard.over].size
-        starts[shard.dim - param.dim()] = shard.start
-    scale = 0.2 * max(full_shape[-2:]) ** 0.5
+    row, column = (start for start, _ in place.box[-2:])  # where this rank's shard begins
+    first_expert = place.box[0][0] if param.dim() == 3 else 0
+    scale = 0.2 * max(place.whole[-2:]) ** 0.5
     size = param.shape[-2:].numel()
     matrices = []
-    for number in range(math.prod(full_shape[:-2])):
-        offset = (number - starts[0]) * size  # of this matrix in the flattened `param`
+    for number in range(math.prod(place.whole[:-2])):
+        offset = (number - first_expert) * size  # of this matrix in the flattened `param`
         first, last = (min(max(end - offset, 0), size) for end in span)
-        part = Part(starts[1], starts[2], param.shape[-1], first, last)
+        part = Part(row, column, param.shape[-1], first, last)
         matrices.append(Matrix(padded_shape[-2:], scale, part))
     return matrices
 
@@ -232,15 +232,9 @@ class Muon:
         self.like = torch.empty(0, dtype=dtype, device=param.device)
 
         self.masters = optimizer.masters
-        own = []
-        rest = {}
-        for name, master in self.masters.items():
-            if name in self.hidden:
-                own.append(master)
-            else:
-                rest[name] = master
+        rest = {name: master for name, master in self.masters.items() if name not in self.hidden}
         self.adamw = torch.optim.AdamW(decay_groups(rest, optimizer.config), **ADAMW)
-        self.rates = dict(params=own, weight_decay=optimizer.config.weight_decay)
+        self.rates = dict(weight_decay=optimizer.config.weight_decay)  # of the hidden matrices
         self.state = self.adamw.state
         self.param_groups = [*self.adamw.param_groups, self.rates]
 

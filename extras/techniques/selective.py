@@ -45,22 +45,15 @@ ATTENTION = [  # one for each kind of kernel that F.scaled_dot_product_attention
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 ]
-
-
 CHOICES = [aten.topk.default]  # of step 7's router
 
 
-def selective(model: Decoder, context_fn: Callable):
-    """Recompute what is computed number by number."""
-    kept = [*CHOICES, *MATRIX_PRODUCTS, *ATTENTION]
-    recompute_layers(model, partial(create_selective_checkpoint_contexts, kept))
+def keep(operators: list, model: Decoder, context_fn: Callable):
+    """Recompute everything but the results of these operators."""
+    recompute_layers(model, partial(create_selective_checkpoint_contexts, operators))
 
 
-def all_but_attention(model: Decoder, context_fn: Callable):
-    """Recompute everything except attention."""
-    kept = [*CHOICES, *ATTENTION]
-    recompute_layers(model, partial(create_selective_checkpoint_contexts, kept))
-
-
+selective = partial(keep, [*CHOICES, *ATTENTION, *MATRIX_PRODUCTS])
+all_but_attention = partial(keep, [*CHOICES, *ATTENTION])
 RECOMPUTE["selective"] = selective
 RECOMPUTE["all-but-attention"] = all_but_attention

@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"} | sys.stdlib_module_names
-# Parts of `datasets`: its tables, and its client of the hub
-OUTSIDE |= {"pyarrow", "huggingface_hub"}
+# pyarrow and huggingface_hub are parts of `datasets`: its tables, and its client of the hub
+OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy", "pyarrow", "huggingface_hub"}
+OUTSIDE |= sys.stdlib_module_names
 COURSE = {"step", "common"}
 MAY = {  # room (`room_of`) -> the other rooms that it may import
     "step": {"common"},
@@ -69,10 +69,8 @@ def imported(module: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            inner = {f"{node.module}.{alias.name}" for alias in node.names} & FILES.keys()
-            found |= inner
-            if len(inner) < len(node.names):
-                found.add(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module} | (names & FILES.keys())
     return found
 
 

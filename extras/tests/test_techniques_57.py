@@ -11,18 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import step05_cp_ring as step05
-import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
 from common.model import PRESETS, ModelConfig
 from common.schedules import Action, draw, simulate
-from extras.techniques import gpipe, int8_pipeline, zero_bubble
-from extras.tests import rows
+from extras.techniques import compressed_sync, gpipe, zero_bubble
 from extras.tests.rows import Config, check_row
 from step05_cp_ring import CONTEXT
 from step06_pipeline import SCHEDULES
-from tests.equal import BASE, SHAPE, close, decoder, equals_step1
+from tests.equal import BASE, SHAPE, close, decoder
 from tests.equal import draw as numbers
 from tests.tape import Live, Tape
 
@@ -59,7 +57,6 @@ ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (4, DEEP_TIED, f"{STEP6} --pp 2 --schedule zbv {FULL}"),
     (4, DEEP_TIED, f"{STEP6} --pp 2 --cp 2 --schedule dualpipev --zero 2 --cp-mode allgather"),
     (1, DEEP_TIED, f"{STEP6} --schedule zbv"),
-    (2, DEEP, f"{STEP6} --pp 2 --schedule unrounded"),
     (4, DEEPSEEK, f"{STEP7} --pp 2 --ep 2 --schedule zb-h1 --balance deepseek+overlap {FULL}"),
     (4, DEEPSEEK, f"{STEP7} --cp 2 --tp 2 --ep 4 --zero 1"),
     (4, CAPACITY, f"{STEP7} --cp 2 --tp 2 --ep 2 --zero 2"),
@@ -73,17 +70,9 @@ def test_techniques_train_to_one_processs_numbers(pools, n, base, line):
     check_row(pools, n, base, line)
 
 
-def test_int8_is_near(pools):
-    """Rounding moves losses, gradients and weights by less than 2 %, but by more than 1e-5."""
-    run = dict(script="step06_pipeline", pp=2, schedule="1f1b-int8")
-    equals_step1(pools, 2, rows.__name__, DEEP_TIED, bound=2e-2, **run)
-    with pytest.raises(AssertionError):
-        equals_step1(pools, 2, rows.__name__, DEEP_TIED, bound=1e-5, **run)
-
-
 # --- Schedules ----------------------------------------------------------------------------------
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 7, 8, 12, 19)]
+SIZES = [(p, m) for p in (2, 3, 4, 6) for m in (1, 2, 3, 5, 7, 8, 12, 19)]
 COSTS = list(product((2, 3, 5), repeat=3))
 KINDS = {"gpipe": "FRB", "zb-h1": "FBW", "zb-h2": "FBW", "zbv": "FBW", "dualpipev": "FBW"}
 
@@ -91,9 +80,8 @@ KINDS = {"gpipe": "FRB", "zb-h1": "FBW", "zb-h2": "FBW", "zbv": "FBW", "dualpipe
 def made(name: str, p: int, m: int) -> tuple[list[list[Action]], list[int]]:
     """Each rank's list of actions, and the rank of each stage."""
     schedule = SCHEDULES[name]
-    v = schedule.v if p > 1 else 1
-    lists = [schedule.actions(p, m, v, rank) for rank in range(p)]
-    return lists, schedule.ranks_of_stages(p, v)
+    lists = [schedule.actions(p, m, schedule.v, rank) for rank in range(p)]
+    return lists, schedule.ranks_of_stages(p, schedule.v)
 
 
 def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
@@ -114,10 +102,9 @@ PICTURES = [("zb-h1", 4, 6), ("zb-h2", 3, 5), ("zbv", 3, 5), ("dualpipev", 2, 4)
 @cases("name, p, m", PICTURES)
 def test_the_picture_is_the_schedule(name, p, m):
     """The docstring shows the schedule as `draw` draws it."""
-    module = gpipe if name == "gpipe" else zero_bubble
-    costs = dict(F=1, R=1, B=2) if name == "gpipe" else dict(F=1, B=1, W=1)
-    missing = set(draw(*made(name, p, m), costs).split()) - set(module.__doc__.split())
-    close(missing, set(), "lines that the docstring does not have")
+    shown = gpipe.__doc__ + zero_bubble.__doc__
+    drawn = draw(*made(name, p, m), SCHEDULES[name].costs)
+    close(set(drawn.split()) - set(shown.split()), set(), "lines that the docstring does not have")
 
 
 @cases("name", KINDS)
@@ -144,7 +131,7 @@ def test_laws_of_time():
         if m >= 2 * p - 1 and w <= f and 2 * w <= f + b:
             close(idle("zb-h2", *sizes)[1], (p - 1) * (f + b - 2 * w), f"zb-h2, {sizes}")
         close(idle("gpipe", p, m, f, w, b)[0], (p - 1) * (f + b), f"gpipe, {sizes}")
-        if p > 1 and f == b == w:
+        if f == b == w:
             if m >= 2 * p - 1:
                 close(idle("zbv", *sizes), ((p - 1) * f, 0), f"zbv, {sizes}")
             if m >= 2 * p:
@@ -155,7 +142,7 @@ def test_laws_of_memory():
     """The most pairs (micro-batch, stage) of which a rank holds the activations."""
     for p, m in SIZES:
         most = {"zb-h1": min(m, p), "zb-h2": min(m, 2 * p - 1), "gpipe": 1}
-        most |= {"zbv": min(2 * m, 2 * p), "dualpipev": min(2 * m, 2 * p + 1)} if p > 1 else {}
+        most |= {"zbv": min(2 * m, 2 * p), "dualpipev": min(2 * m, 2 * p + 1)}
         for name, limit in most.items():
             first, _, last = KINDS[name] if name != "gpipe" else "R B"
             change = {first: 1, last: -1}
@@ -167,32 +154,20 @@ def test_laws_of_memory():
 # --- Stages -------------------------------------------------------------------------------------
 
 
-def two_layers(cls: type) -> step06.Stage:
-    """The first two layers of four as a stage, which has begun a step of two micro-batches."""
+def test_gpipe_keeps_no_graph():
+    """After two F only their outputs are alive: no graph."""
     stages = []
 
     def shard(model: nn.Module):
-        stages.append(cls(model, range(2), torch.arange(6), 0))
+        stages.append(gpipe.ForwardTwice(model, range(2), torch.arange(6), 0))
 
     decoder(shard, n_layers=4)
-    xs = [torch.arange(12).view(2, 6), torch.arange(12).flip(0).view(2, 6)]
-    stages[0].begin(xs, xs, torch.tensor(24.0))
-    return stages[0]
-
-
-def test_gpipe_keeps_inputs_and_one_graph():
-    """After F only the outputs are alive. R makes as many bytes as a usual forward."""
-    stage = two_layers(gpipe.ForwardTwice)
+    (stage,) = stages
+    xs = torch.arange(24).view(2, 2, 6) % 13
+    stage.begin(list(xs), list(xs), torch.tensor(24.0))
     with Live() as live:
         outputs = [stage.forward_only(i, None) for i in range(2)]
         close(live.bytes, sum(y.nbytes for y in outputs), "bytes after two F")
-        del outputs
-        stage.repeat(1)
-        again = live.bytes
-    usual = two_layers(step06.Stage)
-    with Live() as live:
-        usual.forward(1, None)
-        close(again, live.bytes, "bytes after R, and after a usual forward")
 
 
 # --- Messages -----------------------------------------------------------------------------------
@@ -224,15 +199,14 @@ def test_law_of_bytes_over_cp(mode, law):
 
 
 def test_a_message_of_int8():
-    """A message has dim + 4 bytes for a token, and each number is at most half a step off."""
-    pipeline = object.__new__(int8_pipeline.Int8Pipeline)
-    pipeline.model = decoder()
-    x = numbers("x", 0, 2, 3, 16)
-    x[0, 0] = 0.0
-    message = pipeline.pack(x)
-    close(message.nbytes, 2 * 3 * (16 + 4), "bytes")
-    off = (pipeline.unpack(message) - x).abs()
-    assert (off <= x.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
+    """The docstring's example: a message has dim + 4 bytes for each token."""
+    x = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0]])
+    message = compressed_sync.to_int8(x)
+    close(message.shape[1], 3 + 4, "bytes of a token")
+    close(message[:, :3].tolist(), [[32, -127, 64], [0, 0, 0]], "integers")
+    close(
+        compressed_sync.from_int8(message, x.dtype), message[:, :3] * 2.0 / 127, "numbers", 1, 1e-6
+    )
 
 
 def overlapping(tape: Tape) -> list[int]:

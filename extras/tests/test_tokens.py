@@ -6,14 +6,13 @@ is written out here.
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from common import UserError
-from common.data import Data
-from common.model import ModelConfig
 from extras.tools import tokens
 
 TEXTS = [
@@ -40,12 +39,6 @@ def words(*names: str) -> Tokenizer:
     return tokenizer
 
 
-def opened(path: str, vocab_size: int) -> Data:
-    """The data of a run on token ids, in windows of four."""
-    shape = ModelConfig(8, 1, 1, 1, 8, vocab_size=vocab_size, seq_len=4)
-    return Data(path, shape, 3, 0)
-
-
 @pytest.mark.parametrize("text", [*TEXTS, "\x00\x7fé\u2028 " + chr(0x10FFFF), "  a\n\n\n b"])
 @pytest.mark.parametrize("kind", ["trained", "bytes"])
 def test_text_comes_back(text, kind):
@@ -61,17 +54,16 @@ def test_documents_become_ids_with_an_end_after_each(corpus, tmp_path):
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
     out = str(tmp_path / "new/small")
-    tokens.run(tokens.Config(dataset=str(corpus), out=out, train=300))
+    tokens.main(["--dataset", str(corpus), "--out", out, "--train", "300"])
     file = f"{out}.tokenizer.json"
     peer = PreTrainedTokenizerFast(tokenizer_file=file, split_special_tokens=True)
     end = peer.convert_tokens_to_ids("<|endoftext|>")
     expected = [i for text in 20 * TEXTS for i in (*peer.encode(text), end)]
     assert np.fromfile(f"{out}.bin", np.uint16).tolist() == expected
-    assert opened(f"{out}.bin", 300).tokens.tolist() == expected
-    assert tokens.tokenizer_of(f"{out}.bin").to_str() == Tokenizer.from_file(file).to_str()
+    assert json.loads(Path(f"{out}.bin.json").read_text())["tokens"] == len(expected)
 
 
-def test_a_document_is_never_cut_nor_begun(tmp_path):
+def test_a_document_is_never_cut_nor_begun(tmp_path, monkeypatch):
     """A tokenizer.json may shorten, pad and mark what it encodes: this is switched off."""
     tokenizer = words("<s>", "a", "b", "</s>")
     tokenizer.enable_truncation(2)
@@ -80,10 +72,9 @@ def test_a_document_is_never_cut_nor_begun(tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing(**marks)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b a b a")
-    out = str(tmp_path / "a")
-    config = tokens.Config(str(tmp_path / "a.txt"), out, str(tmp_path / "tokenizer.json"))
-    tokens.run(config)
-    assert np.fromfile(f"{out}.bin", np.uint16).tolist() == [1, 2, 1, 2, 1, 3]
+    monkeypatch.chdir(tmp_path)
+    tokens.main(["--dataset", "a.txt", "--out", "a", "--tokenizer", "tokenizer.json"])
+    assert np.fromfile("a.bin", np.uint16).tolist() == [1, 2, 1, 2, 1, 3]
 
 
 def test_an_interrupted_run_leaves_no_ids(tmp_path):
@@ -103,11 +94,9 @@ def test_an_interrupted_run_leaves_no_ids(tmp_path):
     [
         ("--train 300", "--out: give the path"),
         ("--out a", "either --train VOCAB_SIZE or --tokenizer"),
-        ("--out a --train 300 --tokenizer b.json", "either --train VOCAB_SIZE or --tokenizer"),
         ("--out a --train 256", "--train 256: the 256 bytes and the end token are 257 tokens"),
         ("--out a --tokenizer words.json", "--tokenizer: it has no end token"),
-        ("--out a --tokenizer b.json", "--tokenizer b.json: cannot be read"),
-        ("--out a --tokenizer corpus.jsonl", "--tokenizer corpus.jsonl: not a tokenizer.json"),
+        ("--out a --tokenizer b.json", "--tokenizer b.json: it is no tokenizer.json"),
         ("--out a --train 300 --dataset trian.txt", "--dataset trian.txt: no such file"),
         ("--out a --train 300 --dataset ids.bin", "--dataset ids.bin: it has token ids already"),
     ],

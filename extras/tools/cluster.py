@@ -10,8 +10,7 @@ their cables' speed.
 
 Each node runs `torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d
 --rdzv_endpoint=node0:29500 ...`; the words after `--` end this command, and may begin with options
-of torchrun such as --log-dir=logs. Lines printed by nodes other than node 0 begin with the node's
-name.
+of torchrun such as --log-dir=logs.
 
 It needs Linux, iproute2 and util-linux, but not root: everything happens in namespaces of one
 process, and when this process ends, the kernel removes them. Unlike in a real cluster, a cable adds
@@ -78,6 +77,13 @@ def run(script: str):
         raise UserError(NO_RIGHTS + done.stderr.strip())
 
 
+def probe():
+    """Raise UserError if no cluster is possible here."""
+    # Ip and tc are there, but not every user's PATH has these
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    run(f"{ENTER} sh -ec '{TRY}'")
+
+
 def start_node(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     """Create a node (a network namespace that a cable connects to the switch) and run `line` in it.
     Raises UserError.
@@ -90,12 +96,9 @@ def start_node(number: int, line: list[str], gbit: float) -> subprocess.Popen:
     burst = max(2 * 1514, second // 10000)
     speed = f"rate {round(gbit * 1e6)}kbit burst {burst} limit {2**26}"
     run(NODE.format(n=number, name=name, last=number + 1, speed=speed))
-    # So no signal to the job reaches it
-    prefix, alone = ["sed", "-u", f"s/^/{name}: /"], dict(start_new_session=True)
-    prefixed = subprocess.Popen(prefix, stdin=subprocess.PIPE, **alone).stdin if number else None
     named = f"echo {name} > /proc/sys/kernel/hostname; exec {shlex.join(line)} < /dev/null"
     line = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "sh", "-c", named]
-    return subprocess.Popen(line, stdout=prefixed, stderr=prefixed)
+    return subprocess.Popen(line)
 
 
 def inside(argv: list[str]):
@@ -131,10 +134,8 @@ def read_line(argv: list[str]) -> tuple[Config, list[str]]:
 
 def main(argv: list[str]):
     """Start `inside` in new namespaces, wait for it, and exit with its status. Raises UserError."""
-    # Ip and tc are there, but not every user's PATH has these
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
     read_line(argv)
-    run(f"{ENTER} sh -ec '{TRY}'")
+    probe()
     # In a session of its own: else a terminal would send Ctrl-C to the nodes, too, and `pass_on`
     # would send it again.
     job = subprocess.Popen(

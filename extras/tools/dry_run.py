@@ -10,9 +10,9 @@ trained, because the first one creates the optimizer's state. Of the second one 
 
     memory     of all tensors, by kind: when the gradients are complete, and at the peak
     sent       the bytes that this rank sends, by group and operation (common/comm.py)
-    operators  calls, FLOPs and bytes. By the roofline model an operator takes max(FLOPs / peak,
+    operators  their FLOPs and bytes. By the roofline model an operator takes max(FLOPs / peak,
                bytes / bandwidth) of --gpu. The sum bounds the time of a step from below: messages
-               and the bubble of a pipeline are assumed to take no time
+               and the bubble of a pipeline are assumed to take no time. (`--json` has them by name)
 
 Of causal attention only half of the scores count, because kernels skip the others. Where a step
 reads numbers, they are made up: tokens visit all experts equally often. The operators are
@@ -104,13 +104,13 @@ def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 class Meter(Memory):
-    """Counts the calls, FLOPs, bytes and seconds of each operator, and makes up numbers."""
+    """Counts the FLOPs, bytes and seconds of each operator, and makes up numbers."""
 
     def __init__(self, gpu: Gpu):
         super().__init__()
         self.gpu = gpu
         self.counting = False
-        # By operator: calls, flops, bytes, seconds.
+        # By operator: flops, bytes, seconds.
         self.operators: dict[str, Counter] = defaultdict(Counter)
         self.rows = 1  # a layer's choices: of each token K experts
 
@@ -134,7 +134,7 @@ class Meter(Memory):
     def book(self, name: str, n_bytes: int, flops: float = 0.0):
         """Count one kernel, and the seconds that it takes by the roofline model."""
         seconds = max(flops / self.gpu.flops, n_bytes / self.gpu.hbm)
-        self.operators[name].update(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
+        self.operators[name].update(flops=flops, bytes=n_bytes, seconds=seconds)
 
     def shares(self, tensor: Tensor) -> list[int]:
         """What `tensor.tolist()` returns. Step 7 asks how many rows are for each expert or rank:
@@ -238,7 +238,7 @@ def count_step(train: Callable, config: Any) -> dict[str, Any]:
 
     held, peak      bytes by kind of memory: when the gradients are complete, and at the peak
     sent            bytes by group and operation
-    operators       by name: calls, flops, bytes, seconds
+    operators       by name: flops, bytes, seconds
     flops, seconds  sums of these
     mfu             the model's FLOPs over those that the GPU could do in this time: an upper bound
     """
@@ -267,16 +267,6 @@ def count_step(train: Callable, config: Any) -> dict[str, Any]:
     )
 
 
-def operators_table(operators: dict[str, Counter]) -> str:
-    """A row for each of the twelve operators that take the most time."""
-    rows = [["operator", "calls", "TFLOP", "bytes", "ms"]]
-    by_time = sorted(operators.items(), key=lambda entry: -entry[1]["seconds"])
-    for name, count in by_time[:12]:
-        calls, tflop = f"{count['calls']:,}", f"{count['flops'] / 1e12:,.3f}"
-        rows.append([name, calls, tflop, human(count["bytes"]), f"{1e3 * count['seconds']:,.3f}"])
-    return table(rows)
-
-
 def tables(counts: dict[str, Any], config: Any) -> str:
     """The result of `count_step` as text."""
     memory = [["memory", "gradients complete", "at the peak"]]
@@ -287,7 +277,6 @@ def tables(counts: dict[str, Any], config: Any) -> str:
     if counts["sent"]:
         sent = [[key, human(n)] for key, n in counts["sent"].items()]
         texts.append(table([["sent", "bytes"], *sent]))
-    texts.append(operators_table(counts["operators"]))
     texts.append(
         f"{counts['flops'] / 1e12:,.3f} TFLOP. On {config.gpu}, a step takes at least "
         f"{counts['seconds']:.3f} s, so MFU is at most {counts['mfu']:.1%}"

@@ -1,7 +1,7 @@
 """Converts a run's model to Hugging Face's files and back. It needs `transformers` 5.
 
     python -m extras.tools.hf export runs/step05_cp_ring hf_model
-    python -m extras.tools.hf import hf_model runs/from_hf [--model smollm-135m,seq_len=512]
+    python -m extras.tools.hf import hf_model runs/from_hf [--seq-len 512]
 
 `export RUN FOLDER` writes the masters of RUN's last checkpoint (or of a checkpoint), which any
 number of ranks saved in any layout, as config.json and model.safetensors, or as several such files
@@ -10,7 +10,7 @@ and their index if they are large. `AutoModelForCausalLM.from_pretrained(FOLDER)
 `import FOLDER RUN` writes the weights of such a folder as a checkpoint of step 0 into a new run
 directory, which every step can `--resume` in any layout. Training then begins at step 0 with new
 moments. The checkpoint records the model's flags, which a resumed run must keep, and no others.
-`--model` may choose another seq_len, as no weight depends on it.
+No weight depends on the length of a sequence: `--seq-len` may shorten it.
 
 Two classes of `transformers` compute what our decoder computes:
 
@@ -101,23 +101,25 @@ def model_text(shape: ModelConfig) -> str:
     return min(texts, key=len)
 
 
-def flags_of(config: Any, text: str) -> dict[str, Any]:
+def flags_of(config: Any, seq_len: int) -> dict[str, Any]:
     """The flags of a run that computes what the class with this configuration does.
 
-    `text`: the run's --model; "": the one that fits. Raises UserError if there are no such flags.
+    `seq_len`: of the run; 0: the longest. Raises UserError if there are no such flags.
     """
     if config.model_type not in ("llama", "mixtral"):
         raise UserError(f"model_type is {config.model_type}: only llama and mixtral are known")
     rope = config.rope_parameters
     values = {field: getattr(config, key) for field, key in SIZES.items()}
     values |= dict(rope_theta=rope["rope_theta"], rope_scaling=rope.get("factor", 1.0))
-    flags = dict(model=text or model_text(ModelConfig(**values)))
+    if seq_len:
+        values["seq_len"] = seq_len
+    flags = dict(model=model_text(ModelConfig(**values)))
     if config.model_type == "mixtral":
         flags |= {name: getattr(config, key) for name, key in EXPERT_SIZES.items()}
     own = hf_config(flags)
-    for key in [*SIZES.values(), *FIXED]:
+    for key in FIXED:
         found, value = getattr(config, key, None), getattr(own, key, None)
-        if found not in (None, value) and key != "max_position_embeddings":
+        if found not in (None, value):
             raise UserError(f"{key} is {found}, and with --model {flags['model']} it is {value}")
     return flags
 
@@ -165,13 +167,13 @@ def read_model(folder: Path) -> Any:
     return model
 
 
-def import_model(folder: Path, out: Path, text: str):
+def import_model(folder: Path, out: Path, seq_len: int):
     """Write a folder's model as a checkpoint of step 0 into a new run directory. Raises UserError.
 
-    `text`: the run's --model; "": the one that fits.
+    `seq_len`: of the run; 0: the longest.
     """
     hf_model = read_model(folder)
-    flags = flags_of(hf_model.config, text)
+    flags = flags_of(hf_model.config, seq_len)
     model = build_model(flags)
     materialize(model, 0, CPU, wide(hf_model.dtype))
     for own, other in pairs(model, hf_model):
@@ -189,7 +191,7 @@ def main(argv: list[str]):
     parser.add_argument("verb", choices=("export", "import"))
     parser.add_argument("source", type=Path, help="to export, a run or checkpoint; else a folder")
     parser.add_argument("target", type=Path, help="a new folder, or a new run directory")
-    parser.add_argument("--model", default="", help="of import: the run's --model")
+    parser.add_argument("--seq-len", type=int, default=0, help="of import: the run's; 0: longest")
     given = parser.parse_args(argv)
     logging.set_verbosity_error()  # its warnings have many lines
     if given.target.exists():
@@ -197,7 +199,7 @@ def main(argv: list[str]):
     if given.verb == "export":
         export_model(given.source, given.target)
     else:
-        import_model(given.source, given.target, given.model)
+        import_model(given.source, given.target, given.seq_len)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """The model of a saved run, whole, in one process: whatever its layout was, and its technique."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import step07_moe_ep as step07
 from common import UserError
@@ -17,25 +15,6 @@ from common.model import Decoder
 from common.ranks import Ranks
 from common.shapes import model_shape
 from extras.__main__ import techniques, with_flags
-
-
-def whole_master(saved: Checkpoint, name: str) -> Tensor:
-    """A parameter's master, assembled from the pieces of all ranks."""
-    shape = saved.some_piece(name).place.whole
-    return saved.shard(name, "master", tuple((0, size) for size in shape), shape)
-
-
-def whole_parameters(where: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """The flags of a run; and its parameters and buffers, which any number of ranks saved.
-
-    `where`: a run directory, of which the newest sound checkpoint is read, or a checkpoint. Yields
-    (name, whole master), one at a time. Raises UserError if there is none.
-    """
-    folder = find(where, Ranks())
-    if folder is None:
-        raise UserError(f"{where}: no checkpoint is there; a run saves some with --save-every")
-    saved = Checkpoint(folder)
-    return saved.about["flags"], ((name, whole_master(saved, name)) for name in saved.pieces)
 
 
 def build_model(flags: dict[str, Any]) -> Decoder:
@@ -57,15 +36,22 @@ def build_model(flags: dict[str, Any]) -> Decoder:
 def load_model(
     run: Path, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Any], Decoder]:
-    """The flags and the model of a run, or of one of its checkpoints. Raises UserError."""
-    flags, tensors = whole_parameters(run)
-    model = build_model(flags)
+    """The flags of a run and its model, which any number of ranks saved.
+
+    `run`: a run directory, of which the newest sound checkpoint is read, or a checkpoint. Raises
+    UserError if there is none.
+    """
+    folder = find(run, Ranks())
+    if folder is None:
+        raise UserError(f"{run}: no checkpoint is there; a run saves some with --save-every")
+    saved = Checkpoint(folder)
+    model = build_model(saved.about["flags"])
     materialize(model, 0, device, dtype)
-    values = dict(tensors)
+    values = {}
+    for name in saved.pieces:
+        shape = saved.some_piece(name).place.whole
+        values[name] = saved.shard(name, "master", tuple((0, size) for size in shape), shape)
     if model.config.tied:  # saved once, as the embedding
         values["lm_head.weight"] = values["model.embed_tokens.weight"]
-    try:
-        model.load_state_dict(values)
-    except RuntimeError as error:
-        raise UserError(f"{run}: its weights do not fit its flags: {error}") from error
-    return flags, model
+    model.load_state_dict(values)
+    return saved.about["flags"], model

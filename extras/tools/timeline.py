@@ -3,11 +3,11 @@
     torchrun --nproc_per_node=2 step06_pipeline.py --pp 2 --model debug --steps 3 --profile 1
     python -m extras.tools.timeline runs/step06_pipeline
 
-It draws RUN/timeline.png, and prints the same as text. `F3.1 40-42  wait pp 42-45`: the forward of
-micro-batch 3 through stage 1 took from 40 to 42 ms after the first rank began, and then this rank
-waited for a message over pp. B is a backward; W computes the gradients of weights, if a schedule
-splits B. The step is the last one traced. A range inside another is left out, such as a wait in a
-forward. On GPUs the times are those of their kernels. Clocks of several machines may differ.
+It draws RUN/timeline.png: forwards are blue, backwards brown, with the number of their micro-batch;
+gradients of weights are green, if a schedule splits backwards; the update is violet; waits for
+messages are grey. The step is the last one traced. A range inside another is left out, such as a
+wait in a forward. On GPUs the times are those of their kernels. Clocks of several machines may
+differ.
 """
 
 import gzip
@@ -77,17 +77,15 @@ def read_ranks(run: Path) -> list[list[Box]]:
 
 
 def main(argv: list[str]):
-    """Print and draw. Raises UserError."""
+    """Draw. Raises UserError."""
     from matplotlib.figure import Figure  # takes a second to import
 
     run = Path(*argv)
     ranks = read_ranks(run)
-    for rank, boxes in enumerate(ranks):
-        words = [f"{box.name} {box.start:.0f}-{box.end:.0f}" for box in boxes]
-        print("  ".join([f"rank {rank}", *(f"{word:12}" for word in words)]).rstrip())
     figure = Figure(figsize=(12, 1.2 + 0.25 * len(ranks)), layout="constrained")
     draw(figure.subplots(), ranks)
     figure.savefig(run / "timeline.png", dpi=120)
+    print(run / "timeline.png")
 
 
 if __name__ == "__main__":

@@ -60,13 +60,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises UserError if the file is not there, or not of the format of `tokenizers`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--tokenizer {path}: cannot be read: {error}") from error
-    try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library has no class of its own for its errors
-        raise UserError(f"--tokenizer {path}: not a tokenizer.json: {error}") from error
+        raise UserError(f"--tokenizer {path}: it is no tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # the *text* "</s>" in a document is text
@@ -157,8 +153,9 @@ def write_ids(
     return facts
 
 
-def run(config: Config):
+def main(argv: list[str]):
     """Do what the flags say, and print what was written. Raises UserError."""
+    config = parse(Config, argv)
     out = config.out.removesuffix(".bin")
     if not out:
         raise UserError("--out: give the path and name of the files to write, such as data/library")
@@ -176,11 +173,6 @@ def run(config: Config):
     size = facts["bytes"] / facts["tokens"]
     print(f"{out}.bin: {facts['tokens']:,} tokens of {size:.2f} bytes")
     print(f"train with --dataset {out}.bin --model tiny,vocab_size={facts['vocab_size']}")
-
-
-def main(argv: list[str]):
-    """Run a command line. Raises UserError."""
-    run(parse(Config, argv))
 
 
 if __name__ == "__main__":
