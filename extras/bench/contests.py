@@ -1,17 +1,17 @@
 """Compares the speed and memory of a step's flags with one another and with PyTorch's own
 parallelism.
 
-A contestant is a function `train(config, run)`: the step's own, or one of peers.py (`peer`). In its
-turn, it trains four steps, of which the last three are timed: whole training steps, from the batch
-to the update. Contestants take turns in the same processes, so whatever else the machine does for
-long slows all of them. A ratio divides the times of two contestants in the same round. The losses
-of all contestants must agree.
+A contestant trains by the step's own `train`, or by that of peers.py. In its turn, it trains four
+steps, of which the last three are timed: whole training steps, from the batch to the update.
+Contestants take turns in the same processes, so whatever else the machine does for long slows all
+of them. A ratio divides the times of two contestants in the same round. The losses of all
+contestants must agree.
 """
 
 import importlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -19,88 +19,68 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from common.flags import flag, parse
 from common.trainer import Run
 from extras.__main__ import techniques, with_flags
+from extras.bench.peers import (
+    TORCH_SCHEDULES,
+    build_ddp,
+    build_dtensor,
+    build_fsdp,
+    build_pipelining,
+)
+from extras.bench.peers import train as train_by_torch
 from extras.plan.tables import table
 from extras.tools.memory import Memory, human
 from tests.pool import Pool
 
 
 class Contest(NamedTuple):
-    """A step's contestants. `rows`: name of a contestant -> (its flags, and the function of
-    peers.py that trains; "": the step's own `train`). `shared`: flags that all have.
+    """A step's contestants: variants of the step by their flags, and PyTorch's own beside some of
+    them: flags -> (its name, the function of peers.py that builds it).
     """
 
     ranks: int
     step: str
-    rows: dict[str, tuple[str, str]]
-    shared: str = ""
+    variants: list[str]
+    torchs: dict[str, tuple[str, Callable]]
+    shared: str = ""  # flags that all have
 
 
-def beside_torch(schedules: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Rows of step 6: each schedule, then PyTorch's own."""
-    rows = {}
-    for ours, torchs in schedules.items():
-        rows[f"--schedule {ours}"] = (f"--schedule {ours}", "")
-        rows[f"Schedule{torchs}"] = (f"--schedule {ours}", "pipelining")
-    return rows
-
-
-TORCH_SCHEDULES = {  # the step's schedule -> PyTorch's
-    "afab": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
+PIPELINES = {
+    f"--schedule {ours}": (torchs, build_pipelining) for ours, torchs in TORCH_SCHEDULES.items()
 }
 CONTESTS = {
-    "step1": Contest(
-        1,
-        "step01_single_gpu",
-        {
-            "eager": ("", ""),
-            "--compile": ("--compile", ""),
-            "--recompute full": ("--recompute full", ""),
-        },
-    ),
+    "step1": Contest(1, "step01_single_gpu", ["--no-compile", "--compile", "--recompute full"], {}),
     "step2": Contest(
         2,
         "step02_ddp",
-        {
-            "--sync bucket": ("--sync bucket", ""),
-            "DistributedDataParallel": ("--sync bucket", "ddp"),
-            "--sync ring": ("--sync ring", ""),
-            "--sync naive": ("--sync naive", ""),
-        },
+        ["--sync bucket", "--sync ring", "--sync naive"],
+        {"--sync bucket": ("DistributedDataParallel", build_ddp)},
     ),
     "step3": Contest(
         2,
         "step03_zero",
-        {
-            "--zero 3": ("--zero 3", ""),
-            "fully_shard": ("--zero 3", "fsdp"),
-            "--zero 1": ("--zero 1", ""),
-            "--zero 3 --keep": ("--zero 3 --keep", ""),
-        },
+        ["--zero 3", "--zero 1", "--zero 3 --keep"],
+        {"--zero 3": ("fully_shard", build_fsdp)},
     ),
     "step4": Contest(
         2,
         "step04_tp_sp",
+        ["--no-sp", "--sp", "--sp --tp-overlap"],
         {
-            "--no-sp": ("--no-sp", ""),
-            "DTensor": ("--no-sp", "dtensor"),
-            "--sp": ("--sp", ""),
-            "DTensor SequenceParallel": ("--sp", "dtensor"),
-            "--sp --tp-overlap": ("--sp --tp-overlap", ""),
+            "--no-sp": ("DTensor", build_dtensor),
+            "--sp": ("DTensor SequenceParallel", build_dtensor),
         },
         "--tp 2 --zero 0",
     ),
     "step6": Contest(
         4,
         "step06_pipeline",
-        beside_torch(TORCH_SCHEDULES),
+        list(PIPELINES),
+        PIPELINES,
         "--pp 4 --zero 0 --model tiny,n_layers=8 --micro-batch-size 2",
     ),
 }
@@ -129,7 +109,7 @@ class AllTensors(Memory):
         """Skip an operator on DTensors, which then calls operators on local tensors: these are
         recorded.
         """
-        if any(kind.__name__ == "DTensor" for kind in types):  # importing DTensor takes a second
+        if DTensor in types:
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -159,8 +139,8 @@ def now() -> float:
     return time.perf_counter()
 
 
-def take_turn(step: str, flags: str, peer: str, watched: bool) -> Turn:
-    """Runs on every rank. `peer`: the function of peers.py that trains; "": the step's own `train`.
+def take_turn(step: str, flags: str, build: Callable | None, watched: bool) -> Turn:
+    """Runs on every rank. `build`: of peers.py; None: the step's own `train`.
 
     `watched`: record the memory of tensors, which slows the steps. Temporary memory in kernels does
     not count; that of compiled ones is not known.
@@ -171,26 +151,34 @@ def take_turn(step: str, flags: str, peer: str, watched: bool) -> Turn:
     run = TimedRun(parse(with_flags(module.Config, techniques()), words))
     run.is_rank_0 = False
     run.memory = AllTensors()
-    train = getattr(importlib.import_module("extras.bench.peers"), peer) if peer else module.train
     watched = watched and not run.config.compile  # under a mode torch.compile gives up, for good
     with run.memory if watched else nullcontext(), run:
-        train(run.config, run)
+        if build is None:
+            module.train(run.config, run)
+        else:
+            train_by_torch(build, run.config, run)
     peak = sum(run.memory.peak(since=run.before).values()) if watched else 0
     return Turn(run.seconds, peak, [row["loss"] for row in run.history])
 
 
-def contest(pool: Pool, entries: dict[str, tuple], rounds: int, bound: float) -> dict[str, list]:
+def contest(ranks: int, kind: str, entries: dict[str, tuple], rounds: int) -> dict[str, list]:
     """The turns of each contestant, [round][rank]; in the first round they are watched, not timed.
 
-    `entries`: name -> the first arguments of `take_turn`. The order is reversed after each round.
-    Raises RuntimeError if losses differ by more than `bound`.
+    `kind`: of the devices. `entries`: name -> the first arguments of `take_turn`. The order is
+    reversed after each round. Raises RuntimeError if losses differ.
     """
+    pool = Pool(ranks, kind)
     turns: dict[str, list] = {name: [] for name in entries}
     names = list(entries)
-    for number in range(rounds + 1):
-        for name in names:
-            turns[name].append(pool.run(take_turn, *entries[name], number == 0, seconds=86400.0))
-        names.reverse()
+    try:
+        for number in range(rounds + 1):
+            for name in names:
+                words = entries[name]
+                turns[name].append(pool.run(take_turn, *words, number == 0, seconds=86400.0))
+            names.reverse()
+    finally:
+        pool.stop()
+    bound = 0.05 if kind == "cuda" else 1e-3
     expected = turns[names[0]][0][0].losses
     for name, by_round in turns.items():
         losses = by_round[0][0].losses
@@ -218,27 +206,24 @@ def report(turns: dict[str, list], beside: dict[str, str]) -> str:
 def main(name: str, argv: list[str]):
     """Run one contest: let all of its contestants train in turns, and print the table."""
     config = parse(Config, argv)
-    ranks, step, rows, shared = CONTESTS[name]
+    ranks, step, variants, torchs, shared = CONTESTS[name]
     # Of a flag that is given twice, the last value counts
     shared = f"--model {config.model} --micro-batch-size 4 --global-batch-size 16 {shared}"
     entries = {}
     beside = {}
-    before = next(iter(rows))
-    for row, (flags, peer) in rows.items():
-        entries[row] = (step, f"{shared} {flags}", peer)
-        beside[row] = before if peer else next(iter(rows))  # a peer: with our row before it
-        before = row
-    cuda = torch.cuda.device_count() >= ranks  # a GPU for each rank; if there are fewer, CPUs
-    pool = Pool(ranks, "cuda" if cuda else "cpu")
-    try:
-        turns = contest(pool, entries, config.rounds, 0.05 if cuda else 1e-3)
-    finally:
-        pool.stop()
+    for flags in variants:
+        entries[flags] = (step, f"{shared} {flags}", None)
+        beside[flags] = variants[0]
+        if flags in torchs:
+            torchs_name, build = torchs[flags]
+            entries[torchs_name] = (step, f"{shared} {flags}", build)
+            beside[torchs_name] = flags
     device = f"{os.cpu_count()} CPU cores, one thread a rank"
-    if cuda:
+    kind = "cpu"
+    if torch.cuda.device_count() >= ranks:  # a GPU for each rank; if there are fewer, CPUs
         device = torch.cuda.get_device_name()
+        kind = "cuda"
+    turns = contest(ranks, kind, entries, config.rounds)
     print(f"{name}, flags of all: {shared}; ranks: {ranks}, on {device}\n")
     print(report(turns, beside))
-    print(
-        f"medians (and range) of {config.rounds} rounds in turns; a ratio is of one round's times"
-    )
+    print(f"medians (and range) of {config.rounds} rounds; a ratio is of one round's times")

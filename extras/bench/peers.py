@@ -1,8 +1,8 @@
 """Trains with PyTorch's own parallelism. The model, its weights, the batches and the update rule
 are the course's.
 
-Each function `build_...` returns what differs: a module, and a function `backward(xs, ys,
-n_targets)` that accumulates gradients and returns the loss.
+Each function `build_...` applies the parallelism to a model, and returns what differs: a function
+`backward(xs, ys, n_targets)` that adds to the gradients and returns the loss.
 """
 
 from collections.abc import Callable
@@ -11,56 +11,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from common.comm import Mesh, all_reduce
+from common.comm import Group, Mesh, all_reduce
 from common.data import Data
 from common.layout import materialize
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
-from extras.bench.contests import TORCH_SCHEDULES
-from step01_single_gpu import learning_rate, set_up_layers
+from step01_single_gpu import learning_rate
 from step02_ddp import join_ranks
 from step06_pipeline import SCHEDULES, ListPipeline, Stage, keep_stages, layers_of_stage
 
+TORCH_SCHEDULES = {  # step 6's schedule -> PyTorch's
+    "afab": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
 
-def train(
-    build: Callable[[Any, Mesh, Decoder], tuple[nn.Module, Callable]],
-    cut: str,
-    config: Any,
-    run: Run,
-):
-    """The training loop of the course. `build` adds the parallelism along the dimension `cut` of
-    the mesh.
-    """
-    device, n = choose_device(config)[0], getattr(config, cut, 1)
-    mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
-    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+
+def train(build: Callable[[Any, Mesh, Decoder], Callable], config: Any, run: Run):
+    """The training loop of the course. `build` adds PyTorch's parallelism."""
+    device = choose_device(config)[0]
+    mesh = make_mesh(config, join_ranks(device))
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)
-    module, backward = build(config, mesh, model)
-    groups = [
-        dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    for step in run.steps(model=model, optimizer=optimizer, data=data, mesh=mesh):
+    backward = build(config, mesh, model)
+    optimizer = make_optimizer(model, config.weight_decay)
+    for step in run.steps():
         tokens, targets = (x.to(device) for x in data.batch(step))
         n_targets = (targets != IGNORE).sum().clamp(min=1)
-        loss = backward(
-            *(x[mine].split(config.micro_batch_size) for x in (tokens, targets)), n_targets
-        )
-        for dim in mesh.sizes if cut != "tp" else ("dp",):
-            all_reduce(loss, mesh[dim]).wait()
-        norm = clip(module, config.grad_clip, mesh if cut == "pp" else None)
+        xs = tokens[own].split(config.micro_batch_size)
+        ys = targets[own].split(config.micro_batch_size)
+        loss = backward(xs, ys, n_targets)
+        all_reduce(loss, mesh["dp"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()
+        norm = clip(model, config.grad_clip, mesh)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         optimizer.step()
@@ -68,30 +63,43 @@ def train(
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm)
 
 
-def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
+def make_mesh(config: Any, world: int) -> Mesh:
+    """All ranks. As in the course, dp is what the other dimensions leave."""
+    pp = getattr(config, "pp", 1)
+    tp = getattr(config, "tp", 1)
+    return Mesh(pp=pp, dp=world // (pp * tp), tp=tp)
+
+
+def kinds(model: Decoder) -> list[list[nn.Parameter]]:
     """Group parameters by (matrix or norm, DTensor or not). Fused kernels cannot mix DTensors and
     other tensors.
     """
     sets: dict[tuple, list[nn.Parameter]] = {}
-    for param in module.parameters():
+    for param in model.parameters():
         sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
     return list(sets.values())
 
 
-def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
-    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages if
-    `mesh` is given.
-    """
+def make_optimizer(model: Decoder, weight_decay: float) -> torch.optim.Optimizer:
+    """Fused AdamW. As in the course, the weights of norms do not decay."""
+    groups = []
+    for params in kinds(model):
+        decay = weight_decay if params[0].dim() > 1 else 0.0
+        groups.append(dict(params=params, weight_decay=decay))
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+def clip(model: Decoder, most: float, mesh: Mesh) -> float:
+    """Clip gradients with PyTorch's functions; returns their norm, over all pipeline stages."""
     square = 0.0
-    for params in kinds(module):
-        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        square = (
-            square + (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
-        )
-    if mesh is not None:
-        all_reduce(square, mesh["pp"]).wait()
+    for params in kinds(model):
+        norm = nn.utils.get_total_norm([param.grad for param in params])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        square = square + norm.double().square()
+    all_reduce(square, mesh["pp"]).wait()
     norm = square.sqrt()
-    for params in kinds(module):
+    for params in kinds(model):
         nn.utils.clip_grads_with_norm_(params, most, norm.float())
     return norm.item()
 
@@ -108,47 +116,40 @@ def in_micro_batches(
     return total
 
 
-def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """DistributedDataParallel with --bucket-mb. A communication hook sums gradients; by default DDP
-    averages them.
-    """
+def build_ddp(config: Any, mesh: Mesh, model: Decoder) -> Callable:
+    """DistributedDataParallel with --bucket-mb."""
     materialize(model, config.seed, *choose_device(config))
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True
     )
 
-    def add(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
     def backward(xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+        # DDP averages gradients over its ranks, so each loss counts as many times
+        own_targets = n_targets / mesh["dp"].size
         with ddp.no_sync():  # only the last micro-batch communicates
-            total = in_micro_batches(ddp, xs[:-1], ys[:-1], n_targets)
-        return total + in_micro_batches(ddp, xs[-1:], ys[-1:], n_targets)
+            total = in_micro_batches(ddp, xs[:-1], ys[:-1], own_targets)
+        total = total + in_micro_batches(ddp, xs[-1:], ys[-1:], own_targets)
+        return total / mesh["dp"].size
 
-    ddp.register_comm_hook(None, add)
-    return model, backward
+    return backward
 
 
-def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
+def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Callable:
     """Use FSDP2. Each layer is a unit, and all other parameters form one more. Gradients are
     summed, not averaged.
     """
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
-    options = dict(
-        mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True
-    )
-    if dtype.itemsize == 2:
-        options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+    device_mesh = dist.init_device_mesh(device.type, (mesh["dp"].size,))
+    policy = MixedPrecisionPolicy(dtype, wide(dtype))
     for module in (*model.model.layers.values(), model):
-        shard = fully_shard(module, **options)
+        shard = fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=policy)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    return model, partial(in_micro_batches, model)
+    return partial(in_micro_batches, model)
 
 
-def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
+def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> Callable:
     """Use PyTorch's tensor parallelism and, with --sp, PyTorch's SequenceParallel for the norms.
 
     The input of a block becomes a DTensor only once. To convert it for each of the block's matrices
@@ -157,47 +158,45 @@ def build_dtensor(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, C
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
     device_mesh = dist.init_device_mesh(device.type, (mesh["tp"].size,))
-    between = Shard(1) if config.sp else Replicate()
-    layout = {f"self_attn.{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
-    layout |= {f"mlp.{name}_proj": parallel.ColwiseParallel() for name in ("gate", "up")}
-    rowwise = parallel.RowwiseParallel(output_layouts=between)
-    layout |= {name: rowwise for name in ("self_attn.o_proj", "mlp.down_proj")}
-    given, wanted = (between, None, None), (Replicate(), None, None)
+    between = Shard(1) if config.sp else Replicate()  # between blocks, tokens are sharded, or not
     prepare = parallel.PrepareModuleInput
-    layout["self_attn"] = prepare(input_layouts=given, desired_input_layouts=wanted)
-    layout["mlp"] = prepare(input_layouts=given[:1], desired_input_layouts=wanted[:1])
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel(output_layouts=between)
+    layer_plan = {
+        "self_attn": prepare(
+            input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "self_attn.[qkv]_proj": column,
+        "self_attn.o_proj": row,
+        "mlp": prepare(input_layouts=between, desired_input_layouts=Replicate()),
+        "mlp.gate_proj": column,
+        "mlp.up_proj": column,
+        "mlp.down_proj": row,
+    }
+    ends = {
+        "model.embed_tokens": parallel.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=between
+        ),
+        "lm_head": parallel.ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
     if config.sp:
-        layout |= {
-            name: parallel.SequenceParallel()
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
+        layer_plan["*_layernorm"] = parallel.SequenceParallel()
+        ends["model.norm"] = parallel.SequenceParallel()
     for layer in model.model.layers.values():
-        parallel.parallelize_module(layer, device_mesh, layout)
-    head = parallel.ColwiseParallel(
-        input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-    )
-    embedding = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-    ends = {"model.embed_tokens": embedding, "lm_head": head}
-    ends |= {"model.norm": parallel.SequenceParallel()} if config.sp else {}
+        parallel.parallelize_module(layer, device_mesh, layer_plan)
     parallel.parallelize_module(model, device_mesh, ends)
 
-    def loss(logits: DTensor, targets: Tensor) -> Tensor:
-        flat = logits.flatten(0, 1).to(wide(dtype))
-        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-    def backward(*batch: Any) -> Tensor:
+    def backward(xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
         with parallel.loss_parallel():
-            total = in_micro_batches(model, *batch)
-        return total.to_local() if isinstance(total, DTensor) else total
+            return in_micro_batches(model, xs, ys, n_targets).to_local()
 
-    model.loss = loss
-    return model, backward
+    return backward
 
 
 class TorchStage(nn.Module):
-    """A stage of step 6, as a module with only the stage's parameters. The last stage returns
-    logits.
-    """
+    """A stage of step 6, as a module with only the stage's parameters."""
 
     def __init__(self, stage: Stage):
         super().__init__()
@@ -216,61 +215,61 @@ class TorchStage(nn.Module):
         return self.stage[0].compute_output(x, x)  # model.loss returns the logits: see below
 
 
-def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> tuple[nn.Module, Callable]:
-    """Use `torch.distributed.pipelining` with PyTorch's counterpart of `--schedule`."""
-    device, dtype = choose_device(config)
-    group = mesh["pp"]
-    m = config.global_batch_size // config.micro_batch_size
-    ranks = list(range(group.size))  # of the stages: one on each rank
+def torch_stage(stage: Stage, n_stages: int, device: torch.device, group: Group) -> PipelineStage:
+    """PyTorch's record of a stage."""
+    module = TorchStage(stage)
+    return PipelineStage(module, stage.number, n_stages, device, group=group.handle)
+
+
+def own_stages(config: Any, model: Decoder, group: Group, device: torch.device) -> list[Stage]:
+    """This rank's stages, with the layers and on the ranks of step 6's `--schedule`."""
+    ranks = list(range(group.size))  # of all stages
     ours = SCHEDULES[config.schedule]
     if issubclass(ours, ListPipeline):
         ranks = ours.ranks_of_stages(group.size, 2)
-    n_stages = len(ranks)
     positions = torch.arange(model.config.seq_len, device=device)
     own = []
     for number, rank in enumerate(ranks):
         if rank == group.rank:
-            layers = layers_of_stage(number, n_stages, model.config.n_layers)
+            layers = layers_of_stage(number, len(ranks), model.config.n_layers)
             own.append(Stage(model, layers, positions, number))
     keep_stages(model, [stage.layers for stage in own])
+    return own
+
+
+def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Callable:
+    """Use `torch.distributed.pipelining` with PyTorch's counterpart of `--schedule`."""
+    device, dtype = choose_device(config)
+    group = mesh["pp"]
+    own = own_stages(config, model, group, device)
     materialize(model, config.seed, device, dtype)
-    loss = model.loss
+    loss_of = model.loss
     model.loss = logits_alone
-    stages = []
-    for stage in own:
-        stages.append(
-            PipelineStage(TorchStage(stage), stage.number, n_stages, device, group=group.handle)
-        )
-    kind = getattr(schedules, f"Schedule{TORCH_SCHEDULES[config.schedule]}")
+    stages = [torch_stage(stage, len(own) * group.size, device, group) for stage in own]
+    kind = getattr(schedules, TORCH_SCHEDULES[config.schedule])
     single = issubclass(kind, schedules.PipelineScheduleSingle)
-    scale = [torch.ones(())]
+    scale = torch.ones((), device=device)  # the number of targets of the present step
     schedule = kind(
         stages[0] if single else stages,
-        m,
-        loss_fn=lambda logits, targets: loss(logits, targets) / scale[0],
+        config.global_batch_size // config.micro_batch_size,
+        loss_fn=lambda logits, targets: loss_of(logits, targets) / scale,
         scale_grads=False,
     )
 
-    def backward(xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
-        scale[0] = n_targets
+    def backward(xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+        scale.copy_(n_targets)
         losses: list[Tensor] = []
         inputs = [torch.cat(xs)] if own[0].is_first else []
         target = torch.cat(ys) if own[-1].is_last else None
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         total = torch.zeros((), device=device)
         for micro_loss in losses:
-            total = total + micro_loss.detach()
+            total += micro_loss.detach()
         return total
 
-    return model, backward
+    return backward
 
 
 def logits_alone(logits: Tensor, targets: Tensor) -> Tensor:
     """Takes the place of the model's loss, which PyTorch's schedule computes itself."""
     return logits
-
-
-ddp = partial(train, build_ddp, "dp")
-fsdp = partial(train, build_fsdp, "dp")
-dtensor = partial(train, build_dtensor, "tp")
-pipelining = partial(train, build_pipelining, "pp")

@@ -3,20 +3,20 @@
     python -m extras.bench plan
 
 published/README.md describes the files. The first letter of a row's id is the row's source. The
-planner has recipes for the trainers of sources S and K (both Megatron) and for vTrain's. All other
-rows are predicted for the course's trainer with balanced stages, so their errors also contain how
-two trainers differ. Memory is always predicted for the course's trainer.
+planner has recipes for the trainers of sources S and K (both Megatron) and for vTrain's (V). All
+other rows are predicted for the course's trainer with balanced stages, so their errors also contain
+how two trainers differ. Memory is always predicted for the course's trainer.
 """
 
 import csv
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from common.flags import parse
+from common import UserError
 from extras.plan.gpus import GIB, GPUS, Gpu
 from extras.plan.layouts import Layout
 from extras.plan.memory import held, total_weights
@@ -29,20 +29,29 @@ from extras.plan.tables import table
 RECIPES = {
     "S": Recipe("megatron-2021", library=0.92),
     "K": Recipe("megatron-2022", overlap_tp=True),
+    "V": Recipe("vtrain"),
 }
-VTRAIN = Recipe("vtrain")
 OTHERS = COURSE._replace(name="others", balanced=True)
 PUBLISHED = Path(__file__).parent / "published"
-KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
 CHIPS = {
     "A100-80": "a100-80",
+    "A100-80-half": "a100-80-half",
     "H100": "h100-80",
     "H100-80": "h100-80",
     "H100-96-500W": "h100-96-500w",
     "B200": "b200",
 }
-TIMES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu")  # a run has one of these
-FIGURES = (*TIMES, "mem_gib")
+VTRAIN = {  # column of rows.csv -> of vtrain_multi_node.csv
+    "hidden": "hidden size",
+    "layers": "# layers",
+    "heads": "attention heads",
+    "seq": "sequence length",
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "dp": "data parallelism",
+    "mbs": "micro batch",
+    "gbs": "global batch",
+}
 DEEPSEEK = dict(  # sizes that the row of DeepSeek-V3 lacks
     ffn_dim=18432,
     vocab_size=129280,
@@ -58,11 +67,6 @@ too small: the allocator's fragments;
 too slow: kernels that hide a message behind a matmul's tiles, caches."""
 
 
-@dataclass
-class Config:
-    """This measurement has no flags."""
-
-
 class Case(NamedTuple):
     """One published run."""
 
@@ -71,7 +75,8 @@ class Case(NamedTuple):
     layout: Layout
     gpu: Gpu
     recipe: Recipe
-    published: dict[str, float]
+    seconds: float  # of a step, as published
+    memory: float | None  # GiB; None: not given
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -80,11 +85,20 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def vtrain_rows() -> list[dict[str, str]]:
+    """The lines of vtrain_multi_node.csv with the columns of rows.csv. They are counted from V1."""
+    rows = []
+    for number, given in enumerate(rows_of("vtrain_multi_node.csv"), 1):
+        row = {column: given[name] for column, name in VTRAIN.items()}
+        row |= dict(id=f"V{number}", vocab="50257", gpu="A100-80-half", recompute="full", zero="0")
+        rows.append(row | dict(step_s=float(given["iteration time (ms)"]) / 1e3))
+    return rows
+
+
 def shape_of_row(row: dict[str, str]) -> Shape:
     """The shape of a row's model."""
-    dim, n_layers, n_heads, seq_len = (
-        int(row[name]) for name in ("hidden", "layers", "heads", "seq")
-    )
+    names = ("hidden", "layers", "heads", "seq")
+    dim, n_layers, n_heads, seq_len = (int(row[name]) for name in names)
     if row["id"][0] in RECIPES:
         return gpt(dim, n_layers, n_heads, int(row["vocab"]), seq_len)
     if row["model"].startswith("DeepSeek"):
@@ -94,11 +108,9 @@ def shape_of_row(row: dict[str, str]) -> Shape:
 
 
 def layout_of_row(row: dict[str, str]) -> Layout:
-    """The layout of a row. SP is on, but not in Megatron's rows."""
-    names = ("pp", "cp", "tp", "ep", "zero", "mbs", "vp")
-    pp, cp, tp, ep, zero, size, chunks = (int(row[name] or 1) for name in names)
-    dp = int(row["dp"])
-    batch = int(row["gbs"])
+    """The layout of a row. SP is on, but not in rows of Megatron and vTrain."""
+    names = ("pp", "cp", "tp", "ep", "zero", "mbs", "vp", "dp", "gbs")
+    pp, cp, tp, ep, zero, size, chunks, dp, batch = (int(row.get(name) or 1) for name in names)
     whole = batch // dp // size % pp == 0  # an interleaved schedule needs this
     return Layout(
         pp=pp,
@@ -116,52 +128,44 @@ def layout_of_row(row: dict[str, str]) -> Layout:
     )
 
 
-def read_rows() -> list[Case]:
-    """The runs of rows.csv."""
-    cases = []
-    for row in rows_of("rows.csv"):
-        published = {figure: float(row[figure]) for figure in FIGURES if row[figure]}
-        m = shape_of_row(row)
-        layout = layout_of_row(row)
-        gpu = GPUS[CHIPS[row["gpu"]]]
-        if not row["recompute"] and held(m, layout).total > gpu.memory:
-            layout = replace(layout, recompute="full")  # not said, but else the run does not fit
-        recipe = RECIPES.get(row["id"][0], OTHERS)
-        cases.append(Case(row["id"], m, layout, gpu, recipe, published))
-    return cases
+def published_seconds(row: dict[str, str], m: Shape, x: Layout, gpu: Gpu) -> float:
+    """The time of a row's step; it follows from a rate, if the source gives one instead."""
+    if row["step_s"]:
+        return float(row["step_s"])
+    tokens = x.global_batch_size * m.seq_len / x.world  # of a GPU
+    flops = counted_flops(row["id"][0], m) * tokens
+    if row["tflops_gpu"]:
+        return flops / float(row["tflops_gpu"]) / 1e12
+    if row["mfu_pct"]:
+        return flops / float(row["mfu_pct"]) * 100 / gpu.flops
+    return tokens / float(row["tok_s_gpu"])
 
 
-def read_vtrain() -> list[Case]:
-    """The runs of vtrain_multi_node.csv. A run's id is the number of its line below the header."""
-    cases = []
-    for line, row in enumerate(rows_of("vtrain_multi_node.csv"), 1):
-        layout = Layout(
-            pp=int(row["pipeline parallelism"]),
-            tp=int(row["tensor parallelism"]),
-            dp=int(row["data parallelism"]),
-            zero=0,
-            micro_batch_size=int(row["micro batch"]),
-            global_batch_size=int(row["global batch"]),
-            recompute="full",
-            sp=False,
-        )
-        names = ("hidden size", "# layers", "attention heads")
-        dim, n_layers, n_heads = (int(row[name]) for name in names)
-        m = gpt(dim, n_layers, n_heads, 50257, int(row["sequence length"]))
-        published = dict(step_s=float(row["iteration time (ms)"]) / 1e3)
-        cases.append(Case(str(line), m, layout, GPUS["a100-80-half"], VTRAIN, published))
-    return cases
+def read_case(row: dict[str, str]) -> Case:
+    """The run of a row."""
+    m = shape_of_row(row)
+    x = layout_of_row(row)
+    gpu = GPUS[CHIPS[row["gpu"]]]
+    if not row["recompute"] and held(m, x).total > gpu.memory:
+        x = replace(x, recompute="full")  # not said, but else the run does not fit
+    recipe = RECIPES.get(row["id"][0], OTHERS)
+    seconds = published_seconds(row, m, x, gpu)
+    memory = row.get("mem_gib")
+    return Case(row["id"], m, x, gpu, recipe, seconds, float(memory) if memory else None)
 
 
-def counted_flops(case: Case) -> float:
-    """FLOPs of a token, as its source counts them.
+def read_cases() -> list[Case]:
+    """All published runs."""
+    return [read_case(row) for row in rows_of("rows.csv") + vtrain_rows()]
+
+
+def counted_flops(letter: str, m: Shape) -> float:
+    """FLOPs of a token, as a source counts them.
 
     Narayanan adds recomputation: 96 B s l h^2 (1 + s / 6h + V / 16 l h), section 5.1. The others do
     not, and count 12 s l h for attention (Chowdhery et al. 2022, appendix B); Llama 3 and NeMo omit
     masked scores, which is half of it.
     """
-    m = case.shape
-    letter = case.id[0]
     if letter == "S":
         extra = m.seq_len / 6 / m.dim + m.vocab_size / 16 / m.n_layers / m.dim
         return 96 * m.n_layers * m.dim**2 * (1 + extra)
@@ -169,93 +173,58 @@ def counted_flops(case: Case) -> float:
     return flops_per_token(m) + (masked - 7) * m.n_layers * m.seq_len * m.dim
 
 
-def predict(case: Case) -> dict[str, float]:
-    """The five figures that the planner predicts for a run."""
-    seconds = step_seconds(case.shape, case.layout, case.gpu, case.recipe).step
-    tokens = case.layout.global_batch_size * case.shape.seq_len / case.layout.world / seconds
-    rate = counted_flops(case) * tokens
-    return dict(
-        step_s=seconds,
-        tflops_gpu=rate / 1e12,
-        mfu_pct=100 * rate / case.gpu.flops,
-        tok_s_gpu=tokens,
-        mem_gib=held(case.shape, case.layout).total / GIB,
-    )
+def predict(case: Case) -> float:
+    """The seconds of a step that the planner predicts for a run."""
+    return step_seconds(case.shape, case.layout, case.gpu, case.recipe).step
 
 
-def error(case: Case, predicted: dict[str, float], name: str) -> float:
-    """The relative error of a figure. For a rate, it is the error of the inverse, a time."""
-    ratio = predicted[name] / case.published[name]
-    return (ratio if name in ("step_s", "mem_gib") else 1 / ratio) - 1
+def error(case: Case) -> float:
+    """The relative error of the predicted time."""
+    return predict(case) / case.seconds - 1
 
 
-def time_figure(case: Case) -> str:
-    """The published figure by which the time of a run is judged."""
-    return next(name for name in TIMES if name in case.published)
-
-
-def regret(published: list[float], predicted: list[float]) -> float:
+def regret(group: list[Case]) -> float:
     """How much longer the layout with the least predicted time took than the fastest one."""
-    return published[predicted.index(min(predicted))] / min(published) - 1
+    return min(group, key=predict).seconds / min(case.seconds for case in group) - 1
 
 
 def groups_of(cases: list[Case]) -> dict[str, list[Case]]:
-    """Runs grouped by model, number of GPUs and batch."""
+    """Runs grouped by trainer, and vTrain's also by model, number of GPUs and batch."""
     groups = defaultdict(list)
     for case in cases:
-        weights = f"{total_weights(case.shape) / 1e9:.1f}e9 weights"
-        x = case.layout
-        groups[f"{weights}, {x.world} GPUs, batch {x.global_batch_size}"].append(case)
+        groups[case.recipe.name].append(case)
+        if case.id[0] == "V":
+            x = case.layout
+            weights = f"{total_weights(case.shape) / 1e9:.1f}e9 weights"
+            groups[f"{weights}, {x.world} GPUs, batch {x.global_batch_size}"].append(case)
     return groups
 
 
-def runs_table(predictions: list[tuple[Case, dict[str, float]]]) -> str:
+def runs_table(cases: list[Case]) -> str:
     """A line for each run."""
-    header = "id|as if by|figure|published|predicted|time|memory, GiB|error"
-    rows = [header.split("|")]
-    for case, predicted in predictions:
-        name = time_figure(case)
-        row = [case.id, case.recipe.name, name]
-        row += [f"{case.published[name]:.4g}", f"{predicted[name]:.4g}"]
-        row += [f"{error(case, predicted, name):+.1%}", f"{predicted['mem_gib']:.1f}"]
-        known = "mem_gib" in case.published
-        rows.append([*row, f"{error(case, predicted, 'mem_gib'):+.1%}" if known else ""])
+    rows = [["id", "as if by", "published, s", "predicted", "error", "memory, GiB", "error"]]
+    for case in cases:
+        memory = held(case.shape, case.layout).total / GIB
+        row = [case.id, case.recipe.name, f"{case.seconds:.4g}", f"{predict(case):.4g}"]
+        row += [f"{error(case):+.1%}", f"{memory:.1f}"]
+        rows.append([*row, f"{memory / case.memory - 1:+.1%}" if case.memory else ""])
     return table(rows)
 
 
-def errors_table(predictions: list[tuple[Case, dict[str, float]]]) -> str:
-    """The errors of the times, by source."""
-    errors = defaultdict(list)
-    for case, predicted in predictions:
-        kind = KINDS.get(case.recipe.name, "time, other software")
-        errors[kind].append(error(case, predicted, time_figure(case)))
-    errors["time, S and K"] = errors["time, S"] + errors["time, K"]
-    rows = [["errors of", "runs", "mean", "worst", "bias"]]
-    for name, values in errors.items():
-        mean = np.mean(np.abs(values))
-        worst = max(values, key=abs)
-        bias = np.mean(values)
-        rows.append([name, str(len(values)), f"{mean:.1%}", f"{worst:+.1%}", f"{bias:+.1%}"])
-    return table(rows)
-
-
-def choices_table(cases: list[Case]) -> str:
-    """How well the planner chooses among the layouts of each group."""
-    rows = [["vTrain group", "layouts", "mean error", "regret"]]
+def groups_table(cases: list[Case]) -> str:
+    """The errors of the times by group, and how well the planner chooses among vTrain's layouts."""
+    rows = [["runs", "number", "mean error", "worst", "regret"]]
     for name, group in groups_of(cases).items():
-        published = [case.published["step_s"] for case in group]
-        predicted = [predict(case)["step_s"] for case in group]
-        mean = np.mean(np.abs(np.array(predicted) / np.array(published) - 1))
-        slower = regret(published, predicted)
-        rows.append([name, str(len(group)), f"{mean:.1%}", f"{slower:.1%}"])
+        errors = [error(case) for case in group]
+        row = [name, str(len(group)), f"{np.mean(np.abs(errors)):.1%}"]
+        row.append(f"{max(errors, key=abs):+.1%}")
+        rows.append([*row, f"{regret(group):.1%}" if "weights" in name else ""])
     return table(rows)
 
 
 def main(_name: str, argv: list[str]):
-    """Print a line for each run, the errors, the choices, and what is not modelled."""
-    parse(Config, argv)
-    lines = read_vtrain()
-    predictions = [(case, predict(case)) for case in read_rows() + lines]
-    print(f"{runs_table(predictions)}\n")
-    print("(time: error of the step's time, also where the source gives a rate)\n")
-    print(errors_table(predictions), choices_table(lines), LEFT_OUT, sep="\n\n")
+    """Print a line for each run and each group of runs, and what is not modelled."""
+    if argv:
+        raise UserError(f"{argv[0]}: this measurement has no flags")
+    cases = read_cases()
+    print(runs_table(cases), groups_table(cases), LEFT_OUT, sep="\n\n")

@@ -5,7 +5,6 @@ over how many nodes the ranks of each dimension are spread. As in the course's m
 counted with tp innermost, then cp, dp and pp.
 """
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -16,17 +15,17 @@ import numpy as np
 
 from common import UserError
 from common.flags import AT_LEAST_2, flag, parse
-from common.schedules import Action, afab, interleaved, one_f_one_b
+from common.schedules import interleaved, one_f_one_b
 from extras.plan.gpus import NODE
 from extras.plan.shapes import Shape, divisors
 
-ORDERS = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved}  # of the course
+ORDERS = {"1f1b": one_f_one_b, "interleaved": interleaved}  # of the course
 # Selective recomputation keeps matrix products and attention.
-RECOMPUTE = ("none", "selective", "full", "logits", "selective,logits", "full,logits")
+RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Layout:
+class Flags:
     """The flags of step 7 that decide memory and time, with the defaults of step 7."""
 
     pp: int = flag(1, "ranks that share the layers")
@@ -40,7 +39,13 @@ class Layout:
     chunks: int = flag(2, "stages on each rank", needs={"schedule": ["interleaved"]})
     recompute: str = flag("none", "what backward computes again", RECOMPUTE)
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
-    dp: int = flag(1, "ranks with different sequences: all that the other sizes leave")
+
+
+@dataclass(frozen=True)
+class Layout(Flags):
+    """Flags, and what follows from them and the number of GPUs."""
+
+    dp: int = 1  # ranks with different sequences: all that the other sizes leave
 
     @property
     def world(self) -> int:
@@ -57,28 +62,12 @@ class Layout:
         """The number of stages on each pipeline rank (v)."""
         return self.chunks if self.schedule == "interleaved" and self.pp > 1 else 1
 
-    @property
-    def layer_recompute(self) -> str:
-        """What is computed again of a layer: "none", "selective" or "full"."""
-        parts = self.recompute.split(",")
-        return next((part for part in parts if part in ("selective", "full")), "none")
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether the logits are computed chunk by chunk, and again in backward."""
-        return "logits" in self.recompute
-
-    def only(self, *names: str) -> "Layout":
-        """A layout that has only these fields; the others have their defaults. It serves caches."""
-        return Layout(**{name: getattr(self, name) for name in names})
-
     def flags(self) -> str:
         """The flags that differ from the defaults of step 7 (without experts, of step 6)."""
         words = []
-        for field in fields(self)[:-1]:  # without dp, which follows from the others
+        for field in fields(Flags):
             value = getattr(self, field.name)
-            unused = field.name == "chunks" and self.stages == 1
-            if value != field.default and not unused:
+            if value != field.default:
                 name = field.name.replace("_", "-")
                 words.append("--no-sp" if field.name == "sp" else f"--{name} {value}")
         return " ".join(words)
@@ -113,38 +102,32 @@ def network(x: Layout, dim: str) -> Network:
     return Network(ranks, max(1, min(ranks, NODE // stride)))
 
 
-def rank_stages(m: Shape, x: Layout, rank: int) -> dict[int, range]:
-    """A pipeline rank's stages: {number of the stage: its layers}, cut as in step 6."""
-    n_stages = x.pp * x.stages
+def rank_stages(m: Shape, p: int, v: int, rank: int) -> dict[int, range]:
+    """A rank's stages, of v on each of p: {number of the stage: its layers}, cut as in step 6."""
+    n_stages = p * v
     stages = {}
-    for stage in range(rank, n_stages, x.pp):
+    for stage in range(rank, n_stages, p):
         bounds = [m.n_layers * n // n_stages for n in (stage, stage + 1)]
         stages[stage] = range(*bounds)
     return stages
 
 
 @lru_cache(maxsize=100_000)
-def rank_counts(m: Shape, x: Layout) -> np.ndarray:
-    """What each pipeline rank has, [pp, 4]: dense layers, layers with experts, head, embedding."""
+def rank_counts(m: Shape, p: int, v: int) -> np.ndarray:
+    """What each of p ranks with v stages has, [p, 4]: dense layers, layers with experts, head,
+    embedding.
+    """
     counts = []
-    for rank in range(x.pp):
-        layers = [n for stage in rank_stages(m, x, rank).values() for n in stage]
+    for rank in range(p):
+        layers = [n for stage in rank_stages(m, p, v, rank).values() for n in stage]
         experts = sum(m.has_experts(n) for n in layers)
         counts.append([len(layers) - experts, experts, m.n_layers - 1 in layers, 0 in layers])
     return np.array(counts)
 
 
-@lru_cache(maxsize=4096)
-def actions_of(schedule: str, p: int, n: int, v: int, rank: int) -> list[Action]:
-    """A rank's list of actions, for n micro-batches and v stages on each of p ranks."""
-    return ORDERS[schedule](p, n, v, rank)
-
-
-def broken_rules(m: Shape, x: Layout) -> Iterator[str]:
+def broken_size_rules(m: Shape, x: Layout) -> Iterator[str]:
     """Yield a message for each rule that the sizes of a layout break."""
     tokens = m.seq_len // x.cp  # of a sequence, on a rank
-    if x.global_batch_size % x.dp:
-        yield f"--global-batch-size {x.global_batch_size} must be a multiple of {x.dp} ranks of dp"
     if m.n_kv_heads % x.tp and (x.tp % m.n_kv_heads or m.n_heads % x.tp):
         yield f"--tp {x.tp} must divide {m.n_heads} heads, and fit {m.n_kv_heads} key/value heads"
     if x.cp > 1 and m.seq_len % (2 * x.cp):
@@ -153,12 +136,20 @@ def broken_rules(m: Shape, x: Layout) -> Iterator[str]:
         yield f"--tp {x.tp} must divide a rank's {tokens} tokens, or use --no-sp"
     if m.n_layers < x.pp * x.stages:
         yield f"--pp {x.pp}: {m.n_layers} layers for {x.pp * x.stages} stages: lower pp or chunks"
+    if x.zero > 3:
+        yield f"--zero {x.zero}: the stages are 0, 1, 2 and 3"
+    if x.ep > 1 and not m.experts:
+        yield f"--ep {x.ep}: the model has no experts; give --experts"
+
+
+def broken_batch_rules(x: Layout) -> Iterator[str]:
+    """Yield a message for each rule about the batch that a layout breaks."""
+    if x.global_batch_size % x.dp:
+        yield f"--global-batch-size {x.global_batch_size} must be a multiple of {x.dp} ranks of dp"
     if x.stages > 1 and x.micro_batches % x.pp:
         yield f"--schedule interleaved: --pp {x.pp} must divide the {x.micro_batches} micro-batches"
-    if m.experts:
-        yield from broken_expert_rules(m, x)
-    elif x.ep > 1:
-        yield f"--ep {x.ep}: the model has no experts; give --experts"
+    if x.global_batch_size // x.dp % x.micro_batch_size:  # equal ones are timed
+        yield f"--micro-batch-size {x.micro_batch_size} must divide the sequences of a rank"
 
 
 def broken_expert_rules(m: Shape, x: Layout) -> Iterator[str]:
@@ -176,7 +167,10 @@ def broken_expert_rules(m: Shape, x: Layout) -> Iterator[str]:
 
 def illegal(m: Shape, x: Layout) -> str:
     """Why a layout's sizes do not fit the model or one another; "" if they do."""
-    return next(broken_rules(m, x), "")
+    broken = [*broken_size_rules(m, x), *broken_batch_rules(x)]
+    if m.experts:
+        broken += broken_expert_rules(m, x)
+    return broken[0] if broken else ""
 
 
 def read_layout(text: str, m: Shape, world: int, batch: int = 0) -> Layout:
@@ -184,19 +178,13 @@ def read_layout(text: str, m: Shape, world: int, batch: int = 0) -> Layout:
 
     `batch`: the global batch size if the flags do not give it.
     """
-    x = parse(Layout, shlex.split(text))
-    inner = x.pp * x.cp * x.tp
-    dp = world // inner
+    given = parse(Flags, text.split())
+    inner = given.pp * given.cp * given.tp
     if world % inner:
         raise UserError(f"pp x cp x tp = {inner} does not divide --gpus {world}: change one")
-    if x.dp not in (1, dp):
-        raise UserError(f"--dp is what is left of --gpus {world}, {dp}; leave it out")
-    if x.zero > 3:
-        raise UserError(f"--zero {x.zero}: the stages are 0, 1, 2 and 3")
-    x = replace(x, dp=dp, global_batch_size=x.global_batch_size or batch)
+    x = Layout(**vars(given), dp=world // inner)
+    x = replace(x, global_batch_size=x.global_batch_size or batch)
     reason = illegal(m, x)
-    if not reason and x.global_batch_size // dp % x.micro_batch_size:  # equal ones are timed
-        reason = f"--micro-batch-size {x.micro_batch_size} must divide the sequences of a rank"
     if reason:
         raise UserError(reason)
     return x
@@ -222,8 +210,7 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 def variants(m: Shape, mesh: Layout) -> list[Layout]:
     """All layouts to try on a mesh: they differ in the schedule, --chunks and the stage of ZeRO.
 
-    AFAB takes as long as 1F1B and needs more memory, so it is not tried. Nor is ZeRO if there are
-    no ranks to shard over.
+    ZeRO is not tried if there are no ranks to shard over.
     """
     zeros = [0] if mesh.dp * mesh.cp == 1 else [0, 1, 2, 3]
     orders = [mesh]

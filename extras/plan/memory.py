@@ -17,8 +17,6 @@ While activations wait, the temporary bytes are the largest of `loss`, `head` an
     loss        3 w T V for logits, their logarithms and their gradient (the logarithms wait for B)
     head        (e + w + Z) N for its gradient: as autograd makes it, in fp32, and in ZeRO's buffer.
                 What head and loss have kept is free by then, and is subtracted
-    in chunks   (--recompute logits) w N for the sum of the chunks' gradients, and the larger of
-                3 w C V for a chunk of C tokens, and 2 w N for its gradient and the new sum
     layer       Z U, and the larger of 3 e T f + e T h for gradients of activations, with the
                 activations that are recomputed, and (e + w) M for a weight's largest gradient
 
@@ -29,19 +27,15 @@ While activations wait, the temporary bytes are the largest of `loss`, `head` an
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from extras.plan.gpus import COMMUNICATOR, CONTEXT
-from extras.plan.layouts import Layout, actions_of, network, rank_counts, rank_stages
+from extras.plan.layouts import ORDERS, Layout, network, rank_counts, rank_stages
 from extras.plan.shapes import Shape, layer_weights
-from extras.techniques.logits_in_chunks import CHUNKS
 
-STAGES = ("pp", "schedule", "chunks")  # the flags that decide what a pipeline rank has
 NARROW = 2  # bytes of a number
 WIDE = 4  # bytes of a number that is accumulated
 
@@ -123,31 +117,28 @@ def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
 
 
 def end_bytes(p: MicroBatch) -> float:
-    """Bytes that norm, head and loss keep: the inputs of norm and head, and all logarithms.
-
-    Logits in chunks keep no logarithms.
-    """
-    kept = norm_bytes(p) + p.tokens * p.m.dim * NARROW
-    return kept if p.x.in_chunks else kept + p.rows * p.tokens * WIDE
+    """Bytes that norm, head and loss keep: the inputs of norm and head, and all logarithms."""
+    return norm_bytes(p) + p.tokens * p.m.dim * NARROW + p.rows * p.tokens * WIDE
 
 
 def stage_bytes(p: MicroBatch, layers: Iterable[int]) -> float:
     """Bytes that a stage keeps of a micro-batch, from its F to its B."""
-    each = [layer_bytes(p, experts, p.x.layer_recompute) for experts in (False, True)]
+    each = [layer_bytes(p, experts, p.x.recompute) for experts in (False, True)]
     kept = sum(each[p.m.has_experts(n)] for n in layers)
     return kept + end_bytes(p) if p.m.n_layers - 1 in layers else kept
 
 
-@lru_cache(maxsize=100_000)
 def waiting_bytes(m: Shape, x: Layout, rank: int) -> float:
     """The most bytes of activations that wait at the same time on a pipeline rank."""
     p = micro_batch(m, x)
-    kept = {stage: stage_bytes(p, layers) for stage, layers in rank_stages(m, x, rank).items()}
+    kept = {
+        stage: stage_bytes(p, layers)
+        for stage, layers in rank_stages(m, x.pp, x.stages, rank).items()
+    }
     n = x.micro_batches
-    if x.schedule != "afab":  # the warm-up ends within two rounds; more need no more memory
-        n = min(n, 2 * x.pp + n % x.pp)
+    n = min(n, 2 * x.pp + n % x.pp)  # the warm-up ends within two rounds; more need no more memory
     changes = []
-    for action in actions_of(x.schedule, x.pp, n, x.stages, rank):
+    for action in ORDERS[x.schedule](x.pp, n, x.stages, rank):
         changes.append(kept[action.stage] if action.kind == "F" else -kept[action.stage])
     return max(accumulate(changes))
 
@@ -157,7 +148,7 @@ def rank_weights(m: Shape, x: Layout) -> list[list[float]]:
     layers = [layer_weights(m, experts, x.tp, x.ep) for experts in (False, True)]
     matrix = -(-m.vocab_size // x.tp) * m.dim
     head = m.dim if m.tied else m.dim + matrix
-    weights = rank_counts(m, x.only(*STAGES)) @ np.array([*layers, (head, 0), (matrix, 0)])
+    weights = rank_counts(m, x.pp, x.stages) @ np.array([*layers, (head, 0), (matrix, 0)])
     if m.tied and x.pp > 1:
         weights[-1, 0] += matrix  # the first rank and the last one have a copy each
     return weights.tolist()
@@ -184,11 +175,9 @@ def state_bytes(m: Shape, x: Layout, rank: int) -> tuple[float, float, float]:
 
 
 def head_temporary(p: MicroBatch) -> float:
-    """Temporary bytes of head and loss: `loss`, `head` and `in chunks` of this file's table."""
+    """Temporary bytes of head and loss: `loss` and `head` of this file's table."""
     matrix = p.rows * p.m.dim
     logits = WIDE * p.rows * p.tokens
-    if p.x.in_chunks:
-        return WIDE * matrix + max(3 * logits / CHUNKS, 2 * WIDE * matrix)
     gradient = (NARROW + WIDE + WIDE * (p.x.zero >= 2)) * matrix
     return max(2 * logits, gradient - end_bytes(p))
 
@@ -206,7 +195,7 @@ def layer_temporary(p: MicroBatch, experts: bool) -> float:
     else:
         largest = m.dim * max(m.dim, m.ffn_dim) / x.tp
         gradients = p.tokens * m.dim + p.share * 3 * m.ffn_dim
-    again = layer_bytes(p, experts, "none") - layer_bytes(p, experts, x.layer_recompute)
+    again = layer_bytes(p, experts, "none") - layer_bytes(p, experts, x.recompute)
     unit = WIDE * (x.zero >= 2) * max(layer_weights(m, experts, x.tp, x.ep))
     return unit + max(again + NARROW * gradients, (NARROW + WIDE) * largest)
 
@@ -215,7 +204,7 @@ def rank_temporary(p: MicroBatch, rank: int, waiting: float) -> float:
     """Temporary bytes of a pipeline rank, on which `waiting` bytes of activations may wait."""
     m = p.m
     x = p.x
-    *layers, last, first = rank_counts(m, x.only(*STAGES))[rank].tolist()
+    *layers, last, first = rank_counts(m, x.pp, x.stages)[rank].tolist()
     kinds = [experts for experts in (False, True) if layers[experts]]
     rest, experts = max((layer_weights(m, kind, x.tp, x.ep) for kind in kinds), key=sum)
     matrix = p.rows * m.dim
@@ -234,7 +223,7 @@ def rank_temporary(p: MicroBatch, rank: int, waiting: float) -> float:
 def rank_bytes(m: Shape, x: Layout, rank: int) -> Held:
     """The most bytes that a pipeline rank holds in a step, by kind."""
     state = state_bytes(m, x, rank)
-    waiting = waiting_bytes(m, replace(x, zero=0), rank)
+    waiting = waiting_bytes(m, x, rank)
     temporary = rank_temporary(micro_batch(m, x), rank, waiting)
     # The update comes when nothing waits, and needs a third of the optimizer's bytes
     if x.zero == 1:

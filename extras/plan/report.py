@@ -1,11 +1,11 @@
 """Writes the planner's report: the best layouts, and the laws."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import ceil
 
 from extras.plan.gpus import GIB, GPUS, NODE, ROOM, Gpu
-from extras.plan.layouts import Layout, network
-from extras.plan.memory import WIDE, held, rank_weights, state_bytes, total_weights
+from extras.plan.layouts import RECOMPUTE, Layout
+from extras.plan.memory import layer_bytes, micro_batch, total_weights
 from extras.plan.search import Plan, fits
 from extras.plan.shapes import GPTS, Experts, Shape, flops_per_token
 from extras.plan.tables import table
@@ -15,11 +15,11 @@ LAWS = """\
 What decides. N weights; n ranks of a dimension; a rank computes m micro-batches of b sequences of
 s tokens, h wide, and v stages of a pipeline:
     state        18 N bytes = {state:,.1f} GiB need {least} of these GPUs, or more. Of each weight
-                 on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes (steps 1
-                 and 3), here at most {zeros} GiB. n = {shards} ranks of dp x cp
+                 on a rank, ZeRO 0 to 3 leave 18, 6 + 12 / n, 2 + 16 / n or 18 / n bytes, where
+                 n = dp x cp = {x.dp} x {x.cp} (steps 1 and 3)
     activations  grow with b s. All layers keep {none:,.1f} GiB of a sequence; with --recompute
-                 selective {selective:,.1f}; with full {full:,.1f}, for a quarter more FLOPs
-                 (step 1)
+                 selective {selective:,.1f}; with full {full:,.1f}, \
+for a quarter more FLOPs (step 1)
     batch        {x.global_batch_size:,} sequences = dp b m = \
 {x.dp} x {x.micro_batch_size} x {x.micro_batches}. If there are more GPUs
                  than sequences, several must share a sequence or the model
@@ -31,25 +31,25 @@ s tokens, h wide, and v stages of a pipeline:
     pp           sends only b s h numbers at a boundary, so it may cross nodes. But a rank is idle
                  for (n-1)/(v m + n-1) of the time, here {idle:.1%} (step 6)
     dp           sums gradients of 4 bytes while backward computes (step 2). If they are summed once
-                 a step, a rank sends 2 (n-1)/n of its own, here at most {sent:,.1f} GB"""
+                 a step, a rank sends 2 (n-1)/n of its own"""
 EXPERTS = """
-    ep           a token's row goes to K = {m.experts_per_token} of {m.experts} experts and comes
-                 back, and so do its gradients: 4 (n-1)/n K b s h numbers a layer. For the experts'
-                 state and gradients, n = {expert_shards} ranks of dp x cp x tp / ep (step 7)"""
+    ep           a token's row goes to K = {m.experts_per_token} of {m.experts} experts and comes \
+back, and so do its
+                 gradients: 4 (n-1)/n K b s h numbers a layer. For the experts' state and
+                 gradients, n = dp x cp x tp / ep (step 7)"""
 REPORT = """\
 {name} on {x.world:,} {gpu_name}: sequences of {m.seq_len:,} tokens, {x.global_batch_size:,} a step
 
 {table}
 
-Layout 1, seconds of a step (of messages, those that nothing hides):
+The first one's seconds of a step (of messages, those that nothing hides):
     {seconds}
-Layout 1, GiB of the fullest GPU:
+The first one's GiB of the fullest GPU:
     {memory}
 
 {laws}
 {days}
-{verdict}: {total:.1f} GiB of {size:.1f} GiB on the fullest GPU, {plan.seconds.step:.2f} s a step, \
-{rate:.0f} tokens/s of a GPU, MFU {mfu:.0%}.
+{verdict}: {total:.1f} GiB of {size:.1f} GiB on the fullest GPU.
 {launch}"""
 
 
@@ -63,11 +63,10 @@ def rates(m: Shape, plan: Plan, gpu: Gpu) -> tuple[float, float]:
 def plans_table(m: Shape, plans: list[Plan], gpu: Gpu) -> str:
     """A line for each plan: its flags and its numbers."""
     rows = [["flags", "step, s", "MFU", "tokens/s of a GPU", "GiB"]]
-    for number, plan in enumerate(plans, 1):
+    for plan in plans:
         mfu, tokens = rates(m, plan, gpu)
         numbers = [f"{plan.seconds.step:.3f}", f"{mfu:.1%}", f"{tokens:,.0f}"]
-        flags = f"{number:<3}{plan.layout.flags()}"
-        rows.append([flags, *numbers, f"{plan.held.total / GIB:.1f}"])
+        rows.append([plan.layout.flags(), *numbers, f"{plan.held.total / GIB:.1f}"])
     return table(rows)
 
 
@@ -76,30 +75,15 @@ def parts(values: dict[str, float], unit: float) -> str:
     return ", ".join(f"{name} {part / unit:,.3f}" for name, part in values.items() if part)
 
 
-def sent_bytes(m: Shape, x: Layout) -> float:
-    """The most bytes that a rank sends to sum its gradients once over dp and cp."""
-    totals = []
-    for weights in rank_weights(m, x):
-        sent = 0.0
-        for number, dim in zip(weights, ("shard", "expert shard"), strict=True):
-            n = network(x, dim).ranks
-            sent += 2 * (n - 1) / n * WIDE * number
-        totals.append(sent)
-    return max(totals)
-
-
 def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
     """The laws of the course, with the numbers of this model and layout."""
     x = plan.layout
     weights = total_weights(m)
-    zeros = []
-    for zero in range(4):
-        ranks = [sum(state_bytes(m, replace(x, zero=zero), rank)) for rank in range(x.pp)]
-        zeros.append(f"{max(ranks) / GIB:,.1f}")
+    sequence = micro_batch(m, Layout(micro_batch_size=1))
     kept = {}
-    for kind in ("none", "selective", "full"):
-        alone = Layout(global_batch_size=1, micro_batch_size=1, recompute=f"{kind},logits")
-        kept[kind] = held(m, alone).activations / GIB
+    for kind in RECOMPUTE:
+        each = [layer_bytes(sequence, m.has_experts(n), kind) for n in range(m.n_layers)]
+        kept[kind] = sum(each) / GIB
     text = LAWS + EXPERTS if m.experts else LAWS
     return text.format(
         m=m,
@@ -107,12 +91,8 @@ def laws(m: Shape, plan: Plan, gpu: Gpu) -> str:
         gpu=gpu,
         state=18 * weights / GIB,
         least=ceil(18 * weights / (ROOM * gpu.memory)),
-        shards=network(x, "shard").ranks,
-        expert_shards=network(x, "expert shard").ranks,
-        zeros=", ".join(zeros),
         ring=ceil(2 * m.kv_dim / m.dim * gpu.flops * gpu.matmul / gpu.within),
         idle=(x.pp - 1) / (x.stages * x.micro_batches + x.pp - 1),
-        sent=sent_bytes(m, x) / 1e9,
         **kept,
     )
 
@@ -144,13 +124,11 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
     """The whole report. A launch command is added unless the course cannot train the model."""
     gpu = GPUS[gpu_name]
     plan = plans[0]
-    mfu, rate = rates(m, plan, gpu)
     text = REPORT.format(
         name=name,
         gpu_name=gpu_name,
         m=m,
         x=plan.layout,
-        plan=plan,
         table=plans_table(m, plans, gpu),
         seconds=parts(plan.seconds._asdict(), 1),
         memory=parts(plan.held._asdict(), GIB),
@@ -159,8 +137,6 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
         verdict="So" if fits(plan.held, gpu) else f"It does not fit into {ROOM:.0%} of a GPU",
         total=plan.held.total / GIB,
         size=gpu.memory / GIB,
-        rate=rate,
-        mfu=mfu,
         launch="" if name in GPTS else launch(name, m, plan.layout),
     )
     return text.rstrip()

@@ -65,8 +65,9 @@ def best_plans(m: Shape, world: int, batch: int, gpu: Gpu) -> Iterator[Plan]:
     """Yield the best layout of each mesh, fastest first. Of those with equal numbers, the first."""
     seen = set()
     for plan in search(m, world, batch, gpu):
+        x = plan.layout
         numbers = round(plan.seconds.step, 3), round(plan.held.total / GIB, 1)
-        names = {plan.layout.only("pp", "dp", "cp", "tp", "ep"), numbers}
+        names = {(x.pp, x.dp, x.cp, x.tp, x.ep), numbers}
         if not names & seen:
             yield plan
         seen |= names

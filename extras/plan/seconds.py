@@ -23,6 +23,7 @@ Left out: contention between messages of a pipeline, of neighbouring groups on s
 network of many nodes; NVLink SHARP.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -33,7 +34,6 @@ from extras.plan.gpus import Gpu
 from extras.plan.layouts import Layout, Network, network, rank_counts
 from extras.plan.memory import (
     NARROW,
-    STAGES,
     MicroBatch,
     micro_batch,
     rank_weights,
@@ -220,21 +220,9 @@ def cp_seconds(p: MicroBatch, gpu: Gpu, core: tuple[float, float]) -> float:
     both = NARROW + 4 * cp / max(1, cp - 1)
     ring = collective_seconds(gpu, net, keys * NARROW)
     forward = max(0.0, ring - core[0])
-    again = {"none": 0.0, "selective": ring, "full": forward}[p.x.layer_recompute]
+    again = {"none": 0.0, "selective": ring, "full": forward}[p.x.recompute]
     backward = max(0.0, collective_seconds(gpu, net, keys * both) - core[1])
     return forward + again + backward
-
-
-def recomputed(x: Layout, core: float, passes: float, products: float) -> float:
-    """Seconds of one layer's recomputation.
-
-    `core`, `passes`, `products`: seconds of attention, elementwise passes and matmuls in forward.
-    """
-    return {
-        "none": 0.0,
-        "selective": passes / 2,  # norms, silu, ...
-        "full": core + passes + products,
-    }[x.layer_recompute]
 
 
 def layer_work(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> list[float]:
@@ -244,8 +232,12 @@ def layer_work(p: MicroBatch, gpu: Gpu, recipe: Recipe, experts: bool) -> list[f
     core = attention_seconds(p, gpu, recipe)
     passes = elementwise_seconds(p, gpu, recipe, experts)
     skipped = products[-1] if recipe.stops and not experts else 0.0
-    again = recomputed(p.x, core[0], passes[0], matmul - skipped)
-    repeats = p.x.layer_recompute != "none"
+    again = {
+        "none": 0.0,
+        "selective": passes[0] / 2,  # norms, silu, ...
+        "full": core[0] + passes[0] + matmul - skipped,
+    }[p.x.recompute]
+    repeats = p.x.recompute != "none"
     tp = tp_seconds(p, gpu, recipe, experts, repeats, matmul)
     ep = 0.0
     if experts:  # there and back, in forward and in backward
@@ -261,8 +253,7 @@ def head_work(p: MicroBatch, gpu: Gpu) -> list[float]:
     matmul = matmul_seconds(gpu, p.tokens, p.m.dim, vocab)
     # 16 bits, then fp32: maximum, exponential, sum
     logits = memory_seconds(gpu, 14 * p.tokens * vocab, 5)
-    again = matmul + logits if p.x.in_chunks else 0.0
-    return [3 * matmul + 1.5 * logits, again, 2 * gather_seconds(p, gpu), 0.0, 0.0]
+    return [3 * matmul + 1.5 * logits, 0.0, 2 * gather_seconds(p, gpu), 0.0, 0.0]
 
 
 @lru_cache(maxsize=100_000)
@@ -276,9 +267,10 @@ def works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> np.ndarray:
 
 def rank_works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> np.ndarray:
     """Seconds of one micro-batch on each pipeline rank: [pp, part], as `layer_work` lists them."""
-    cut = x.only("cp", "tp", "ep", "micro_batch_size", "recompute", "sp")
+    # Flags on which the work does not depend have one value, so that the cache finds it again
+    cut = replace(x, pp=1, dp=1, zero=0, global_batch_size=0, schedule="1f1b", chunks=2)
     layer, *others = works(m, cut, gpu, recipe)
-    each = rank_counts(m, x.only(*STAGES))[:, :3] @ [layer, *others]
+    each = rank_counts(m, x.pp, x.stages)[:, :3] @ [layer, *others]
     if recipe.balanced and x.pp > 1:  # each has the same number of layers, or one less
         mean = each.mean(0)
         layers = mean.sum() / layer.sum()
@@ -317,8 +309,6 @@ def bubble_seconds(p: MicroBatch, gpu: Gpu, recipe: Recipe, stage: float) -> flo
 
     Every stage is assumed to take the mean, `stage` seconds.
     """
-    if p.x.pp == 1:
-        return 0.0
     idle = (p.x.pp - 1) * stage
     return idle + messages_waited_for(p.x) * message_seconds(p, gpu, recipe)
 

@@ -63,9 +63,7 @@ def gpt(
 
 
 GPTS = {
-    "gpt3-22b": gpt(6144, 48, 64),
     "gpt3-175b": gpt(12288, 96, 96),
-    "gpt3-530b": gpt(20480, 105, 128),
     "gpt3-1t": gpt(25600, 128, 160),
 }
 NAMES = ", ".join([*PRESETS, *GPTS])

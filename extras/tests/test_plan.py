@@ -3,8 +3,7 @@
 import importlib
 import shlex
 from dataclasses import fields, replace
-from itertools import product
-from types import SimpleNamespace
+from itertools import islice, product
 
 import pytest
 
@@ -13,29 +12,27 @@ from common.flags import parse
 from common.schedules import COSTS, round_robin, simulate
 from extras.__main__ import techniques, with_flags
 from extras.bench import plan as bench
-from extras.plan import memory, report, seconds
+from extras.plan import memory, seconds
 from extras.plan.__main__ import Config, main, plans_of, shape_and_batch
 from extras.plan.gpus import GPUS, ROOM
 from extras.plan.layouts import (
     ORDERS,
     RECOMPUTE,
+    Flags,
     Layout,
     Network,
     meshes,
     network,
-    read_layout,
     variants,
 )
 from extras.plan.memory import layer_bytes, micro_batch, rank_weights
 from extras.plan.search import best_plans, evaluate, search
 from extras.plan.seconds import step_seconds
-from extras.plan.shapes import Shape, divisors, flops_per_token, gpt, named_shape
+from extras.plan.shapes import Experts, Shape, divisors, flops_per_token, gpt, named_shape
 
 H100 = GPUS["h100-80"]
-DENSE = SimpleNamespace()
-LLAMA = named_shape("llama3-8b", DENSE)
+LLAMA = named_shape("llama3-8b", Experts())
 SMALL = Shape(64, 8, 16, 4, 96, vocab_size=64, seq_len=96, experts=4)
-MIXTRAL = named_shape("llama3-8b,vocab_size=32000", SimpleNamespace(experts=8))
 
 
 # Shapes
@@ -46,8 +43,8 @@ def test_numbers_of_weights_are_the_published_ones():
     published = {
         gpt(12288, 96, 96): 175e9,
         LLAMA: 8.03e9,
-        named_shape("llama3-405b", DENSE): 405.8e9,
-        MIXTRAL: 46.7e9,
+        named_shape("llama3-405b", Experts()): 405.8e9,
+        named_shape("llama3-8b,vocab_size=32000", Experts(8)): 46.7e9,
     }
     for m, weights in published.items():
         assert memory.total_weights(m) == pytest.approx(weights, rel=0.01)
@@ -96,19 +93,20 @@ def test_variants_are_all_schedules_and_stages_of_zero():
 # Memory
 
 
-@pytest.mark.parametrize(
-    "recompute, law",
-    [
-        ("none", lambda h, k, f, a: 2 * (6 * h + 2 * k + 4 * f) + 4 * a + 8),
-        ("selective", lambda h, k, f, a: 2 * (5 * h + 2 * k + 2 * f) + 4 * a),
-        ("full", lambda h, k, f, a: 2 * h),
-    ],
-)
-def test_a_layer_keeps_what_the_laws_say(recompute, law):
+def test_a_layer_keeps_what_the_laws_say():
     """Bytes of a token, by the laws of step 1 and of techniques/selective.py."""
+    h = LLAMA.dim
+    k = LLAMA.kv_dim
+    f = LLAMA.ffn_dim
+    scores = 4 * LLAMA.n_heads
+    laws = {
+        "none": 2 * (6 * h + 2 * k + 4 * f) + scores + 8,
+        "selective": 2 * (5 * h + 2 * k + 2 * f) + scores,
+        "full": 2 * h,
+    }
     p = micro_batch(LLAMA, Layout(micro_batch_size=1))
-    expected = law(LLAMA.dim, LLAMA.kv_dim, LLAMA.ffn_dim, LLAMA.n_heads)
-    assert layer_bytes(p, False, recompute) == LLAMA.seq_len * expected
+    for recompute, law in laws.items():
+        assert layer_bytes(p, False, recompute) == LLAMA.seq_len * law
 
 
 @pytest.mark.parametrize("zero, size", list(enumerate([18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8])))
@@ -118,9 +116,9 @@ def test_state_takes_the_bytes_of_zeros_law(zero, size):
     assert sum(memory.state_bytes(LLAMA, x, 0)) == pytest.approx(size * memory.total_weights(LLAMA))
 
 
-@pytest.mark.parametrize("schedule, stages", [("afab", 16), ("1f1b", 3), ("interleaved", 9)])
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 3), ("interleaved", 9)])
 def test_activations_that_wait(schedule, stages):
-    """On rank 1 of 4: all 16 micro-batches; p - 1; with v = 2, (v-1) p + 2 (p-2) and one more."""
+    """On rank 1 of 4: p - 1; with v = 2, (v-1) p + 2 (p-2) and one more (step 6)."""
     x = Layout(pp=4, schedule=schedule, global_batch_size=16, micro_batch_size=1)
     stage = LLAMA.n_layers / 4 / x.stages * layer_bytes(micro_batch(LLAMA, x), False, "none")
     assert memory.waiting_bytes(LLAMA, x, 1) == pytest.approx(stages * stage)
@@ -130,10 +128,10 @@ def test_activations_that_wait(schedule, stages):
 
 
 @pytest.mark.parametrize("message", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("schedule, v", [("afab", 1), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("interleaved", 3)])
 def test_a_pipeline_waits_as_long_as_in_a_simulation(schedule, v, message):
     """The bubble, p - 1 times 3 units, and the messages waited for are all that is lost."""
-    for p, n in (4, 4), (4, 64), (6, 18), (6, 13 if v == 1 else 30):
+    for p, n in (4, 4), (4, 64), (6, 18):
         lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
         whole = simulate(lists, round_robin(p, v), COSTS, message)[-1][0]
         x = Layout(pp=p, schedule=schedule, chunks=v, micro_batch_size=1, global_batch_size=n)
@@ -145,8 +143,6 @@ def test_ranks_are_spread_over_nodes_of_eight():
     """tp 4 x cp 4 x dp 2: tp is inside a node; a ring of cp has 2 of its 4 ranks in each node."""
     x = Layout(tp=4, cp=4, dp=2)
     assert [network(x, dim) for dim in ("tp", "cp", "shard")] == [(4, 4), (4, 2), (8, 2)]
-    assert network(replace(x, tp=12, cp=1), "tp") == (12, 8)
-    assert Network(12, 8).nodes == 2
 
 
 def test_messages_take_the_network_that_they_are_in():
@@ -194,29 +190,23 @@ def test_a_repeated_ring_is_hidden_by_repeated_attention():
 
 
 def test_the_search_finds_what_trying_everything_finds():
-    """On 8 GPUs, with experts: the same best times of meshes, and bounds below times."""
-    m = named_shape("smollm-360m,n_layers=4", SimpleNamespace(experts=4, expert_dim=512))
-    best = {}
+    """On 8 GPUs, with experts: the hundred fastest layouts that fit, and bounds below times."""
+    m = named_shape("smollm-360m,n_layers=4", Experts(4, expert_dim=512))
+    times = []
     for mesh, kind in product(meshes(m, 8, 16), RECOMPUTE):
         for x in variants(m, replace(mesh, recompute=kind)):
             plan = evaluate(m, x, H100)
             bound = x.micro_batches * seconds.rank_works(m, x, H100).sum() / x.pp
             assert bound <= plan.seconds.step * (1 + 1e-9)
             if plan.held.total <= ROOM * H100.memory:
-                sizes = (x.pp, x.dp, x.cp, x.tp, x.ep)
-                best[sizes] = min(best.get(sizes, float("inf")), plan.seconds.step)
-    found = {}
-    for plan in search(m, 8, 16, H100):
-        x = plan.layout
-        found.setdefault((x.pp, x.dp, x.cp, x.tp, x.ep), plan.seconds.step)
-        if len(found) == 5:
-            break
-    assert list(found.values()) == pytest.approx(sorted(best.values())[:5], rel=1e-9)
+                times.append(plan.seconds.step)
+    found = [plan.seconds.step for plan in islice(search(m, 8, 16, H100), 100)]
+    assert found == sorted(times)[:100]
 
 
 def test_no_two_plans_have_the_same_numbers():
     """Meshes that differ only in name, as cp 4 and cp 8 with twice the sequences, count once."""
-    plans = list(best_plans(named_shape("smollm-360m", DENSE), 8, 64, H100))
+    plans = list(best_plans(named_shape("smollm-360m", Experts()), 8, 64, H100))
     numbers = [(round(p.seconds.step, 3), round(p.held.total / 2**30, 1)) for p in plans]
     assert len(numbers) > 5 and len(set(numbers)) == len(numbers)
 
@@ -242,37 +232,21 @@ INTERLEAVED = "--pp 2 --tp 2 --no-sp --zero 3 --schedule interleaved --chunks 4 
     ],
 )
 def test_the_report(name, more, capsys):
-    """It has no line twice, and its launch line is layout 1, as the step reads it."""
+    """It has no line twice, and its launch line is the first layout, as the step reads it."""
     given = ["--model", name, *shlex.split(more)]
     lines = run(capsys, *given)
     texts = [line for line in lines if line]
     assert len(set(texts)) == len(texts)
     config = parse(Config, given)
-    layout, _, times = plans_of(config, *shape_and_batch(config))[0]
-    assert f"{times.step:.2f} s a step" in lines[-2]
+    layout = plans_of(config, *shape_and_batch(config))[0].layout
     _, nodes, processes, _, _, script, *words = shlex.split(lines[-1])
     assert [nodes, processes] == [f"--nnodes={config.gpus // 8}", "--nproc_per_node=8"]
     step = importlib.import_module(script.removesuffix(".py"))
     config = parse(with_flags(step.Config, techniques()), words)
-    flags = {field.name for field in fields(Layout)} - {"dp", "zero"}
+    flags = {field.name for field in fields(Flags)} - {"zero"}
     for flag in flags & vars(config).keys():
         assert getattr(config, flag) == getattr(layout, flag)
     assert int(config.zero) == layout.zero and config.model.startswith(f"{name},seq_len=")
-
-
-def test_laws_count_experts_by_their_own_ranks():
-    """Mixtral on pp 2 x dp 8, ep 8: an expert of each of 16 layers is on one rank alone, so it is
-    neither sharded nor summed. The last rank has the head and its norm, too.
-    """
-    x = Layout(pp=2, dp=8, ep=8, global_batch_size=64)
-    experts = 16 * 3 * 4096 * 14336
-    attention = 2 * 4096**2 + 2 * 4096 * 1024
-    others = 16 * (attention + 2 * 4096 + 8 * 4096) + 32001 * 4096
-    assert report.sent_bytes(MIXTRAL, x) == 2 * 7 / 8 * 4 * others
-    sizes = [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]
-    held = [f"{(18 * experts + size * others) / 2**30:.1f}" for size in sizes]
-    text = report.laws(MIXTRAL, evaluate(MIXTRAL, x, H100), H100)
-    assert f"here at most {', '.join(held)} GiB" in text
 
 
 def test_days_of_a_token_budget(capsys):
@@ -280,32 +254,24 @@ def test_days_of_a_token_budget(capsys):
 
     Their X = 163 TFLOP/s counts recomputation. We plan fused attention, so less time.
     """
-    layout = "--pp 8 --tp 8 --micro-batch-size 1 --recompute full"
     words = ["--model", "gpt3-1t", "--gpus", "3072", "--gpu", "a100-80", "--tokens", "450e9"]
+    layout = "--pp 8 --tp 8 --micro-batch-size 1 --recompute full"
     lines = run(capsys, *words, "--layout", layout)
-    line = next(line for line in lines if line.startswith("4.5e+11 tokens"))
-    days = float(line.split()[-2])
-    x = read_layout(f"{layout} --global-batch-size 3072", gpt(25600, 128, 160), 3072)
-    step = step_seconds(gpt(25600, 128, 160), x, GPUS["a100-80"]).step
-    assert days == pytest.approx(450e9 / 3072 / 2048 * step / 86400, abs=0.1)
+    (line,) = [line for line in lines if line.startswith("4.5e+11 tokens")]
     formula = 8 * 450e9 * 1008e9 / (3072 * 163e12) / 86400
-    assert formula == pytest.approx(84, abs=1) and 0.7 <= days / formula <= 1
+    assert 0.7 <= float(line.split()[-2]) / formula <= 1
 
 
 MISTAKES = {
     "--gpu abacus": "choose from",
     "--model gpt5": "choose from",
-    "--model llama3-405b --gpus 8 --global-batch-size 8": "does not fit",
+    "--model llama3-405b --gpus 8 --global-batch-size 8": "no legal layout",
     "--gpus 8 --layout '--tp 3'": "does not divide",
     "--gpus 8 --layout '--zero 4'": "the stages are",
-    "--gpus 8 --layout '--dp 4'": "leave it out",
     "--gpus 8 --global-batch-size 7 --layout '--tp 2'": "must be a multiple of 4 ranks of dp",
     "--gpus 8 --layout '--micro-batch-size 7'": "must divide the sequences",
     "--gpus 16 --layout '--ep 2'": "no experts",
-    "--gpus 8 --layout '--tp 2 \"'": "No closing quotation",
-    "--gpus 296 --global-batch-size 3": "no layout of 296 GPUs is legal",
     "--gpus 12": "give a multiple of 8",
-    "--gpus 1000000": "counts up to",
 }
 
 
@@ -321,14 +287,13 @@ def test_a_mistake_is_named(arguments):
 
 def test_published_times():
     """Megatron's times within 6%, vTrain's within 6.5% on average, and nearly the best layouts."""
-    known = [case for case in bench.read_rows() if case.id[0] in "SK"]
-    errors = [abs(bench.error(c, bench.predict(c), bench.time_figure(c))) for c in known]
-    assert len(known) == 9 and sum(errors) / 9 <= 0.03 and max(errors) <= 0.06
-    lines = bench.read_vtrain()
-    errors = [abs(bench.error(case, bench.predict(case), "step_s")) for case in lines]
-    assert sum(errors) / len(lines) <= 0.065
-    for name, group in bench.groups_of(lines).items():
-        published = [case.published["step_s"] for case in group]
-        regret = bench.regret(published, [bench.predict(case)["step_s"] for case in group])
+    groups = bench.groups_of(bench.read_cases())
+    megatron = groups["megatron-2021"] + groups["megatron-2022"]
+    errors = [abs(bench.error(case)) for case in megatron]
+    assert len(errors) == 9 and sum(errors) / 9 <= 0.03 and max(errors) <= 0.06
+    errors = [abs(bench.error(case)) for case in groups["vtrain"]]
+    assert sum(errors) / len(errors) <= 0.065
+    for name, group in groups.items():
         # some runs of 39.1e9 weights with tp 2 and 4 are slower than any formula predicts
-        assert regret <= 0.05 or name.startswith("39.1e9"), name
+        if "weights" in name and not name.startswith("39.1e9"):
+            assert bench.regret(group) <= 0.05, name
