@@ -91,7 +91,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from common.compiling import compile_model
 from common.data import Data
 from common.flags import flag
-from common.layout import materialize
+from common.initial import materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, RunConfig, choose_device, main

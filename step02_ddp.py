@@ -77,7 +77,8 @@ import step01_single_gpu as step01
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import flag
-from common.layout import data_group_of, materialize
+from common.initial import materialize
+from common.layout import data_group_of
 from common.model import IGNORE, Decoder
 from common.ranks import compare_launches, initialise
 from common.shapes import model_shape

@@ -110,7 +110,8 @@ import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import flag
-from common.layout import data_group_of, global_norm, layout_of, materialize
+from common.initial import materialize
+from common.layout import data_group_of, global_norm, layout_of
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device, main

@@ -35,7 +35,7 @@ from common import UserError
 from common.comm import Group, Mesh, all_reduce
 from common.data import Data
 from common.flags import flag
-from common.layout import materialize
+from common.initial import materialize
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
 from common.trainer import Run, choose_device, main

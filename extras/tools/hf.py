@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 from common import UserError
 from common.checkpoint import pieces_of, save
 from common.flags import Parser, spelled
-from common.layout import materialize
+from common.initial import materialize
 from common.model import PRESETS, Decoder, ModelConfig, wide
 from common.ranks import Ranks
 from common.shapes import model_shape

@@ -10,7 +10,7 @@ import step07_moe_ep as step07
 from common import UserError
 from common.checkpoint import Checkpoint, find
 from common.comm import Mesh
-from common.layout import materialize
+from common.initial import materialize
 from common.model import Decoder
 from common.ranks import Ranks
 from common.shapes import model_shape
