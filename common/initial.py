@@ -86,11 +86,11 @@ def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Itera
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
-
-    def draw_one(item: tuple[str, Tensor]) -> Tensor:
-        name, param = item
-        return draw(torch.empty(full_shape(param)), name, n_layers, seed)
-
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(named), threads):  # not all at once, which would fill memory
-            yield from pool.map(draw_one, named[start : start + threads])
+            drawing = []
+            for name, param in named[start : start + threads]:
+                value = torch.empty(full_shape(param))
+                drawing.append(pool.submit(draw, value, name, n_layers, seed))
+            for future in drawing:
+                yield future.result()
