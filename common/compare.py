@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 
 from common.flags import spelled
-from common.resume import may_change
+from common.resume import may_differ
 
 
 def other_flags(reference: str, run: str) -> list[str]:
@@ -40,9 +40,9 @@ def other_flags(reference: str, run: str) -> list[str]:
     # What a resumed run may change (resume.py) has at most an effect on rounding, and is not
     # reported. Two exceptions: dtype, whose effect is large, and dataset, because here no
     # fingerprint shows whether two paths have the same tokens
-    may_differ = (may_change(flags) & may_change(reference_flags)) - {"dataset", "dtype"}
+    free = (may_differ(flags) & may_differ(reference_flags)) - {"dataset", "dtype"}
     differing = []
-    for name in sorted((flags.keys() | reference_flags.keys()) - may_differ):
+    for name in sorted((flags.keys() | reference_flags.keys()) - free):
         before = reference_flags.get(name)
         after = flags.get(name)
         if before != after:

@@ -131,9 +131,9 @@ class Run:
         # For config.json and checkpoints; the number of ranks is compared like a flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
-        self.history: list[dict] = []  # a row for each step; rank 0 writes them to metrics.jsonl
+        self.history: list[dict] = []  # a row for each step; rank 0's are in metrics.jsonl
         self.training = False  # whether the first step has begun
-        self.timed_since = 0.0  # when the present step began, in seconds
+        self.timed_since = 0.0  # when the last step was recorded, in seconds
         self.watch = HangWatch(config.timeout, self.out)
         self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
         # From `set_up` on:
@@ -178,13 +178,14 @@ class Run:
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                profiler.step()
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.first_at is not None))
                 self.watch.stop()
+                interrupted_at = time.perf_counter()
+                profiler.step()  # after the last step of the trace, this writes it
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
-                    self.timed_since = time.perf_counter()  # saving is no part of the next step
+                self.timed_since += time.perf_counter() - interrupted_at  # no part of any step
                 if stopping and step + 1 < self.config.steps:
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
@@ -208,9 +209,10 @@ class Run:
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
-        Its seconds are those since the step before was recorded (or training began), without
-        saving. They include the update, because the steps pass `loss.item()`, which waits for the
-        GPU. (If rank 0 cannot write, it exits with a line, and torchrun ends the other ranks.)
+        Its seconds are those since the last call (or since training began), without saving and
+        without writing a trace. They include the update, because the steps pass `loss.item()`,
+        which waits for the GPU. (If rank 0 cannot write, it exits with a line, and torchrun ends
+        the other ranks.)
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -267,16 +269,9 @@ class Run:
         if folder is None:
             return 0
         self.last_checkpoint = folder
-        saved = Checkpoint(folder, self.rank)
+        saved = Checkpoint(folder)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        # In the course nothing: see `save`
-        for name, state in saved.state.items():
-            if name not in self.parts:
-                raise UserError(
-                    f"--resume {folder}: this script has no {name}, whose state it holds"
-                )
-            self.parts[name].load_state(state)
         if self.is_rank_0:
             self.history = saved.about["history"]
         done = saved.about["step"]
@@ -328,29 +323,22 @@ class Run:
 
     # Checkpoints
 
-    def save_is_due(self, step: int) -> bool:
-        """Whether --save-every asks for a checkpoint after `step` steps."""
+    def save_is_due(self, done: int) -> bool:
+        """Whether --save-every asks for a checkpoint after `done` steps."""
         every = self.config.save_every
-        return every > 0 and (step % every == 0 or step == self.config.steps)
+        return every > 0 and (done % every == 0 or done == self.config.steps)
 
-    def save(self, step: int):
-        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
-
-        (Some optional techniques keep more than pieces of parameters, for example a sync that
-        compresses gradients its errors. Such a part has methods `state` and `load_state`: the dict
-        of tensors that `state` returns is saved, and restored in the same layout only.)
-        """
-        state = {}
-        for name, part in self.parts.items():
-            own = part.state() if hasattr(part, "state") else {}
-            if own:
-                state[name] = own
-        content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
-        content["history"] = self.history if self.is_rank_0 else []
-        folder = self.out / f"checkpoints/step-{step:08d}"
+    def save(self, done: int):
+        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
+        folder = self.out / f"checkpoints/step-{done:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        save(folder, content, pieces, self.ranks, previous=self.last_checkpoint)
+        save(folder, self.content(done), pieces, self.ranks, previous=self.last_checkpoint)
         self.last_checkpoint = folder
+
+    def content(self, done: int) -> dict[str, Any]:
+        """What a checkpoint has besides pieces of parameters."""
+        history = self.history if self.is_rank_0 else []
+        return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 
     # Less important
 
@@ -410,8 +398,9 @@ def draw_loss(history: list[dict], target: Path):
     figure.savefig(target, dpi=120)
 
 
-def main(train: Callable[[Any, Run], None], cls: type):
-    """Parse the flags and train. Exit with status 0, or as `report` says.
+def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
+    """Parse the flags and train. Exit with status 0, or as `report` says. `cls`: a dataclass of
+    flags.
 
     With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
     shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
@@ -423,7 +412,7 @@ def main(train: Callable[[Any, Run], None], cls: type):
     try:
         config = parse(cls)
         check_environment()
-        with Run(config) as run:
+        with run_type(config) as run:
             train(config, run)
         if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
             torch.distributed.destroy_process_group()

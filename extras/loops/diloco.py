@@ -39,6 +39,7 @@ from common.initial import materialize
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
 from common.trainer import Run, choose_device, main
+from extras.state import StatefulRun
 from step01_single_gpu import (
     Optimizer,
     clip_coefficient,
@@ -142,4 +143,4 @@ def train(config: Config, run: Run):
 
 
 if __name__ == "__main__":
-    main(train, Config)
+    main(train, Config, StatefulRun)

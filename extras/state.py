@@ -1,0 +1,49 @@
+"""State of techniques that is no part of a parameter: the errors that a sync owes, the factor of an
+fp16 loss, the masters of DiLoCo's ranks, which differ.
+
+A part of a run (what `train` gives to `run.steps`) that has such state has two methods:
+
+    state()            -> a dict of tensors, saved in this rank's file of a checkpoint
+    load_state(state)  restores them
+
+Each rank restores its own. So the layout and the number of ranks must be those of the saved run.
+"""
+
+from typing import Any
+
+from common import UserError
+from common.checkpoint import files_of, read
+from common.flags import spelled
+from common.resume import WORK
+from common.trainer import Run
+
+
+class StatefulRun(Run):
+    """A run that also saves and restores such state."""
+
+    def content(self, done: int) -> dict[str, Any]:
+        """As `Run.content`, with the state of the parts that have some."""
+        state = {}
+        for name, part in self.parts.items():
+            if hasattr(part, "state"):
+                state[name] = part.state()
+        return super().content(done) | dict(state=state)
+
+    def restore(self) -> int:
+        """As `Run.restore`. Raises UserError if there is state, and it does not fit this run."""
+        done = super().restore()
+        folder = self.last_checkpoint
+        if folder is None:  # the run begins
+            return done
+        files = files_of(folder)
+        saved = read(files[self.rank % len(files)])
+        for part, state in saved.get("state", {}).items():
+            for name in sorted(WORK & self.flags.keys()):
+                before = saved["flags"].get(name)
+                if before != self.flags[name]:
+                    what = "the number of ranks" if name == "ranks" else spelled(name)
+                    raise UserError(f"--resume {folder}: {what} was {before}: keep it for {part}")
+            if part not in self.parts:
+                raise UserError(f"--resume {folder}: this script has no {part}, whose state it has")
+            self.parts[part].load_state(state)
+        return done
