@@ -111,10 +111,11 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_sca
 from common.data import Data
 from common.flags import flag
 from common.initial import materialize
+from common.launch import main
 from common.layout import data_group_of, global_norm, layout_of
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,

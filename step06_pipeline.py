@@ -101,11 +101,12 @@ from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
+from common.launch import main
 from common.layout import global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, rope_tables, wide
 from common.schedules import COSTS, Action, add_messages, consumer, interleaved, round_robin
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer

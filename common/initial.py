@@ -19,7 +19,7 @@ from common.model import Decoder
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
     function of seed, name, shape and number of layers, whatever the layout. (On a CPU with other
-    instructions the last bits can differ: ranks.py compares the ranks' CPUs.)
+    instructions the last bits can differ: launch.py compares the ranks' CPUs.)
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
     n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et

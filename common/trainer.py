@@ -1,4 +1,4 @@
-"""A run: its directory, progress bar and checkpoints; and `main`, which every script calls.
+"""A run: its directory, progress bar and checkpoints.
 
     with Run(config) as run:
         for step in run.steps(model=..., optimizer=..., ...):   yields 0, 1, ...
@@ -9,10 +9,12 @@ With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.re
 rest, also of this docstring.
 
     OUT/config.json          the flags, and the number of ranks
-        metrics.jsonl        a line for each step; there steps count from 1
+        metrics.jsonl        a line for each step: its number, from 1, and what `train` records
+                             (loss, grad_norm, lr); tokens, tokens_per_second, seconds; `sent`,
+                             rank 0's bytes by group; on a GPU mfu and peak_memory (meter.py)
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
-        trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (meter.py)
+        trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
         nccl-RANK            on a GPU, if a step hangs (watch.py)
 
 RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the flags, and
@@ -28,8 +30,9 @@ a checkpoint, and exit with status 0. With torchrun:
     - SIGUSR1 needs `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills
       torchrun alone, and the ranks go on without it.
 
-If a step takes longer than --timeout, each rank prints where it is, and the job ends. (--timeout
-does not count the start and saving, but a compilation in the first step.)
+A second Ctrl-C ends them at once. If a step takes longer than --timeout, each rank prints where it
+is, and the job ends. (--timeout does not count the start and saving; it does count a compilation in
+the first step.)
 """
 
 import dataclasses
@@ -37,33 +40,23 @@ import inspect
 import json
 import math
 import os
-import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistError
 from tqdm import tqdm
 
 from common import UserError
 from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
-from common.flags import flag, parse
-from common.meter import (
-    Meter,
-    Profiler,
-    Row,
-    check_profile,
-    flops_per_token,
-    parameter_table,
-    rows_of,
-)
-from common.ranks import Ranks, check_environment
+from common.flags import flag
+from common.meter import Meter, Row, flops_per_token, parameter_table, rows_of
+from common.profiling import Profiler, check_profile
+from common.ranks import Ranks
 from common.resume import check_flags, choose_checkpoint
 from common.watch import HangWatch, Signals
 
@@ -157,7 +150,7 @@ class Run:
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
-        caller's loop runs. Raises UserError. Besides yielding, it
+        caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
                                      number is then the number of steps that it has done
@@ -165,14 +158,14 @@ class Run:
             after a signal           saves one, and ends
 
         `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
-        and sync.
+        and sync. Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
-        tracing = Profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        profiler = Profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
         # this generator, and that leaves the `with`. In `Signals`, signals are only noted
-        with self.bar, tracing as profiler, Signals() as signals:
+        with self.bar, profiler, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
             for step in range(done, self.config.steps):
@@ -187,6 +180,7 @@ class Run:
                     self.save(step + 1)
                 self.timed_since += time.perf_counter() - interrupted_at  # no part of any step
                 if stopping and step + 1 < self.config.steps:
+                    self.bar.close()
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
 
@@ -396,57 +390,3 @@ def draw_loss(history: list[dict], target: Path):
     marker = "o" if len(history) == 1 else ""  # a line needs two points
     axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
     figure.savefig(target, dpi=120)
-
-
-def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
-    """Parse the flags and train. Exit with status 0, or as `report` says. `cls`: a dataclass of
-    flags.
-
-    With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
-    shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
-    them is Python's own KeyboardInterrupt, with a normal shutdown.)
-    """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    run = None
-    status = 0
-    try:
-        config = parse(cls)
-        check_environment()
-        with run_type(config) as run:
-            train(config, run)
-        if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
-            torch.distributed.destroy_process_group()
-    except Exception as error:
-        status = report(error, early=run is None or not run.training)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if several:
-        os._exit(status)
-    sys.exit(status)
-
-
-def report(error: Exception, early: bool) -> int:
-    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
-
-    `early`: before the first step. An OSError (a path) or torch's DistError (a network) is then
-    most likely the user's to fix, too. Later it is not expected, and gets its traceback.
-    """
-    fixable = isinstance(error, UserError)
-    text = str(error)
-    if early and isinstance(error, OSError | DistError):
-        fixable = True
-    if isinstance(error, torch.OutOfMemoryError):
-        fixable = True
-        text = (
-            "--micro-batch-size: lower it, use --recompute full, or shard the model, as "
-            f"step03_zero.py --zero 3 does: {error}"
-        )
-    if not fixable:
-        traceback.print_exception(error)
-        return 1
-    if os.environ.get("RANK", "0") != "0":
-        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends this rank
-        # in its sleep, so that it is printed once. (If only this rank has it, it prints it then)
-        time.sleep(10)
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
-    return 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common import UserError
-from common.trainer import main
+from common.launch import main
 from extras.start import start
 from extras.state import StatefulRun
 

@@ -36,9 +36,10 @@ from common.comm import Group, Mesh, all_reduce
 from common.data import Data
 from common.flags import flag
 from common.initial import materialize
+from common.launch import main
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from extras.state import StatefulRun
 from step01_single_gpu import (
     Optimizer,

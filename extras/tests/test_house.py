@@ -21,7 +21,7 @@ MAY = {  # room (`room_of`) -> the other rooms that it may import
     "common": set(),
     "proof": COURSE,  # tests/ at the root
     "techniques": COURSE,
-    "loops": COURSE | {"techniques"},
+    "loops": COURSE | {"techniques", "extras"},
     "tools": COURSE
     | {"extras", "plan"},  # the dry run takes GPUs and the law of FLOPs from the planner
     "plan": {"common", "extras"},
