@@ -87,8 +87,8 @@ NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # With --max-restarts, torchrun starts failed ranks again. Ranks find one another's addresses in a
-# key-value store. Without this variable they use that of the first start again, and find there the
-# addresses of ranks that are gone
+# key-value store. After a restart they would use the store of the first start, which still has the
+# addresses of ended processes. With this variable they make a new one
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

@@ -6,11 +6,12 @@ are those of step 1's law. Each token costs 6 for each weight in a matrix, excep
 For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
 with a peak of 989, an MFU of 0.06 %.
 
-Others count differently. One of the 7 products, the scores in backward, is a repetition: it is
-counted here because every fused attention repeats it. (What --recompute repeats is not.) PaLM
-(Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not over
-the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %. So
-compare an MFU only with one that is counted alike.
+Others count attention differently, so compare an MFU only with one that is counted alike:
+
+    7 x seq x dim     here: the causal half of 7 products. One of them, the scores in backward, is a
+                      repetition; it counts because every fused attention repeats it. (What
+                      --recompute repeats does not.) For smollm-1.7b it is 6.4 % of the whole
+    12 x seq x dim    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products: 10.5 %
 """
 
 import math
@@ -29,7 +30,7 @@ from common.model import ModelConfig
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part on the rank that made the row.
+    """A row of the table: a parameter's whole shape, and the part that the rank of the row holds.
 
     What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
     rank keeps fewer bytes, except while it uses a parameter.
@@ -115,8 +116,8 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
     """FLOPs of one token, forward and backward. `rows`: of the whole model (with pp, gathered from
-    all ranks); experts and the embedding are known by shape and name. `top_k`: how many experts a
-    token visits.
+    all ranks); experts are recognised by their shape, the embedding by its name. `top_k`: how many
+    experts a token visits.
     """
     weights = 0.0
     for name, row in rows.items():
@@ -129,8 +130,8 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
 
 
 class Meter:
-    """Compares each step with the peak of all GPUs, and reads how much memory this rank's has
-    used. (metrics.jsonl has rank 0's numbers; with pp, ranks differ in memory.)
+    """Measures the MFU of a step, and the peak memory of this rank's GPU. (metrics.jsonl has rank
+    0's; with pp, ranks differ in memory.)
     """
 
     def __init__(

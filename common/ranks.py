@@ -35,8 +35,8 @@ class Ranks:
                 self.group = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank: any that can be pickled. (Slow: for decisions, not for
-        tensors.)
+        """All ranks' values, by rank. `value`: anything that can be pickled. (Slow: for decisions,
+        not for tensors.)
         """
         values = [value] * self.world
         if self.world > 1:
@@ -54,8 +54,8 @@ class Ranks:
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
-        any, raise UserError on all, with the first rank's message. (After another error of one rank
-        the others wait for it in vain: torchrun ends them.)
+        any, raise UserError on all, with the first rank's message. (Any other error ends only this
+        rank; torchrun then ends the others.)
         """
         problem = ""
         try:

@@ -49,16 +49,20 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
               "auto"  the newest sound one in --out; None if --out has no checkpoint
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints, and
-    `resume` is neither --out nor the newest of them: those of two different runs would lie in one
-    directory. A collective.
+    Raises UserError if a path has none; if all are damaged; or if --out has checkpoints, and
+    `resume` is neither --out nor its newest (checkpoints of two runs would lie in one directory). A
+    collective.
     """
     if resume == "auto":
         return find(out, ranks)
-    if resume != "" and not candidates(Path(resume), ranks):
-        raise UserError(f"--resume {resume}: no checkpoint is there")
     own = candidates(out, ranks)
-    if own and (resume == "" or Path(resume).resolve() not in (out.resolve(), own[0].resolve())):
+    continues_own = False
+    if resume != "":
+        if not candidates(Path(resume), ranks):
+            raise UserError(f"--resume {resume}: no checkpoint is there")
+        allowed = [path.resolve() for path in (out, *own[:1])]
+        continues_own = Path(resume).resolve() in allowed
+    if own and not continues_own:
         raise UserError(
             f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
             "another --out"

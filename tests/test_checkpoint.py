@@ -99,7 +99,7 @@ def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to
         param = nn.Parameter(shard_of(whole, shard))
         param.parallel_layout = ParamLayout(shards=(shard,))
         place = place_of(param, (0, param.numel()))
-        found = saved.shard("weight", "master", place.box, place.shape)
+        found = saved.assemble_shard("weight", "master", place.box, place.shape)
         close(found, param, f"shard of rank {rank}")
 
 
@@ -328,7 +328,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
         assert found == older or way in ("bytes", "longer"), f"{seed}: {way} was not noticed"
         for rank in range(2):
             saved = Checkpoint(found)
-            weight = saved.tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
+            weight = saved.load_tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
             close(weight, weight_of(rank), f"{seed}, {way}: the weight")
         shutil.rmtree(newer)
     (older / "rank-00001.pt").write_bytes(b"")

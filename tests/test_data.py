@@ -227,7 +227,7 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path, names):
     for name in names.split():
         (tmp_path / name).write_text('{"text": "text"}' * 9)
     message = refused(tmp_path)
-    assert "must all be of one of the kinds .txt, .jsonl, .jsonl.gz, .par" in message
+    assert "must all be of the same kind, one of .txt, .jsonl, .jsonl.gz, .par" in message
     assert all(name in message for name in names.split() or ["no file"])
 
 
