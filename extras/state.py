@@ -13,7 +13,6 @@ from typing import Any
 
 from common import UserError
 from common.checkpoint import files_of, read
-from common.flags import spelled
 from common.resume import WORK
 from common.trainer import Run
 
@@ -23,10 +22,8 @@ class StatefulRun(Run):
 
     def content(self, done: int) -> dict[str, Any]:
         """As `Run.content`, with the state of the parts that have some."""
-        state = {}
-        for name, part in self.parts.items():
-            if hasattr(part, "state"):
-                state[name] = part.state()
+        stateful = {name: part for name, part in self.parts.items() if hasattr(part, "state")}
+        state = {name: part.state() for name, part in stateful.items()}
         return super().content(done) | dict(state=state)
 
     def restore(self) -> int:
@@ -37,13 +34,13 @@ class StatefulRun(Run):
             return done
         files = files_of(folder)
         saved = read(files[self.rank % len(files)])
+        names = sorted(WORK & self.flags.keys())
+        changed = [name for name in names if saved["flags"].get(name) != self.flags[name]]
         for part, state in saved.get("state", {}).items():
-            for name in sorted(WORK & self.flags.keys()):
-                before = saved["flags"].get(name)
-                if before != self.flags[name]:
-                    what = "the number of ranks" if name == "ranks" else spelled(name)
-                    raise UserError(f"--resume {folder}: {what} was {before}: keep it for {part}")
             if part not in self.parts:
                 raise UserError(f"--resume {folder}: this script has no {part}, whose state it has")
+            if changed:
+                kept = ", ".join(changed)
+                raise UserError(f"--resume {folder}: for the state of {part}, keep {kept}")
             self.parts[part].load_state(state)
         return done

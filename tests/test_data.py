@@ -276,7 +276,7 @@ def test_without_network_the_error_is_one_line(monkeypatch, capfd, offline):
     for config in huggingface_hub.constants, datasets.config:
         monkeypatch.setattr(config, "HF_HUB_OFFLINE", offline)
     message = refused("owner/name")
-    assert message.startswith("--dataset owner/name: it is neither a file here nor a data set that the hub gives")
+    assert message.startswith("--dataset owner/name: it is neither a file here nor a data set")
     assert ("OfflineModeIsEnabled" if offline else "Connection refused") in message
     assert "Retry" not in capfd.readouterr().err
 
