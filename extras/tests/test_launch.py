@@ -17,7 +17,7 @@ TINY = "--model debug --dtype fp64 --steps 3 --warmup-steps 1"
 TINY += " --global-batch-size 12 --micro-batch-size 2"
 
 
-def start(ranks: int, words: list[str], log: Path, **env: str) -> subprocess.Popen:
+def start(ranks: int, words: list[str], log: Path) -> subprocess.Popen:
     """Start `python words` or, with ranks > 0, `torchrun words`, in the repository. Output goes to
     `log`.
     """
@@ -26,12 +26,12 @@ def start(ranks: int, words: list[str], log: Path, **env: str) -> subprocess.Pop
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     line = [sys.executable, *launcher, *words]
     with log.open("w") as file:
-        return subprocess.Popen(line, cwd=ROOT, env=os.environ | env, stdout=file, stderr=file)
+        return subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
 
 
-def run(ranks: int, words: list[str], log: Path, **env: str) -> tuple[int, str]:
+def run(ranks: int, words: list[str], log: Path) -> tuple[int, str]:
     """Start a command and wait for it: (exit status, output)."""
-    status = start(ranks, words, log, **env).wait(500)
+    status = start(ranks, words, log).wait(500)
     return status, log.read_text()
 
 
@@ -91,16 +91,16 @@ def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, command, ranks, 
     assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path, monkeypatch):
     """torchrun restarts the job, which ends with the losses of an unbroken run, bit for bit."""
     base = (
         f"--max-restarts=1 step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --resume auto"
     )
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
-    own_store = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert run(2, f"{base} --out {whole}".split(), tmp_path / "log", **own_store)[0] == 0
-    job = start(2, f"{base} --out {killed}".split(), tmp_path / "log", **own_store)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert run(2, f"{base} --out {whole}".split(), tmp_path / "log")[0] == 0
+    job = start(2, f"{base} --out {killed}".split(), tmp_path / "log")
     while job.poll() is None and len(rows(killed)) < 6:
         time.sleep(0.02)
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
