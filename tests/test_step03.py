@@ -36,33 +36,28 @@ def held(x: Tensor) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 UNITS = [
-    # rank of three, and its part of matrix "a", 1 to 6, of "b", 7, and of "c", 8
-    (0, [1.0, 2.0, 3.0], [], [], [1.0, 2.0, 3.0]),
-    (1, [4.0, 5.0, 6.0], [], [], [4.0, 5.0, 6.0]),
-    (2, [], [7.0], [8.0], [7.0, 8.0, 0.0]),  # a shard ends in padding
+    # rank of three; its parts of matrix "a", 1 to 6, "b", 7, and "c", 8; its shard
+    (0, [[1.0, 2.0, 3.0], [], []], [1.0, 2.0, 3.0]),
+    (1, [[4.0, 5.0, 6.0], [], []], [4.0, 5.0, 6.0]),
+    (2, [[], [7.0], [8.0]], [7.0, 8.0, 0.0]),  # a shard ends in padding
 ]
 
 
-def unit_of(rank: int) -> step.Unit:
-    """A unit of eight elements on three ranks."""
+@task("units", 3)
+@cases("rank, parts, shard", UNITS)
+def test_a_rank_has_a_shard_of_a_unit(rank, parts, shard):
+    """A unit is cut into equal shards; `own_part` is a parameter's part of a shard, a view."""
     named = {
         "a": nn.Parameter(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])),
         "b": nn.Parameter(torch.tensor([7.0])),
         "c": nn.Parameter(torch.tensor([8.0])),
     }
-    return step.Unit(named, Group("dp", rank, 3, None))
-
-
-@task("units", 3)
-@cases("rank, a, b, c, shard", UNITS)
-def test_a_rank_has_a_shard_of_a_unit(rank, a, b, c, shard):
-    """A unit is cut into equal shards; `own_part` is a parameter's part of a shard, a view."""
-    unit = unit_of(rank)
+    unit = step.Unit(named, Group("dp", rank, 3, None))
     close(unit.shard, torch.tensor(shard), "the shard")
-    parts = {name: unit.own_part(unit.shard, name) for name in "abc"}
-    for name, part in dict(a=a, b=b, c=c).items():
-        close(parts[name], torch.tensor(part), f"the part of {name}")
-        parts[name].zero_()
+    for name, part in zip("abc", parts, strict=True):
+        found = unit.own_part(unit.shard, name)
+        close(found, torch.tensor(part), f"the part of {name}")
+        found.zero_()
     close(unit.shard, torch.zeros(3), "the shard after its parts were zeroed")
 
 
