@@ -374,7 +374,6 @@ class UnitTape(Tape):
 STAGE_1 = """
     use E, use 0, use 1, use H, start dH, use 1, start d1, use 0, start d0, start dE
     wait dH, wait d1, wait d0, wait dE
-    start E, start 0, start 1, start H, wait E, wait 0, wait 1, wait H
 """
 STAGE_2 = """
     use E, use 0, use 1, use H
@@ -425,20 +424,23 @@ ORDERS = [
 @ranks(2)
 @cases("stage, flags, tied, m, expected", ORDERS)
 def test_order_of_messages(stage, flags, tied, m, expected):
-    """m micro-batches, `finish`, and an update: gathers and sums start early and end late."""
+    """m micro-batches, `finish`, and from stage 2 on an update: gathers and sums start early and
+    end late.
+    """
     model, zero, mesh = zero_of(stage, 2, shape=dict(n_layers=2, tied=tied), **flags)
     zero.begin(m)
     with UnitTape(zero) as tape:
         for micro in range(m):
             loss_of(model, mesh.rank, micro).backward()
         zero.finish()
-        zero.step(0.1)
-        tape.look()
+        if stage > 1:
+            zero.step(0.1)
+            tape.look()
+            counted = sorted(operation for _, operation in mesh.sent)
+            close(counted, ["all_gather", "reduce_scatter"], "operations whose bytes are counted")
     named = [event for event in tape.events if event[-1] in "E01H"]
     found = [event for event, _ in groupby(named)]
     close(found, re.findall(r"\w+ \w+", expected), "events")
-    counted = sorted(operation for _, operation in mesh.sent)
-    close(counted, ["all_gather", "reduce_scatter"], "operations whose bytes are counted")
 
 
 @ranks(2)
