@@ -9,11 +9,12 @@ of target tokens in the *global* batch. Gradients of micro-batches (from step 2 
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
 have different numbers of target tokens: if one has a token with the loss 1, and another has three
 with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (The
-texts that this course trains on make every token a target. Data for fine-tuning do not: they mark
-the tokens of a prompt with IGNORE. The tests mark some at random.)
+texts that this course trains on make every token a target. Data for fine-tuning do not: the targets
+of a prompt's tokens are IGNORE, which the loss leaves out. The tests mark some so at random.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
-heads of keys and values (kv_dim 64); ffn_dim 352; 257 tokens; sequences of 256; 804,224 parameters.
+heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END);
+sequences of 256 tokens; 804,224 parameters.
 
 PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
 1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
@@ -34,15 +35,16 @@ each token a layer saves
     2 dim                   queries, and the output of attention                      256
     2 kv_dim                keys, values                                              128
     4 ffn_dim               gate, up, silu(gate), and its product with up           1,408
-                                                                              sum 2,304
-    n_heads + 2, in fp32    log sum exp(scores) for each head, 1 / rms for each norm   10
+                                                                             sum    2,304
+    and in fp32:
+    n_heads + 2             log sum exp(scores) for each head, 1 / rms for each norm   10
 
 (From log sum exp, backward computes the attention probabilities again, so that they need not be
 saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With --recompute full
 (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in
-bf16: 256 bytes), and backward repeats its forward. The repetition stops as soon as it has the last
-of the numbers above, the input of down_proj: that product itself is not repeated. (With --compile
-it does not stop.)
+bf16: 256 bytes), and backward repeats its forward. The repetition stops as soon as it has the input
+of down_proj, the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it
+does not stop.)
 
 (RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of
 the two norms also saves its normalised input in fp32, and a bf16 input as fp32: a layer of tiny
@@ -91,10 +93,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from common.compiling import compile_model
 from common.data import Data
 from common.flags import flag
-from common.layout import materialize
+from common.initial import materialize
+from common.launch import main
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.shapes import model_shape
-from common.trainer import Run, RunConfig, choose_device, main
+from common.trainer import Run, RunConfig, choose_device
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
@@ -174,7 +177,7 @@ class Config(RunConfig):
         f"preset of the shape: {', '.join(PRESETS)}; with changes: tiny,n_layers=8,dim=256",
     )
     dataset: str = flag(
-        "", "text file, or Hugging Face data set with a column text; default: Python's own sources"
+        "", "file or folder of text, .bin, or Hugging Face data set; default: Python's own sources"
     )
     steps: int = flag(200, "training steps of the whole schedule")
     global_batch_size: int = flag(32, "sequences of a training step, all ranks together")

@@ -26,14 +26,14 @@ broadcasts rank 0's weights.)
 
 BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--bucket-mb; a larger
 parameter has its own): each `.grad` is a view of one. A bucket counts how many additions to its
-gradients are still to come. Tiny's first has 11 parameters, so with 2 micro-batches its counter
-starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
-starts, while backward goes on to earlier layers.
+gradients are still to come. Tiny's first has 11 parameters (the head, the last norm, and layer 3's
+nine), so with 2 micro-batches its counter starts at 22. It reaches 0 in the backward of the last
+micro-batch: the all-reduce of this bucket starts, while backward goes on to earlier layers.
 
 Buckets are sent in a fixed order: a complete one waits for those before it (Li et al. 2020,
-"PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right. Each
-digit is a few gradients that it has just completed, and names their bucket (widths are not to
-scale):
+"PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right
+(widths are not to scale). A digit in the second row is a few gradients that are complete: the
+number of their bucket.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -77,11 +77,12 @@ import step01_single_gpu as step01
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import flag
-from common.layout import data_group_of, materialize
+from common.initial import materialize
+from common.launch import compare_launches, initialise, main
+from common.layout import data_group_of
 from common.model import IGNORE, Decoder
-from common.ranks import compare_launches, initialise
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import (
     Optimizer,
     clip_coefficient,

@@ -25,12 +25,14 @@ Plain gradient descent with rate 0.1:
     stage 3    weights     1 2                      3 4
                gradient    sum 25 25                sum 25 25
 
-(own: of this rank's sequences. sum: over both ranks.) With stages 1 to 3, rank 0 then has the new
+(own: of this rank's sequences; stage 1 frees it after the update, stage 2 at once. sum: over both
+ranks.) Plain gradient descent has no state. AdamW's moments, and the masters, lie as the sums do:
+of four weights in stage 0, of two in the others. With stages 1 to 3, rank 0 then has the new
 weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
-its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). In a + b/n, a bytes are
-on every rank, and b are shared out:
+its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
+every rank holds 6 bytes, and the ranks share out 16:
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -44,15 +46,17 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
 
     - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
       and the one before, whose sum is in flight (E's until the backward of the next micro-batch).
+      Autograd's `.grad` of one parameter comes on top: of E, that is all of it once more.
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
       and the next. (If embedding and head are tied, their unit is a third. With --keep, all weights
       stay from their first use to the update.)
     - Activations: each rank has its own, of its own sequences.
     - With gloo, a reduce-scatter in flight has a second buffer of the unit's size (NCCL's has not).
 
-State is sharded first: it is the largest part, and to shard it sends no more than step 2 does (but
-for the padding). For an all-reduce is a reduce-scatter, then an all-gather; stage 1 makes the
+State is sharded first: it is the largest part, and sharding it costs no further bytes (except for
+padding), because an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the
 update between the two.
+
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
 immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
@@ -64,18 +68,18 @@ sends (n-1)/n times this many elements:
     stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
     stage 2              (m+1) P           m reduce-scatters, one all-gather
-    stage 3              m (2 P - e)       in each micro-batch two all-gathers (of E and H one)
-                         + m P             and a reduce-scatter
+    stage 3              m (2 P - e) + m P    in each micro-batch two all-gathers, but one of E and
+                                              of H; and a reduce-scatter
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
 twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every
-stage the norm of the gradient is all-reduced, 8 bytes, and the loss, 4.
+stage the norm of the gradient is all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
 
 Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
 sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then
-4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16, gathers have 2
-bytes an element.
+4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16, an all-gather
+sends 2 bytes for each element, a reduce-scatter 4.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -88,10 +92,9 @@ which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-With reshard_after_forward=False, fully_shard keeps weights from forward to backward. As --keep
-does, model.set_reshard_after_backward(False) also keeps them from one micro-batch to the next; set
-it to True before the backward of the last one. (Otherwise the next forward uses the old weights,
-without an error. With --keep, they are freed at the update.)
+--keep is reshard_after_forward=False (weights stay from forward to backward), and
+model.set_reshard_after_backward(False) (and until the next micro-batch). Set this to True before
+the last backward: otherwise the next forward uses the old weights, without an error.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 `if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
@@ -110,10 +113,12 @@ import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import flag
-from common.layout import data_group_of, global_norm, layout_of, materialize
+from common.initial import materialize
+from common.launch import main
+from common.layout import data_group_of, global_norm, layout_of
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,
@@ -185,8 +190,8 @@ class Unit:
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """The names of each unit's parameters. (From step 7 on, experts are a unit of their own:
-    another group.)
+    """The names of each unit's parameters. (From step 7 on, experts are a unit of their own: their
+    gradients are summed over another group.)
     """
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
@@ -210,8 +215,9 @@ class Zero1(Optimizer):
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
     fp32, and empties `.grad`. After the last micro-batch it starts the unit's reduce-scatter. All
-    ranks start these in the same order, because all run backward through the same graph. So each
-    parameter must get a gradient in every micro-batch; if one does not, `finish` raises an error.
+    ranks start these in the same order, because all run backward through the same graph. The hook
+    expects one gradient of each parameter in every micro-batch; if one is missing, `finish` raises
+    an error.
 
     The update is `Optimizer.step` of step 1, the one method that is inherited. It updates
     `masters`, here this rank's part of each parameter (a view of the unit's master), and calls
@@ -366,8 +372,8 @@ class ShardedUnit(Unit):
     `flat`, even while that has no memory.
 
     (Autograd raises an error if a tensor that it has saved is written to later. It does not notice
-    writes to `flat`: by `param.data = view`, in `Unit`, parameters share the memory of `flat`, but
-    each keeps its own count of writes. Nothing is lost: a gather writes the same values again.)
+    these writes, because of `param.data = view` in `Unit`. They do no harm: a gather writes the
+    same values again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):

@@ -1,12 +1,15 @@
 """Step 4: tensor and sequence parallelism. Ranks share each matrix and, between blocks, the tokens.
 
-A *block*, attention or the MLP, is two matrix products with something between: h(x A) B. In the
-MLP, A is gate_proj and up_proj side by side, B is down_proj, and h = silu(gate) up works on each
-channel alone. In attention, A is q_proj, k_proj and v_proj, B is o_proj, and h, attention itself,
-works on each key/value head with its query heads alone. In Megatron-LM (Shoeybi et al. 2019) A is
-sharded by columns (outputs), between channels or heads, and B by rows (inputs): a rank has the rows
-of B that its columns of A feed. So rank i can compute its term h(x A_i) B_i without the others, and
-the block's output is the sum of these terms.
+A *block*, attention or the MLP, is two matrix products with something between: h(x A) B.
+
+                 A (side by side)          h                                       B
+    MLP          gate_proj, up_proj        silu(gate) up, each channel alone       down_proj
+    attention    q_proj, k_proj, v_proj    attention, each key/value head with     o_proj
+                                           its query heads alone
+
+In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), between channels or heads,
+and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can compute
+its term h(x A_i) B_i without the others, and the block's output is the sum of these terms.
 
 In the code a matrix lies transposed: nn.Linear has weights [out, in]. So `shard_param` cuts dim 0
 for columns of A, dim 1 for rows of B.
@@ -54,8 +57,8 @@ n ranks compute the same norms and residual sums, on the same s tokens. But an a
 reduce-scatter, after which each rank has the sums of s/n tokens, and then an all-gather, after
 which each has those of all. With SP g does only the first, and the f of the next block the second.
 In between, a rank has s/n tokens: its norms, its residual sums, and what norms save for backward
-are 1/n. A micro-batch sends the same bytes (without recomputation or --tp-overlap). (What f gathers
-is saved whole by the block's first matrices.) A norm's weight is whole on all ranks, but a rank now
+are 1/n. (But the block's first matrices save whole what f gathers.) A micro-batch sends the same
+bytes, without recomputation or --tp-overlap. A norm's weight is whole on all ranks, but a rank now
 has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp,
 once in a training step.
 
@@ -98,9 +101,9 @@ tp (n-1)/n times
 (Why "but its last": recomputation stops as soon as it has all that backward needs, and the output
 of a layer's last g is not needed. With --compile it does not stop.)
 
-For the loss it also takes part, in each micro-batch, in an all-gather of 2 numbers a token. Once in
-a training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of the
-gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
+For the loss a rank also takes part, in each micro-batch, in an all-gather of 2 numbers a token.
+Once in a training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of
+the gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
@@ -108,7 +111,8 @@ gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, i
     a step          4 micro-batches and the all-reduces: 37,786,120 bytes
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
+You should see step 1's losses (on a GPU, with --dtype fp32 for both):
+    python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
 PyTorch's own way: parallelize_module(block, device_mesh["tp"], {"q_proj": ColwiseParallel(),
 "o_proj": RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with
@@ -135,10 +139,11 @@ from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
+from common.launch import main
 from common.layout import Shard, global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import ZERO, make_optimizer
@@ -297,7 +302,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     The loss is log 8 - log 3 = -log(3/8): the softmax is 1/8 3/8 4/8. The gradient of the logits is
     softmax - one-hot, for which a rank needs nothing more from others. Forward computes it at once,
-    and saves it in place of the logits.
+    and saves it, but not the logits.
     """
 
     @staticmethod
@@ -320,7 +325,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = received[:, 0].logsumexp(0)
         target_logit = received[:, 1].sum(0)
 
-        # Our shard of the softmax; in place, because logits are large, it becomes softmax - one-hot
+        # Our shard of the softmax, a new tensor. In place, because it is large, it becomes softmax
+        # - one-hot
         gradient = (logits - log_sum[..., None]).exp_()
         gradient[..., len(ids) :] = 0.0
         ours = held[..., None].type_as(gradient)  # 1 if the target's column is ours, else 0
@@ -437,8 +443,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_block(output, group, sp)
 
-    # f is a part of `project`, because with `overlap` it is one function with the matrices after
-    # it. A hook does for g, and for the f of the head
+    # A block's f is a part of `project`, the product with its matrices, because --tp-overlap makes
+    # one function of both. Hooks are enough for g, and for the f of the head
     if overlap:
         project = partial(column_parallel_overlap, group=group)
     else:

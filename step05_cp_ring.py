@@ -33,18 +33,18 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-16 units on each rank. (16 of these units are 4 of those above: the average of 1, 3, 5 and 7.) The
-work is equal not only in total but in each hop. Rank 1, for example, has chunks 1 and 6, and works
-on these pairs (chunk of queries, chunk of keys):
+16 units on each rank, which are 4 of the larger ones above: the average of 1, 3, 5 and 7. The work
+is equal not only in total but in each hop. Rank 1, for example, has chunks 1 and 6, and works on
+these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
 
-(That counts useful work. In hop 0 our code computes all four blocks of its two chunks, and then
-masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused kernel
-skips most of that half.)
+(That is useful work. In hop 0 our code computes 8 units, all four blocks of its two chunks, and
+then masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused
+kernel skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. For each part it
 computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two parts
@@ -86,7 +86,8 @@ is an optional technique, --cp-mode flash, the same ring with a fused kernel: RE
 step".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
-You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
+You should see step 1's losses (on a GPU, with --dtype fp32 for both):
+    python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
 In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches: in fp32
 41,943,040.
 
@@ -115,10 +116,11 @@ from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
+from common.launch import main
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -242,12 +244,15 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     queries], in place.
 
     The weight of a key is exp(score), that of a part is the sum of its keys' weights, exp(lse). The
-    o of a part is the average of its values, each with its key's weight. Let two keys weigh 3 and
-    1, and have the values 10 and 2: together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o =
-    10, lse = log 3; part_o = 2, part_lse = log 1. Then part_o has the share 1 / (3+1) = sigmoid(log
-    1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4. (If a query had seen no
-    key in either part, both lse would be -inf, and the share nan. That cannot happen: our own keys
-    come first, and each query sees its own.)
+    o of a part is the average of its values, each with its key's weight.
+
+    An example: two keys weigh 3 and 1, and have the values 10 and 2. Together they give (3 * 10 + 1
+    * 2) / 4 = 8. In two parts, o = 10, lse = log 3, and part_o = 2, part_lse = log 1. Then part_o
+    has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8,
+    and lse log 4.
+
+    (If a query had seen no key in either part, both lse would be -inf, and the share nan. That
+    cannot happen: our own keys come first, and each query sees its own.)
     """
     share = torch.sigmoid(part_lse - lse)[..., None]
     o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)
@@ -278,10 +283,10 @@ def part_gradients(
     do = do.to(q.dtype)
     repeated_k = repeat_heads(k, heads)
     repeated_v = repeat_heads(v, heads)
-    p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()
-    d_p = do @ repeated_v.mT
-    big_d = (do * o).sum(-1, keepdim=True)  # D above
-    ds = p * (d_p - big_d)
+    p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()  # P
+    dp = do @ repeated_v.mT  # dP
+    d = (do * o).sum(-1, keepdim=True)  # D
+    ds = p * (dp - d)  # dS
     dq = (ds @ repeated_k) / root
     dk = (ds.mT @ q) / root
     dv = p.mT @ do
@@ -315,7 +320,7 @@ class RingAttention(torch.autograd.Function):
         own_kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
-        for source, (source_k, source_v) in travel(own_kv, group):  # kv [2, ...]: k, and v
+        for source, (source_k, source_v) in travel(own_kv, group):  # unpacks [2, ...]
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
                 part_o, part_lse = attention(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal

@@ -26,14 +26,15 @@ FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the for
     B3
 
 DEADLOCK. In the middle, rank 0 has a y for rank 1, which has a dx for rank 0. If each sends first,
-and a send blocks until it is received, both wait for ever. So `send_receive` posts the two
-together.
+and a send blocks until it is received, both wait for ever. So `send_receive` starts both before it
+waits for either.
 
 TWO SCHEDULES, for 4 ranks and 6 micro-batches. A character is a unit of time. 0 is the forward of
 micro-batch 0, and aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle
 time:
 
-             all forward, all backward     one forward, one backward
+             AFAB (all forward, then       1F1B (one forward, one
+             all backward)                 backward)
     rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff
     rank 1   .012345......aabbccddeeff..   .012....aa3bb4cc5dd.ee.ff..
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
@@ -56,12 +57,7 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
     y = run(x)                           forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-(Skip this paragraph at first.) Backward never reads y's numbers: a layer ends with a sum, x +
-mlp(...), whose backward does not use its result. What backward needs is the graph that computed y.
-So `Stage` keeps, in place of y, a handle on the last node of this graph, where backward starts:
-`get_gradient_edge(y)`. y is freed when the next y has taken its place: a rank holds at most two
-outputs at a time, not one for each micro-batch in flight. (Megatron-LM's
-deallocate_pipeline_outputs has the same aim.)
+`Stage` keeps less than y: see there.
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
 last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
@@ -73,7 +69,8 @@ other their gradient of that matrix, once a step. For tiny in fp32, pp 4 and 8 m
     the first rank       8 x 524,288 + 18 = 4,194,322
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
-You should see step 1's losses: python -m common.compare runs/step01_single_gpu runs/step06_pipeline
+You should see step 1's losses (on a GPU, with --dtype fp32 for both):
+    python -m common.compare runs/step01_single_gpu runs/step06_pipeline
 `python -m common.schedules 4 6 1` draws the two schedules above. `python -m common.schedules 4 8 2`
 draws them for 8 micro-batches, and a third one with 2 stages on each rank, explained below.
 
@@ -101,11 +98,12 @@ from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
+from common.launch import main
 from common.layout import global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, rope_tables, wide
 from common.schedules import COSTS, Action, add_messages, consumer, interleaved, round_robin
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -114,7 +112,14 @@ from step05_cp_ring import own_tokens, shard_context
 
 
 class Stage:
-    """A run of layers, and the graphs of the micro-batches that are in flight."""
+    """A run of layers, and the graphs of the micro-batches that are in flight.
+
+    Backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
+    use its result. What backward needs is the graph that computed y. So a stage keeps, in place of
+    y, a handle on the last node of this graph, where backward starts: `get_gradient_edge(y)`. y is
+    freed when the next y has taken its place: a rank holds at most two outputs at a time, not one
+    for each micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
+    """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
         """`layers`: which of the whole model's. `positions`: where this rank's tokens are in the
@@ -231,7 +236,7 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     other_term = torch.empty_like(gradients[TIED])
     if other_term.numel():  # under ZeRO this rank's shard may contain none of the matrix
         exchange([(gradients[TIED], other_end)], [(other_term, other_end)], group).wait()
-    gradients[TIED] += other_term
+    gradients[TIED].add_(other_term)
 
 
 def first_contact(group: Group, device: torch.device):
@@ -262,8 +267,7 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 class Pipeline:
     """One stage on each rank. `execute` is a schedule, written as a loop: here AFAB (all forward,
     all backward); subclasses write another. Loops communicate by six methods, all of which call
-    `send_receive`. Their `i` gives only the size of what is received: messages of two ranks arrive
-    in the order in which they were sent.
+    `send_receive`.
     """
 
     stage_type = Stage  # an optional technique may use another
@@ -362,7 +366,8 @@ class OneForwardOneBackward(Pipeline):
 
     def execute(self):
         """At most p - rank micro-batches are in flight. In the steady part a rank sends y and
-        receives dy together, then sends dx and receives x together.
+        receives dy together, then sends dx and receives x together: there x is always the input of
+        micro-batch i.
         """
         m = len(self.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
@@ -374,7 +379,7 @@ class OneForwardOneBackward(Pipeline):
             self.send_forward(y)
 
         if warm_up < m:
-            x = self.recv_forward(warm_up)  # each later x arrives while a dx is sent, below
+            x = self.recv_forward(warm_up)
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.stage.forward(i, x)
             dy = self.send_forward_recv_backward(y, i - warm_up)

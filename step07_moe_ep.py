@@ -4,63 +4,63 @@ THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] choos
 each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
 Transformer").
 
-    p = softmax(W x)    chosen: the K largest p
+    p = softmax(W x)    chosen: the K largest p (with --balance bias: p + bias)
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
 WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks, neighbours along cp or tp), K = 2,
 four experts. Each choice of a token is a row: e0:t1 is a copy of x of token t1, for expert e0, and
-e0(t1) is what e0 makes of it. The right margin says what is to the left of a bar | what to its
-right:
+e0(t1) is what e0 makes of it; s0 is its score.
 
-               rank 0 has experts e0 e1          rank 1 has experts e2 e3
-    routed     t0 -> e3 e0    t1 -> e0 e2        t2 -> e2 e1    t3 -> e0 e3
-    sorted     e0:t0 e0:t1 | e2:t1 e3:t0         e0:t3 e1:t2 | e2:t2 e3:t3       to rank 0 | 1
-    received   e0:t0 e0:t1 | e0:t3 e1:t2         e2:t1 e3:t0 | e2:t2 e3:t3       from rank 0 | 1
-    by expert  e0:t0 e0:t1 e0:t3 | e1:t2         e2:t1 e2:t2 | e3:t0 e3:t3       of e0 | e1, e2 | e3
-    outputs    e0(t0) e0(t1) e0(t3) | e1(t2)     e2(t1) e2(t2) | e3(t0) e3(t3)   the same
-    returned   e0(t0) e0(t1) | e2(t1) e3(t0)     e0(t3) e1(t2) | e2(t2) e3(t3)   from rank 0 | 1
-    out of     t0: e3(t0) e0(t0)                 t2: e2(t2) e1(t2)               each times its
-               t1: e0(t1) e2(t1)                 t3: e0(t3) e3(t3)               score, and added
+                                    rank 0 has experts e0 e1         rank 1 has experts e2 e3
+    routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e0 e3
+    sorted: for rank 0 | 1          e0:t0 e0:t1 | e2:t1 e3:t0        e0:t3 e1:t2 | e2:t2 e3:t3
+    received: from rank 0 | 1       e0:t0 e0:t1 | e0:t3 e1:t2        e2:t1 e3:t0 | e2:t2 e3:t3
+    by expert: first | second       e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
+    outputs: of the first | second  e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
+    returned: from rank 0 | 1       e0(t0) e0(t1) | e2(t1) e3(t0)    e0(t3) e1(t2) | e2(t2) e3(t3)
+    out                             t0 = s3 e3(t0) + s0 e0(t0)       t2 = s2 e2(t2) + s1 e1(t2)
+                                    t1 = s0 e0(t1) + s2 e2(t1)       t3 = s0 e0(t3) + s3 e3(t3)
 
-`dispatch` goes from "sorted" to "by expert", `combine` from "outputs" to "returned". Each is an
-all-to-all, in which every rank sends rows to every other, and a reordering (`transpose_blocks`) on
-the experts' ranks: after the all-to-all in `dispatch`, before it in `combine`. In backward the
-rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So
-ranks first tell one another how many rows will come.
+`dispatch` goes from "sorted" to "by expert": an all-to-all, in which every rank sends rows to every
+other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", by the
+reverse: it sorts by rank, then sends. (The sorting is `transpose_blocks`.) In backward the rows'
+gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So ranks
+first tell one another how many rows will come.
 
-WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. For each
-micro-batch it also sends less. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344 weights. In
-the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of
-128 numbers. With ep 2 about half of these, 32,768 numbers, leave the rank, four times (to the
-experts and back, in forward and in backward): 131,072 in all. If a rank fetched the weights that it
-lacks for each micro-batch, it would get 540,672 numbers in forward alone. (With many tokens on a
-rank, or small experts, fetching would be cheaper.)
+WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. It also
+sends less. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344 weights. In the launch below a
+rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of 128 numbers. With
+ep 2 it sends about half of these, 32,768 numbers, four times (rows and outputs, in forward and in
+backward): 131,072 in all. If weights travelled in each micro-batch, it would send 540,672 numbers
+in forward alone, the half that the other rank lacks. (With many tokens on a rank, or small experts,
+weights would be cheaper.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
-Transformer's, for K choices of a token),
+Transformer's, for K choices of a token). Let f_e be the fraction of a micro-batch's choices that
+are e, and P_e the mean p_e of its tokens. The loss, averaged over a training step's micro-batches,
+is
 
-    aux_loss_coeff * E * sum_e f_e P_e,      averaged over the training step's micro-batches.
+    aux_loss_coeff * E * sum_e f_e P_e
 
-f_e: the fraction of a micro-batch's choices that are e. P_e: the mean p_e of its tokens. In the
-figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 + 0.0625 +
-0.0625) = 1.15; if all f and all P are 1/E, it is 1.
+In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
+0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.
 
-f comes from counts, so it has no gradient. The derivative of the loss with respect to P_e is
-proportional to f_e. So the router's logit of e for a token, (W x)_e, is pushed down where f_e is
-above the token's own average, sum_j p_j f_j, and elsewhere up.
+f comes from counts, so it has no gradient. The gradient of the router's logit of e for a token,
+(W x)_e, is a positive number times p_e (f_e - sum_j p_j f_j): the update pushes the logit down
+where f_e is above the token's own average of f, and elsewhere up.
 
 Each layer adds its own auxiliary loss; the loss that you see excludes them. f_e and P_e are those
 of a micro-batch, so two layouts train alike only if their --micro-batch-size is the same. (And
 where two p are almost equal, rounding may decide, in any layout, which expert is chosen.) --balance
 bias uses no loss: see `BiasBalancedMoE`.
 
-GROUPS. Within a stage every rank has different tokens: dp other sequences, cp and tp other tokens
-of a sequence (tp because of sequence parallelism: --no-sp is refused). So all dp x cp x tp ranks
-can share the experts, and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et
-al. 2025). An expert is whole on its rank: tp does not cut it, so the operators of step 4 around an
-MLP (there called f and g) are gone. On 16 ranks:
+GROUPS. Within a stage (the ranks with the same place along pp) every rank has different tokens: dp
+other sequences, cp and tp other tokens of a sequence (tp because of sequence parallelism: --no-sp
+is refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
+mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
+so the operators of step 4 around an MLP (there called f and g) are gone. On 16 ranks:
 
     group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks ...              so over it we ...
     dp           0 4 8 12                            have different sequences   shard the batch
@@ -77,9 +77,9 @@ expert_data adds them. ZeRO, too, shards a parameter over the group that sums it
 over expert_data, the others over data. (Gradients of routers are also summed over tp, as those of
 norms in step 4.)
 
-THE LAW. A rank has T = batch x seq / (cp tp) tokens of a micro-batch, so T K rows of dim elements,
-which go to the experts and back, in forward and in backward. If each rank's choices are spread
-evenly over the experts, it sends over ep, in each layer and for each micro-batch,
+THE LAW. A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
+elements, which go to the experts and back, in forward and in backward. If each rank's choices are
+spread evenly over the experts, it sends over ep, in each layer and for each micro-batch,
 
     forward     (ep-1)/ep of 2 T K dim elements, and of 8 E bytes of counts
     backward    (ep-1)/ep of 2 T K dim elements
@@ -91,10 +91,16 @@ micro-batch:
 
     ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
     ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
-    sequence        2 x 3/4 x 8 x 8                       = 96
+    sequence        2 x 3/4 x 8 bytes x 8 experts         = 96
+
+With 2 layers on a rank and 8 micro-batches, `sent` is 16 x 96 = 1,536 over `sequence`, and near
+16 x 524,320 = 8,389,120 over ep, because choices are not spread evenly. The gradients of 4 experts
+in each of 2 layers, 2 x 4 x 135,168 x 4 = 4,325,376 bytes, are all-reduced once in a training step
+over expert_data, which has 2 ranks: a rank sends 2 x 1/2 of them.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
-You should see the losses of one process (a step takes some seconds if 8 processes share 2 cores):
+You should see the losses of one process (on GPUs, with --dtype fp32 for both; a step takes some
+seconds if 8 processes share 2 cores):
     python step07_moe_ep.py --out runs/one --steps 20
     python -m common.compare runs/one runs/step07_moe_ep
 
@@ -119,10 +125,11 @@ from common import UserError
 from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
 from common.flags import flag
+from common.launch import main
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -211,7 +218,7 @@ class MoE(nn.Module):
     def score(self, p_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """The weights of the chosen experts' outputs, [T, K]."""
         scores_TK = p_TE.gather(1, ids_TK)
-        if self.top_k > 1:  # with K = 1, p / p is 1: the loss would teach the router nothing
+        if self.top_k > 1:  # with K = 1, p / p is 1: the model's loss would not reach the router
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         return scores_TK
 
@@ -219,8 +226,8 @@ class MoE(nn.Module):
         """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
         outputs [T, K, D].
         """
-        # Flat, choice i is token i // K's. On rank 0 of the figure ids are [[3, 0], [0, 2]], flat
-        # 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
+        # In the flat list, choice i belongs to token i // K. On rank 0 of the figure ids are
+        # [[3, 0], [0, 2]], flat 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
@@ -245,11 +252,12 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())  # ids have no gradient
+        ids_TK = self.choose(p_TE.detach())  # to choose has no gradient
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
         out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
-        out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
+        weighted_TKD = out_TKD * scores_TK[..., None]
+        out_TD = weighted_TKD.sum(1).to(x.dtype)
         return self.after_forward(out_TD.view_as(x), p_TE, counts_E)
 
     def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
@@ -271,6 +279,83 @@ def count_choices(ids_TK: Tensor, experts: int) -> Tensor:
     ids_N = ids_TK.flatten()
     counts_E = ids_N.new_zeros(experts)
     return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
+
+
+def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
+    then by i.
+
+    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
+    """
+    blocks = rows.split(sizes.flatten().tolist())
+    n_i, n_j = sizes.shape
+    transposed = []
+    for j in range(n_j):
+        for i in range(n_i):
+            transposed.append(blocks[i * n_j + j])
+    return torch.cat(transposed)
+
+
+def send_rows(rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
+    """An all-to-all of rows [n, D], sorted by the rank to which they go -> the rows received,
+    sorted by the rank from which they come. The row sums of sent_GL and received_GL are how many go
+    to, and come from, each rank.
+    """
+    sent_rows = sent_GL.sum(1).tolist()
+    received_rows = received_GL.sum(1).tolist()
+    received = rows.new_empty(sum(received_rows), rows.shape[1])
+    all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
+    return received
+
+
+class SendRows(torch.autograd.Function):
+    """`send_rows`. In backward the gradients of the rows go back the way the rows came."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
+        """The rows received."""
+        ctx.route = (group, sent_GL, received_GL)
+        return send_rows(rows, group, sent_GL, received_GL)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradients of the rows received -> those of the rows sent."""
+        group, sent_GL, received_GL = ctx.route
+        return send_rows(grad, group, received_GL, sent_GL), None, None, None
+
+
+def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
+    sorted by expert.
+    """
+    received_RD = SendRows.apply(sorted_ND, group, leaving_GL, arriving_GL)
+    # These are sorted by rank, then by expert
+    return transpose_blocks(received_RD, arriving_GL)
+
+
+def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
+    our rows, [N, D].
+    """
+    by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
+    return SendRows.apply(by_rank_RD, group, arriving_GL, leaving_GL)
+
+
+def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
+    of each of our experts, int64 [L], on the device.
+
+    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
+    them.
+    """
+    leaving_GL = counts_E.view(group.size, -1)
+    arriving_GL = torch.empty_like(leaving_GL)
+    all_to_all(arriving_GL, leaving_GL, group).wait()
+    counts_L = arriving_GL.sum(0)
+    # Split sizes: the CPU waits for the GPU here, once for both. (In bf16, on a GPU with a kernel
+    # for grouped_mm, nothing else waits.)
+    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return leaving_on_cpu, arriving_on_cpu, counts_L
 
 
 def keep_choices() -> tuple:
@@ -382,82 +467,6 @@ BALANCE: dict[str, type[MoE]] = {
 }
 
 
-def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
-    then by i.
-
-    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
-    """
-    blocks = rows.split(sizes.flatten().tolist())
-    n_i, n_j = sizes.shape
-    transposed = []
-    for j in range(n_j):
-        for i in range(n_i):
-            transposed.append(blocks[i * n_j + j])
-    return torch.cat(transposed)
-
-
-def send_rows(rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-    """An all-to-all of rows [n, D], sorted by the rank to which they go -> the rows received,
-    sorted by the rank from which they come.
-    """
-    sent_rows = leaving_GL.sum(1).tolist()
-    received_rows = arriving_GL.sum(1).tolist()
-    received = rows.new_empty(sum(received_rows), rows.shape[1])
-    all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
-    return received
-
-
-class SendRows(torch.autograd.Function):
-    """`send_rows`. In backward the gradients of the rows go back the way the rows came."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-        """The rows received."""
-        ctx.route = (group, leaving_GL, arriving_GL)
-        return send_rows(rows, group, leaving_GL, arriving_GL)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The gradients of the rows received -> those of the rows sent."""
-        group, leaving_GL, arriving_GL = ctx.route
-        return send_rows(grad, group, arriving_GL, leaving_GL), None, None, None
-
-
-def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
-    sorted by expert.
-    """
-    received_RD = SendRows.apply(sorted_ND, group, leaving_GL, arriving_GL)
-    # These are sorted by rank, then by expert
-    return transpose_blocks(received_RD, arriving_GL)
-
-
-def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
-    our rows, [N, D].
-    """
-    by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
-    return SendRows.apply(by_rank_RD, group, arriving_GL, leaving_GL)
-
-
-def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
-    of each of our experts, int64 [L], on the device.
-
-    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
-    them.
-    """
-    leaving_GL = counts_E.view(group.size, -1)
-    arriving_GL = torch.empty_like(leaving_GL)
-    all_to_all(arriving_GL, leaving_GL, group).wait()
-    counts_L = arriving_GL.sum(0)
-    # Split sizes: the CPU waits for the GPU here, once for both. (In bf16, on a GPU with a kernel
-    # for grouped_mm, nothing else waits.)
-    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return leaving_on_cpu, arriving_on_cpu, counts_L
-
-
 @dataclass
 class Config(step06.Config):
     """Mixture of experts and expert parallelism."""
@@ -508,7 +517,8 @@ def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
 
 
 def make_groups(mesh: Mesh, config: Config):
-    """Create the groups of the table above: ep, expert_data, sequence and stage.
+    """Create the groups of the table GROUPS: ep, expert_data, sequence and stage. (For `queue` see
+    `add_groups` in common/comm.py.)
 
     (A group is created by a collective, so each rank also creates those of other ranks.)
     """

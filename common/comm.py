@@ -18,7 +18,8 @@ On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and m
     all_gather        1              2                   1 2                 1 2
     all_to_all        1 2            10 20               1 10                2 20
 
-Each function below that communicates starts its messages and returns a `Pending`; the work goes on:
+Each of the five functions at the end of this file starts its messages and returns a `Pending`; the
+work goes on:
 
     pending = all_reduce(gradient, mesh["dp"])
     ...                                            computation that overlaps the message
@@ -28,14 +29,14 @@ Always call `wait`. Until then, neither change the tensor that is sent nor read 
 filled (in `all_reduce` they are one). All tensors must be contiguous. All ranks of a group must
 start their collectives in the same order.
 
-S: the bytes of the whole tensor (an all_gather's output, a reduce_scatter's input). Of n ranks,
-each sends, if they form a ring,
+Let S be the bytes of the whole tensor: an all_gather's output, a reduce_scatter's input. In a ring
+of n ranks each sends
 
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
 
-and in `all_to_all` and `exchange` what is for other ranks. (NCCL may choose a tree, in which some
-ranks send more and others less, or let a switch add, which sends less.)
+In `all_to_all` and `exchange` a rank sends what is for other ranks. (NCCL may choose a tree, in
+which some ranks send more and others less, or let a switch add, which sends less.)
 """
 
 import math
@@ -81,8 +82,8 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """`sizes`: ranks along each dimension; the last varies fastest. Raises UserError unless
-        their product is the number of ranks.
+        """`sizes`: ranks along each dimension; the last varies fastest. A collective of all ranks.
+        Raises UserError unless the product of the sizes is the number of ranks.
         """
         self.sizes = sizes
         self.world = 1
@@ -139,7 +140,8 @@ class Mesh:
             if row != tuple(sorted(row)):
                 raise ValueError(f"new_group numbers ranks in ascending order, so sort {row}")
             if len(row) > 1 and (row, queue) not in self.handles:
-                # new_group is a collective of all ranks, also of those outside the row
+                # new_group is a collective of all ranks, also of those outside the row. A handle
+                # costs memory, so groups with the same ranks and queue share one
                 self.handles[row, queue] = dist.new_group(row)
             if self.rank in row:
                 handle = self.handles.get((row, queue))
@@ -147,8 +149,8 @@ class Mesh:
 
 
 class Pending:
-    """One or more operations of a group that are under way; `Pending()` has none. `wait` waits for
-    them, then calls `then`.
+    """The operations of a group that are under way, if there are any. `wait` waits for them, then
+    calls `then`.
     """
 
     def __init__(
@@ -159,9 +161,9 @@ class Pending:
         then: Callable | None = None,
     ):
         """`tensors`: those that are being sent, kept alive here, because their caller may drop
-        them, and PyTorch does not promise that a work keeps them. (An all-reduce has none: its
-        caller reads the result.) `then`: what is left to do when the messages have arrived. Only
-        gloo's `reduce_scatter` has any.
+        them, and PyTorch does not promise that a work keeps them. (An all-reduce keeps none: its
+        one tensor is the result, which its caller has.) `then`: what is left to do when the
+        messages have arrived. Only gloo's `reduce_scatter` has any.
         """
         self.group = group
         self.works = works
@@ -169,8 +171,8 @@ class Pending:
         self.then = then
 
     def wait(self):
-        """Wait until the results may be used (on a GPU, only the compute stream waits). A second
-        call does nothing.
+        """Wait until the results may be used. (On a GPU Python goes on; only what the GPU computes
+        later waits.) A second call does nothing.
         """
         if not self.works:
             return
@@ -203,8 +205,8 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [n k, ...] with the `tensor` [k, ...] of all n ranks. `tensor`
-    may be a view of this rank's own rows of `output`.
+    """From step 3 on: fill `output` [n * k, ...] with the `tensor` [k, ...] of all n ranks.
+    `tensor` may be a view of this rank's own rows of `output`.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -215,7 +217,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: sum the `tensor` [n k] of all n ranks; `output` [k] gets this rank's
+    """From step 3 on: sum the `tensor` [n * k] of all n ranks; `output` [k] gets this rank's
     shard.
     """
     if group.size == 1:
@@ -271,8 +273,7 @@ def exchange(
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Receives first: in gloo a send returns only when the peer has a place for the message. If both
-    # peers began to send, their two messages would follow one another
+    # Receives first, so that there is a place for a message when it comes
     operations = []
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
@@ -290,6 +291,6 @@ def note(operation: str, group: Group, nbytes: float):
     group.sent[group.name, operation] += round(nbytes)
 
 
-# --compile must not trace `note`. (torch.compiler.disable would do the same, but it imports the
-# compiler, which takes two seconds in each process.)
+# --compile must not trace `note`, which step 4's compiled layers call. (torch.compiler.disable
+# would do the same, but it imports the compiler, which takes seconds in each process.)
 note._torchdynamo_disable = True

@@ -1,19 +1,22 @@
 """Flags: a dataclass with a field for each flag, made from the command line.
 
     @dataclass
-    class Config(step01.Config):
-        "Data parallelism."
+    class Config(step06.Config):
+        "Mixture of experts and expert parallelism."
 
-        sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
+        experts: int = flag(8, "MLPs in each layer that has experts")
+        balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
+        bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
 
-makes `--sync`, whose values are the keys of the menu SYNCS, "bucket" by default. The first line of
-the class's docstring is the title of its flags in --help. `needs` says that --sync does something
-only beside --zero 0. If it is given beside another value, even as the default, the run ends:
+makes --experts, --balance, whose values are the keys of the dict BALANCE, and --bias-rate, beside
+the flags of step 6. The first line of the class's docstring is their title in --help. `needs` says
+that --bias-rate does something only beside --balance bias. If it is given beside another value,
+even as the default, the run ends:
 
-    $ torchrun --nproc_per_node=2 step03_zero.py --zero 1 --sync ring
-    error: --sync has no effect without --zero 0: leave it out
+    $ python step07_moe_ep.py --bias-rate 0.01
+    error: --bias-rate has no effect without --balance bias: leave it out
 
-(Step 2 has no --zero: there it always does something.)
+(A flag that a step does not have is not needed: --sync needs --zero 0, but not in step 2.)
 """
 
 import argparse
@@ -25,7 +28,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on; the end is out of reach
+AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on
 
 
 def flag(
@@ -38,7 +41,7 @@ def flag(
     """A field of a Config.
 
     help     what --help says of the flag
-    choices  the allowed values; or a menu, a dict from each of them to what it selects
+    choices  the allowed values of a str; or a menu, a dict from each to what it selects
     least    the smallest value of a number; by default 1 for an int whose default is above 0
              (--steps 0 would be a mistake), and 0 for other numbers
     needs    another flag -> the values of it beside which this flag does something:

@@ -6,24 +6,22 @@ are those of step 1's law. Each token costs 6 for each weight in a matrix, excep
 For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
 with a peak of 989, an MFU of 0.06 %.
 
-Others count differently. One of the 7 products, the scores in backward, is a repetition: it is
-counted here because every fused attention repeats it. (What --recompute repeats is not.) PaLM
-(Chowdhery et al. 2022) counts 12 x seq x dim: each of 6 products over all pairs of tokens, not over
-the causal half. For smollm-1.7b attention is then 10.5 % of the whole; with 7 it is 6.4 %. So
-compare an MFU only with one that is counted alike.
+Others count attention differently, so compare an MFU only with one that is counted alike:
+
+    7 x seq x dim     here: the causal half of 7 products. One of them, the scores in backward, is a
+                      repetition; it counts because every fused attention repeats it. (What
+                      --recompute repeats does not.) For smollm-1.7b it is 6.4 % of the whole
+    12 x seq x dim    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products: 10.5 %
 """
 
 import math
 import re
 from collections import defaultdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, schedule
 
-from common import UserError
 from common.comm import Mesh
 from common.layout import data_group_of, full_shape, layout_of
 from common.model import ModelConfig
@@ -32,7 +30,7 @@ from common.model import ModelConfig
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part on the rank that made the row.
+    """A row of the table: a parameter's whole shape, and the part that the rank of the row holds.
 
     What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
     rank keeps fewer bytes, except while it uses a parameter.
@@ -118,8 +116,8 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
     """FLOPs of one token, forward and backward. `rows`: of the whole model (with pp, gathered from
-    all ranks); experts and the embedding are known by shape and name. `top_k`: how many experts a
-    token visits.
+    all ranks); experts are recognised by their shape, the embedding by its name. `top_k`: how many
+    experts a token visits.
     """
     weights = 0.0
     for name, row in rows.items():
@@ -132,8 +130,8 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
 
 
 class Meter:
-    """Compares each step with the peak of all GPUs, and reads how much memory this rank's has
-    used. (metrics.jsonl has rank 0's numbers; with pp, ranks differ in memory.)
+    """Measures the MFU of a step, and the peak memory of this rank's GPU. (metrics.jsonl has rank
+    0's; with pp, ranks differ in memory.)
     """
 
     def __init__(
@@ -155,67 +153,3 @@ class Meter:
         if self.is_gpu:
             found["peak_memory"] = torch.cuda.max_memory_allocated()
         return found
-
-
-# --- The profile ----------------------------------------------------------------------------------
-
-SKIPPED = 2  # steps before the trace: see `Profiler`
-
-
-def check_profile(n: int, steps: int):
-    """Raise UserError if `steps` steps are too few to trace n. (0 steps are allowed: a resumed run
-    may already be done.)
-    """
-    if n and 0 < steps < n + SKIPPED:
-        raise UserError(f"--profile {n}: it needs {n + SKIPPED} steps, and {steps} are left")
-
-
-class Profiler:
-    """Traces n steps, after two that are skipped: in the first of these, memory is allocated and
-    layers are compiled; in the second the profiler warms up. If n is 0, it does nothing.
-
-    OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
-    ranges: the optimizer's step; `wait tp`, where a rank waits for a message over tp; and in steps
-    6 and 7 `F0.1` and `B0.1`, the forward and the backward of micro-batch 0 through stage 1 (both
-    count from 0). On a CPU `wait tp` is as long as the wait. On a GPU only the stream of the
-    computation waits: look for gaps in it. On a GPU, OUT/memory-RANK.pickle has the last 200,000
-    allocations and frees before the trace ended, for https://pytorch.org/memory_viz. If a signal
-    ends the run, the trace is shorter, or missing.
-    """
-
-    def __init__(self, n: int, out: Path, rank: int, gpu: bool):
-        self.out = out
-        self.rank = rank
-        self.gpu = gpu
-        self.profile: torch.profiler.profile | None = None
-        if n > 0:
-            activities = [ProfilerActivity.CPU]
-            if gpu:
-                activities.append(ProfilerActivity.CUDA)
-            when = schedule(wait=SKIPPED - 1, warmup=1, active=n, repeat=1)
-            self.profile = torch.profiler.profile(
-                activities=activities, schedule=when, on_trace_ready=self.write
-            )
-
-    def __enter__(self) -> "Profiler":
-        if self.profile is not None:
-            if self.gpu:  # PyTorch has no public function for this
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-            self.profile.start()
-        return self
-
-    def step(self):
-        """Called after each step."""
-        if self.profile is not None:
-            self.profile.step()
-
-    def write(self, profile: torch.profiler.profile):
-        """Write the trace. The profiler calls this after the last step that is traced."""
-        profile.export_chrome_trace(str(self.out / f"trace-{self.rank}.json.gz"))
-        if self.gpu:
-            torch.cuda.memory._dump_snapshot(str(self.out / f"memory-{self.rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)  # it would slow the other steps
-
-    def __exit__(self, *error: Any):
-        if self.profile is not None:
-            self.profile.stop()

@@ -4,10 +4,10 @@ every step without this file.
     --dataset            what is read
     (nothing)            the source code of Python's standard library, without its tests and IDLE
                          (its text, and so the losses, may differ between two installations)
-    a.txt                one document (any line end, CR LF or CR, is read as LF)
+    a.txt                one document (line ends become LF)
     a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders; all must be of one of the kinds
+    a folder             every file in it and in its subfolders, all of the same kind, one of those
                          above (hidden files are skipped, links to folders not followed)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
@@ -52,8 +52,8 @@ def suffix_of(path: Path) -> str:
 def kind_of(source: str) -> str:
     """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
 
-    What exists is a folder or a file of a known kind. What does not exist is looked up on the hub
-    if it has the form of a name there, and none of SUFFIXES: "trian.jsonl" is a mistake.
+    A path that exists must be a folder or a file of a known kind. Another value is looked up on the
+    hub if it has the form of a name there, and none of SUFFIXES: "trian.jsonl" is a mistake.
     """
     if not source:
         return ""
@@ -64,8 +64,8 @@ def kind_of(source: str) -> str:
     if path.exists():
         if not suffix:
             raise UserError(
-                f"--dataset {source}: this kind of file cannot be read, only a folder, "
-                f"{', '.join(SUFFIXES)}"
+                f"--dataset {source}: this kind of file cannot be read: use a folder, or a file "
+                f"that ends in {', '.join(SUFFIXES)}"
             )
         return suffix
     if suffix or not HUB_NAME.fullmatch(source):
@@ -175,8 +175,8 @@ def read_files(source: str) -> Contents:
     examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
         raise UserError(
-            f"--dataset {source}: the files of a folder must all be of one of the kinds "
-            f"{', '.join(FORMATS)}, and it has {', '.join(examples.values()) or 'no file'}"
+            f"--dataset {source}: its files must all be of the same kind, one of "
+            f"{', '.join(FORMATS)}; it has {', '.join(examples.values()) or 'no file'}"
         )
     names = ", ".join(map(str, paths[:20]))
     if len(paths) > 20:
@@ -187,7 +187,8 @@ def read_files(source: str) -> Contents:
 def read_hub(source: str) -> Contents:
     """Read a data set of the Hugging Face hub, `NAME` or `NAME:CONFIG`.
 
-    Raises UserError if the hub is out of reach, or has no such data set, configuration or column.
+    Raises UserError if the hub is out of reach, or has no such data set, configuration, column or
+    split `train`.
     """
     import datasets  # takes seconds to import
     import huggingface_hub as hub
@@ -200,8 +201,8 @@ def read_hub(source: str) -> Contents:
         rows = datasets.load_dataset(name, config or None, split="train").select_columns("text")
     except Exception as error:  # of many types, from several libraries
         raise UserError(
-            f"--dataset {source}: it is no file, and the hub does not give it: {error} "
-            "(HF_HUB_OFFLINE=1 reads one that was downloaded before)"
+            f"--dataset {source}: it is neither a file here nor a data set that the hub gives: "
+            f"{error} (Without a network, HF_HUB_OFFLINE=1 reads one that was downloaded before)"
         ) from error
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
@@ -212,7 +213,7 @@ def read_bin(source: str) -> Contents:
     about = {"dtype": "uint16"}
     try:
         if description.exists():
-            about = json.loads(description.read_text())
+            about |= json.loads(description.read_text())
         tokens = np.memmap(source, about["dtype"], "r")
         if tokens.dtype not in (np.uint16, np.uint32):
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")

@@ -5,10 +5,11 @@ batch, learning rate, and also --steps, on which the learning rate depends.
 
     FREE    where the run computes, in which dtype, what it reads and writes, when it gives up.
             (--dataset is free as a path: its tokens are compared, by their fingerprint.)
-    WORK    how the ranks divide and do the work, and what they keep in memory. (`may_change` has
-            two exceptions.)
+    WORK    how the ranks divide and do the work, and what they keep in memory. (But
+            --micro-batch-size must stay if experts have an auxiliary loss: see `may_differ`.)
 
-A run that changes another flag ends with a line such as "--resume runs/a: --lr was 0.003: keep it".
+A flag that only one of the two scripts has is not compared. If another flag has changed, the run
+ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ from common.ranks import Ranks
 
 FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
 WORK = {
-    "micro_batch_size",  # but see `may_change`
+    "micro_batch_size",  # but see `may_differ`
     "recompute",
     "compile",
     "sync",
@@ -48,16 +49,20 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
               "auto"  the newest sound one in --out; None if --out has no checkpoint
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if a path has none, if all are damaged, or if --out has checkpoints, and
-    `resume` is neither --out nor the newest of them: those of two different runs would lie in one
-    directory. A collective.
+    Raises UserError if a path has none; if all are damaged; or if --out has checkpoints, and
+    `resume` is neither --out nor its newest (checkpoints of two runs would lie in one directory). A
+    collective.
     """
     if resume == "auto":
         return find(out, ranks)
-    if resume != "" and not candidates(Path(resume), ranks):
-        raise UserError(f"--resume {resume}: no checkpoint is there")
     own = candidates(out, ranks)
-    if own and (resume == "" or Path(resume).resolve() not in (out.resolve(), own[0].resolve())):
+    continues_own = False
+    if resume != "":
+        if not candidates(Path(resume), ranks):
+            raise UserError(f"--resume {resume}: no checkpoint is there")
+        allowed = [path.resolve() for path in (out, *own[:1])]
+        continues_own = Path(resume).resolve() in allowed
+    if own and not continues_own:
         raise UserError(
             f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
             "another --out"
@@ -67,29 +72,23 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     return find(Path(resume), ranks)
 
 
-def may_change(flags: dict[str, Any], has_state: bool = False) -> set[str]:
-    """The flags that do not change what is computed, but for rounding.
-
-    `has_state`: an optional technique has saved what only its own rank can use. Then WORK must
-    stay, too.
-    """
-    if has_state:
-        return FREE
-    may_differ = FREE | WORK
-    # An auxiliary loss (step 7's --balance loss, and those of optional balances) is a mean over
-    # each micro-batch, so the size of a micro-batch decides what is computed
+def may_differ(flags: dict[str, Any]) -> set[str]:
+    """The flags that do not change what is computed, but for rounding."""
+    names = FREE | WORK
+    # Step 7's auxiliary loss is a mean over each micro-batch, so the size of a micro-batch decides
+    # what is computed
     if flags.get("balance", "none") not in ("none", "bias"):
-        may_differ.remove("micro_batch_size")
-    return may_differ
+        names.remove("micro_batch_size")
+    return names
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """Raise UserError if the data differ from the saved run's, or a flag that must stay."""
-    may_differ = may_change(flags, has_state=bool(saved.state))
+    free = may_differ(flags)
     for name, value in flags.items():
         # The saved run's script may not have this flag: then there is nothing to compare
         before = saved.about["flags"].get(name, value)
-        if before != value and name not in may_differ:
+        if before != value and name not in free:
             what = "the number of ranks" if name == "ranks" else spelled(name)
             raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
     # Weights converted from another format have the fingerprint "": any data may follow

@@ -1,4 +1,4 @@
-"""A run: its directory, progress bar and checkpoints; and `main`, which every script calls.
+"""A run: its directory, progress bar and checkpoints.
 
     with Run(config) as run:
         for step in run.steps(model=..., optimizer=..., ...):   yields 0, 1, ...
@@ -9,10 +9,12 @@ With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.re
 rest, also of this docstring.
 
     OUT/config.json          the flags, and the number of ranks
-        metrics.jsonl        a line for each step; there steps count from 1
+        metrics.jsonl        a line for each step: its number, from 1, and what `train` records
+                             (loss, grad_norm, lr); tokens, tokens_per_second, seconds; `sent`,
+                             rank 0's bytes by group; on a GPU mfu and peak_memory (meter.py)
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
-        trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (meter.py)
+        trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
         nccl-RANK            on a GPU, if a step hangs (watch.py)
 
 RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the flags, and
@@ -28,8 +30,9 @@ a checkpoint, and exit with status 0. With torchrun:
     - SIGUSR1 needs `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills
       torchrun alone, and the ranks go on without it.
 
-If a step takes longer than --timeout, each rank prints where it is, and the job ends. (--timeout
-does not count the start and saving, but a compilation in the first step.)
+A second Ctrl-C ends them at once. If a step takes longer than --timeout, each rank prints where it
+is, and the job ends. (--timeout does not count the start and saving; it does count a compilation in
+the first step.)
 """
 
 import dataclasses
@@ -37,33 +40,23 @@ import inspect
 import json
 import math
 import os
-import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistError
 from tqdm import tqdm
 
 from common import UserError
 from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
-from common.flags import flag, parse
-from common.meter import (
-    Meter,
-    Profiler,
-    Row,
-    check_profile,
-    flops_per_token,
-    parameter_table,
-    rows_of,
-)
-from common.ranks import Ranks, check_environment
+from common.flags import flag
+from common.meter import Meter, Row, flops_per_token, parameter_table, rows_of
+from common.profiling import Profiler, check_profile
+from common.ranks import Ranks
 from common.resume import check_flags, choose_checkpoint
 from common.watch import HangWatch, Signals
 
@@ -131,9 +124,9 @@ class Run:
         # For config.json and checkpoints; the number of ranks is compared like a flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
-        self.history: list[dict] = []  # a row for each step; rank 0 writes them to metrics.jsonl
+        self.history: list[dict] = []  # a row for each step; rank 0's are in metrics.jsonl
         self.training = False  # whether the first step has begun
-        self.timed_since = 0.0  # when the present step began, in seconds
+        self.timed_since = 0.0  # when the last step was recorded, in seconds
         self.watch = HangWatch(config.timeout, self.out)
         self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
         # From `set_up` on:
@@ -157,7 +150,7 @@ class Run:
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
-        caller's loop runs. Raises UserError. Besides yielding, it
+        caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
                                      number is then the number of steps that it has done
@@ -165,27 +158,29 @@ class Run:
             after a signal           saves one, and ends
 
         `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
-        and sync.
+        and sync. Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
-        tracing = Profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        profiler = Profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
         # this generator, and that leaves the `with`. In `Signals`, signals are only noted
-        with self.bar, tracing as profiler, Signals() as signals:
+        with self.bar, profiler, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                profiler.step()
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.first_at is not None))
                 self.watch.stop()
+                interrupted_at = time.perf_counter()
+                profiler.step()  # after the last step of the trace, this writes it
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
-                    self.timed_since = time.perf_counter()  # saving is no part of the next step
+                self.timed_since += time.perf_counter() - interrupted_at  # no part of any step
                 if stopping and step + 1 < self.config.steps:
+                    self.bar.close()
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
                     return
 
@@ -208,9 +203,10 @@ class Run:
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
-        Its seconds are those since the step before was recorded (or training began), without
-        saving. They include the update, because the steps pass `loss.item()`, which waits for the
-        GPU. (If rank 0 cannot write, it exits with a line, and torchrun ends the other ranks.)
+        Its seconds are those since the last call (or since training began), without saving and
+        without writing a trace. They include the update, because the steps pass `loss.item()`,
+        which waits for the GPU. (If rank 0 cannot write, it exits with a line, and torchrun ends
+        the other ranks.)
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -267,16 +263,9 @@ class Run:
         if folder is None:
             return 0
         self.last_checkpoint = folder
-        saved = Checkpoint(folder, self.rank)
+        saved = Checkpoint(folder)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        # In the course nothing: see `save`
-        for name, state in saved.state.items():
-            if name not in self.parts:
-                raise UserError(
-                    f"--resume {folder}: this script has no {name}, whose state it holds"
-                )
-            self.parts[name].load_state(state)
         if self.is_rank_0:
             self.history = saved.about["history"]
         done = saved.about["step"]
@@ -328,29 +317,22 @@ class Run:
 
     # Checkpoints
 
-    def save_is_due(self, step: int) -> bool:
-        """Whether --save-every asks for a checkpoint after `step` steps."""
+    def save_is_due(self, done: int) -> bool:
+        """Whether --save-every asks for a checkpoint after `done` steps."""
         every = self.config.save_every
-        return every > 0 and (step % every == 0 or step == self.config.steps)
+        return every > 0 and (done % every == 0 or done == self.config.steps)
 
-    def save(self, step: int):
-        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write.
-
-        (Some optional techniques keep more than pieces of parameters, for example a sync that
-        compresses gradients its errors. Such a part has methods `state` and `load_state`: the dict
-        of tensors that `state` returns is saved, and restored in the same layout only.)
-        """
-        state = {}
-        for name, part in self.parts.items():
-            own = part.state() if hasattr(part, "state") else {}
-            if own:
-                state[name] = own
-        content = dict(step=step, flags=self.flags, fingerprint=self.fingerprint, state=state)
-        content["history"] = self.history if self.is_rank_0 else []
-        folder = self.out / f"checkpoints/step-{step:08d}"
+    def save(self, done: int):
+        """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
+        folder = self.out / f"checkpoints/step-{done:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        save(folder, content, pieces, self.ranks, previous=self.last_checkpoint)
+        save(folder, self.content(done), pieces, self.ranks, previous=self.last_checkpoint)
         self.last_checkpoint = folder
+
+    def content(self, done: int) -> dict[str, Any]:
+        """What a checkpoint has besides pieces of parameters."""
+        history = self.history if self.is_rank_0 else []
+        return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 
     # Less important
 
@@ -408,56 +390,3 @@ def draw_loss(history: list[dict], target: Path):
     marker = "o" if len(history) == 1 else ""  # a line needs two points
     axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
     figure.savefig(target, dpi=120)
-
-
-def main(train: Callable[[Any, Run], None], cls: type):
-    """Parse the flags and train. Exit with status 0, or as `report` says.
-
-    With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
-    shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
-    them is Python's own KeyboardInterrupt, with a normal shutdown.)
-    """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    run = None
-    status = 0
-    try:
-        config = parse(cls)
-        check_environment()
-        with Run(config) as run:
-            train(config, run)
-        if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
-            torch.distributed.destroy_process_group()
-    except Exception as error:
-        status = report(error, early=run is None or not run.training)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if several:
-        os._exit(status)
-    sys.exit(status)
-
-
-def report(error: Exception, early: bool) -> int:
-    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
-
-    `early`: before the first step. An OSError (a path) or torch's DistError (a network) is then
-    most likely the user's to fix, too. Later it is not expected, and gets its traceback.
-    """
-    fixable = isinstance(error, UserError)
-    text = str(error)
-    if early and isinstance(error, OSError | DistError):
-        fixable = True
-    if isinstance(error, torch.OutOfMemoryError):
-        fixable = True
-        text = (
-            "--micro-batch-size: lower it, use --recompute full, or shard the model, as "
-            f"step03_zero.py --zero 3 does: {error}"
-        )
-    if not fixable:
-        traceback.print_exception(error)
-        return 1
-    if os.environ.get("RANK", "0") != "0":
-        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends this rank
-        # in its sleep, so that it is printed once. (If only this rank has it, it prints it then)
-        time.sleep(10)
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
-    return 2

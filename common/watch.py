@@ -1,4 +1,4 @@
-"""How a run ends early: by a signal, after the present step; or because a step takes longer than
+"""How a run ends early: `Signals`, after the present step; `HangWatch`, if a step takes longer than
 --timeout.
 """
 
@@ -20,8 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 
 class Signals:
-    """In this context a Ctrl-C, SIGTERM or SIGUSR1 does not end the process: its time is noted, so
-    that the run can save. Only a Ctrl-C more than a second after the first signal ends it at once.
+    """In this context a first Ctrl-C, SIGTERM or SIGUSR1 does not end the process: its time is
+    noted, so that the run can save.
 
     (SIGHUP, which a terminal sends when it is closed, is not among them: it ends the process. Under
     `nohup` a script ignores it, but torchrun does not, unless it is started with
@@ -67,9 +67,9 @@ class HangWatch:
 
     On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
     `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in which collective each rank
-    is. A --timeout above 10 minutes (NCCL) or 30 (gloo) has no effect while a rank is in a
-    collective: then PyTorch ends it first. (--timeout counts from the start of the step, so its
-    default of 10 minutes ends before NCCL's, which count from the start of the collective.)
+    is. PyTorch itself ends a collective after 10 minutes (NCCL) or 30 (gloo), so a larger --timeout
+    is of no use there. (The default of 10 minutes comes before NCCL's: it counts from the start of
+    the step, and NCCL's from the start of the collective.)
     """
 
     def __init__(self, seconds: float, out: Path):
@@ -101,7 +101,7 @@ class HangWatch:
                 faulthandler.dump_traceback(stacks)
                 stacks.seek(0)
                 text += stacks.read()
-            sys.stderr.write(text)  # at once, so that the ranks' stacks do not mix
+            sys.stderr.write(text)  # at once, so that the ranks' stacks rarely mix
             sys.stderr.flush()
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 record = torch._C._distributed_c10d._dump_nccl_trace()  # no public function has it

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 from common import UserError
-from common.trainer import main
+from common.launch import main
 from extras.start import start
+from extras.state import StatefulRun
 
 
 def techniques() -> list[ModuleType]:
@@ -54,7 +55,7 @@ def run(argv: list[str]):
     """Train by the step that the line names. Raises UserError."""
     step = step_of(argv)
     del sys.argv[1]
-    main(step.train, with_flags(step.Config, techniques()))
+    main(step.train, with_flags(step.Config, techniques()), StatefulRun)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from common.trainer import report
+from common.launch import report
 
 
 def start(main: Callable[[list[str]], None]):

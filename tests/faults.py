@@ -63,14 +63,14 @@ FAULTS = [
         "each rank reads the files in its own order",
     ),
     Fault(
-        "common.layout",
+        "common.initial",
         "value = shard_of(value, shard)",
         'value = draw(torch.empty(param.shape), "", model.config.n_layers, seed)',
         "test_step01::test_materialize_cuts_shards_from_whole_matrices",
         "all ranks draw the same shard",
     ),
     Fault(
-        "common.layout",
+        "common.initial",
         "setattr(module, key, new)",
         "setattr(module, key, nn.Parameter(new.detach().clone()))",
         "test_step01::test_materialize_keeps_a_tie",

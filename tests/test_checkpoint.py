@@ -99,7 +99,7 @@ def test_a_shard_is_assembled_from_pieces_of_any_layout(tp, dim, zero, to_tp, to
         param = nn.Parameter(shard_of(whole, shard))
         param.parallel_layout = ParamLayout(shards=(shard,))
         place = place_of(param, (0, param.numel()))
-        found = saved.shard("weight", "master", place.box, place.shape)
+        found = saved.assemble_shard("weight", "master", place.box, place.shape)
         close(found, param, f"shard of rank {rank}")
 
 
@@ -116,20 +116,15 @@ def weight_of(rank: int) -> Tensor:
 def save_by_hand(folder: Path, n: int):
     """Write files of n ranks, each with its own "weight RANK", and with a copy of "norm"."""
     for rank in range(n):
-        about = dict(rank=rank, ranks=n, state={"rank": rank})
+        about = dict(rank=rank, ranks=n)
         pieces = {f"weight {rank}": piece_of(weight_of(rank)), "norm": piece_of(torch.ones(4))}
         write(folder / f"rank-0000{rank}.pt", about, pieces)
 
 
 def test_of_copies_one_is_kept(tmp_path):
-    """Ranks that update the same elements save copies: one piece remains to assemble shards from.
-
-    (State that is no piece, an optional technique's, a rank reads from its own file.)
-    """
+    """Ranks that update the same elements save copies: one piece of them remains."""
     save_by_hand(tmp_path, 3)
-    saved = Checkpoint(tmp_path, 1)
-    close(len(saved.pieces["norm"]), 1, "pieces")
-    close(saved.state, {"rank": 1}, "state")
+    close(len(Checkpoint(tmp_path).pieces["norm"]), 1, "pieces")
 
 
 # --- Resumed runs
@@ -269,17 +264,15 @@ CHANGES = [
     (dict(micro_batch_size=2), dict(balance="loss"), "--micro-batch-size was 4: keep it"),
     (dict(micro_batch_size=2), dict(balance="bias"), ""),
     (dict(fingerprint="other"), {}, "--dataset has other tokens"),
-    (dict(tp=1), dict(state=True), "--tp was 2: keep it"),
-    (dict(dtype="bf16"), dict(state=True), ""),
 ]
 
 
 @cases("changed, more, text", CHANGES)
 def test_a_resumed_run_computes_the_same(changed, more, text):
     """Flags that change results must stay, those of layout and of files may change."""
-    flags = FLAGS | {key: value for key, value in more.items() if key != "state"}
+    flags = FLAGS | more
     about = dict(flags=flags, fingerprint="abc")
-    saved = SimpleNamespace(folder=Path("X"), state=more.get("state"), about=about)
+    saved = SimpleNamespace(folder=Path("X"), about=about)
     flags = flags | changed
     fingerprint = flags.pop("fingerprint", "abc")
     if not text:
@@ -334,8 +327,8 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
         found = find(tmp_path, Ranks())
         assert found == older or way in ("bytes", "longer"), f"{seed}: {way} was not noticed"
         for rank in range(2):
-            saved = Checkpoint(found, rank)
-            weight = saved.tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
+            saved = Checkpoint(found)
+            weight = saved.load_tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
             close(weight, weight_of(rank), f"{seed}, {way}: the weight")
         shutil.rmtree(newer)
     (older / "rank-00001.pt").write_bytes(b"")

@@ -227,7 +227,7 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path, names):
     for name in names.split():
         (tmp_path / name).write_text('{"text": "text"}' * 9)
     message = refused(tmp_path)
-    assert "must all be of one of the kinds .txt, .jsonl, .jsonl.gz, .par" in message
+    assert "must all be of the same kind, one of .txt, .jsonl, .jsonl.gz, .par" in message
     assert all(name in message for name in names.split() or ["no file"])
 
 
@@ -276,7 +276,7 @@ def test_without_network_the_error_is_one_line(monkeypatch, capfd, offline):
     for config in huggingface_hub.constants, datasets.config:
         monkeypatch.setattr(config, "HF_HUB_OFFLINE", offline)
     message = refused("owner/name")
-    assert message.startswith("--dataset owner/name: it is no file, and the hub does not give it")
+    assert message.startswith("--dataset owner/name: it is neither a file here nor a data set")
     assert ("OfflineModeIsEnabled" if offline else "Connection refused") in message
     assert "Retry" not in capfd.readouterr().err
 

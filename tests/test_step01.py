@@ -17,7 +17,7 @@ from torch import DoubleTensor, Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import step01_single_gpu as step
-from common import UserError, layout
+from common import UserError, initial, layout
 from common.data import Data
 from common.model import (
     IGNORE,
@@ -181,7 +181,7 @@ def test_the_loss_of_bf16_logits_is_summed_in_fp32():
 
 def drawn(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
     """The initial value of a parameter."""
-    return layout.draw(torch.empty(shape), name, n_layers, seed)
+    return initial.draw(torch.empty(shape), name, n_layers, seed)
 
 
 def test_initial_values_follow_from_name_and_seed():
@@ -209,7 +209,7 @@ def on_meta(**shape) -> Decoder:
 def test_materialize_keeps_a_tie():
     """A tied matrix remains one parameter of two modules."""
     model = on_meta(tied=True)
-    layout.materialize(model, 5, CPU, BF16)
+    initial.materialize(model, 5, CPU, BF16)
     assert model.lm_head.weight is model.model.embed_tokens.weight, "the tie is cut"
 
 
@@ -219,7 +219,7 @@ def test_materialize_cuts_shards_from_whole_matrices():
     o_proj = model.model.layers["2"].self_attn.o_proj
     o_proj.weight = nn.Parameter(torch.empty(32, 20, device="meta"))
     layout.note_layout(o_proj.weight, shards=(layout.Shard(1, "tp", 20, 40, 32),))
-    layout.materialize(model, 5, CPU, FP32)
+    initial.materialize(model, 5, CPU, FP32)
     whole = drawn("model.layers.2.self_attn.o_proj.weight", [32, 32], 3, 5)
     close(o_proj.weight[:, :12], whole[:, 20:], "columns 20 to 31")
     close(o_proj.weight[:, 12:], torch.zeros(32, 8), "the padding")
@@ -511,7 +511,7 @@ def test_train(flags, rates):
     flags = BASE | flags
     model = on_meta(tied=flags.pop("tied", False))
     config = step.Config(**flags)
-    layout.materialize(model, config.seed, CPU, FP64)
+    initial.materialize(model, config.seed, CPU, FP64)
     model.loss = mean_loss
     rule = torch_optimizer(model, config)
     data = Data(config.dataset, model.config, 12, config.seed)

@@ -19,9 +19,10 @@ import step04_tp_sp as step04
 from common import UserError, compare
 from common.comm import Mesh
 from common.data import Data
-from common.meter import Profiler, flops_per_token, parameter_table, peak_flops, rows_of
+from common.launch import check_environment, compare_launches, initialise
+from common.meter import flops_per_token, parameter_table, peak_flops, rows_of
 from common.model import PRESETS, Decoder
-from common.ranks import check_environment, compare_launches, initialise
+from common.profiling import Profiler
 from common.trainer import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of
@@ -82,7 +83,7 @@ def test_a_second_ctrl_c_ends_the_process():
 
 SCRIPT = """
 import sys, threading, time, step01_single_gpu as step01
-from common.trainer import main
+from common.launch import main
 
 def wait_for_ever():
     time.sleep(1000)

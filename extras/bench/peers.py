@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.comm import Group, Mesh, all_reduce
 from common.data import Data
-from common.layout import materialize
+from common.initial import materialize
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device

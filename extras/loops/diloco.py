@@ -35,10 +35,12 @@ from common import UserError
 from common.comm import Group, Mesh, all_reduce
 from common.data import Data
 from common.flags import flag
-from common.layout import materialize
+from common.initial import materialize
+from common.launch import main
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
-from common.trainer import Run, choose_device, main
+from common.trainer import Run, choose_device
+from extras.state import StatefulRun
 from step01_single_gpu import (
     Optimizer,
     clip_coefficient,
@@ -142,4 +144,4 @@ def train(config: Config, run: Run):
 
 
 if __name__ == "__main__":
-    main(train, Config)
+    main(train, Config, StatefulRun)

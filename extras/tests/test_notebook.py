@@ -23,9 +23,8 @@ def test_every_cell_of_the_notebook_runs(tmp_path):
         shutil.copy(path, tmp_path)
     launch = tmp_path / "extras" / "launch"
     notebook = nbformat.read(launch / "two_t4.ipynb", as_version=4)
-    nbclient.NotebookClient(
-        notebook, timeout=600, resources={"metadata": {"path": str(launch)}}
-    ).execute()
+    place = {"metadata": {"path": str(launch)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=place).execute()
     outputs = [str(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     for output, shown in zip(outputs, SHOWN, strict=True):
         assert shown in output

@@ -26,10 +26,12 @@ from common.flags import parse
 from common.model import PRESETS, Decoder, ModelConfig, summed_cross_entropy
 from extras.__main__ import with_flags
 from extras.loops import diloco, fp16, pipedream
+from extras.state import StatefulRun
 from extras.techniques import adafactor, muon, zero_offload
 from extras.tests import rows
 from extras.tests.rows import TECHNIQUES, Config, check_row
 from tests.equal import Watch, close, decoder, draw, run_of
+from tests.pool import RankError
 from tests.tape import Live, Tape
 
 ranks = pytest.mark.ranks
@@ -95,9 +97,13 @@ def test_a_lossy_technique_stays_near(pools, n, line, bound):
         check_row(pools, n, TIED, line, bound / 1000)
 
 
+class StatefulWatch(StatefulRun, Watch):
+    """`Watch`, with the state of techniques."""
+
+
 def recorded(step: str, flags: dict[str, Any]) -> Tensor:
     """Runs on every rank: losses and, with fp16, their factors, by step [steps, 2]."""
-    history = run_of(step, flags).history
+    history = run_of(step, flags, StatefulWatch).history
     return torch.tensor([[row["loss"], row.get("loss_scale", 1.0)] for row in history])
 
 
@@ -123,6 +129,15 @@ def test_a_resumed_run_computes_the_same(pools, tmp_path, step, flags, changed):
     rest = pools(2).run(recorded, step, flags | changed | dict(out=f"{tmp_path}/b", resume=saved))
     for rank, numbers in enumerate(rest):
         close(numbers, whole[rank][3:], f"losses and factors of steps 4 to 6 on rank {rank}")
+
+
+def test_state_of_a_rank_needs_the_same_ranks(pools, tmp_path):
+    """Errors that two ranks owe cannot be restored on one: a line says so."""
+    flags = dict(script=STEP2, sync="int8", steps=2, save_every=1)
+    pools(2).run(recorded, rows.__name__, flags | dict(out=f"{tmp_path}/a"))
+    with pytest.raises(RankError, match="for the state of sync, keep ranks"):
+        resumed = flags | dict(out=f"{tmp_path}/b", resume=f"{tmp_path}/a")
+        pools(1).run(recorded, rows.__name__, resumed)
 
 
 # --- Gradient sums (step 2) ----------------------------------------------------------------------

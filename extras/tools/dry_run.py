@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common import UserError, layout
+from common import UserError, initial
 from common.comm import Mesh
 from common.flags import flag, parse
 from common.shapes import model_shape
@@ -166,9 +166,9 @@ class GpuNorm(torch.autograd.Function):
 
 
 def empty(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """As `draw_all` of common/layout.py, but nothing is drawn."""
+    """As `draw_all` of common/initial.py, but nothing is drawn."""
     for _, param in named:
-        yield torch.empty(layout.full_shape(param))
+        yield torch.empty(initial.full_shape(param))
 
 
 class CountedRun:
@@ -225,7 +225,7 @@ def as_rank(rank: int, ranks: int, meter: Meter, gpu: bool) -> Iterator[None]:
         if gpu:
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
         # Weights have no data, and the threads that draw would not see the mode below
-        stack.enter_context(mock.patch.object(layout, "draw_all", empty))
+        stack.enter_context(mock.patch.object(initial, "draw_all", empty))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)

@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 from common import UserError
 from common.checkpoint import pieces_of, save
 from common.flags import Parser, spelled
-from common.layout import materialize
+from common.initial import materialize
 from common.model import PRESETS, Decoder, ModelConfig, wide
 from common.ranks import Ranks
 from common.shapes import model_shape
@@ -178,7 +178,7 @@ def import_model(folder: Path, out: Path, seq_len: int):
     materialize(model, 0, CPU, wide(hf_model.dtype))
     for own, other in pairs(model, hf_model):
         own.copy_(other)
-    content = dict(step=0, flags=flags, fingerprint="", history=[], state={})
+    content = dict(step=0, flags=flags, fingerprint="", history=[])
     pieces = pieces_of(model, Optimizer(model, Config()))  # no step was taken: no moments
     save(out / "checkpoints/step-00000000", content, pieces, Ranks())
     words = " ".join(f"{spelled(name)} {value}" for name, value in flags.items())

@@ -10,7 +10,7 @@ import step07_moe_ep as step07
 from common import UserError
 from common.checkpoint import Checkpoint, find
 from common.comm import Mesh
-from common.layout import materialize
+from common.initial import materialize
 from common.model import Decoder
 from common.ranks import Ranks
 from common.shapes import model_shape
@@ -49,8 +49,9 @@ def load_model(
     materialize(model, 0, device, dtype)
     values = {}
     for name in saved.pieces:
-        shape = saved.some_piece(name).place.whole
-        values[name] = saved.shard(name, "master", tuple((0, size) for size in shape), shape)
+        shape = saved.any_piece(name).place.whole
+        box = tuple((0, size) for size in shape)
+        values[name] = saved.assemble_shard(name, "master", box, shape)
     if model.config.tied:  # saved once, as the embedding
         values["lm_head.weight"] = values["model.embed_tokens.weight"]
     model.load_state_dict(values)

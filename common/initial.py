@@ -1,0 +1,96 @@
+"""Initial values: every rank draws each whole parameter from the same seed, and keeps its part.
+
+In steps 1 to 3 that part is all of it. (Later steps note in `layout_of(param)` what a rank keeps:
+layout.py.)
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from common.layout import full_shape, layout_of, shard_of
+from common.model import Decoder
+
+
+def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
+    """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
+    function of seed, name, shape and number of layers, whatever the layout. (On a CPU with other
+    instructions the last bits can differ: launch.py compares the ranks' CPUs.)
+
+    Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
+    n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
+    al., GPT-2, section 2.3).
+    """
+    if value.dim() == 1:  # a norm; there are no biases
+        return value.fill_(1.0)
+    std = 0.02
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std = 0.02 / (2 * n_layers) ** 0.5
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    # PyTorch's generator for CPUs uses only the low 32 bits of a seed
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+    return value.normal_(0.0, std, generator=generator)
+
+
+def materialize(
+    model: Decoder,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    only: Collection[str] | None = None,
+):
+    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
+    (Step 3 names those of a unit, to have only one whole unit in memory.)
+
+    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
+    parameters after this call. (Hooks on modules may come before.)
+    """
+    chosen = []
+    for name, param in model.named_parameters():
+        if only is None or name in only:
+            chosen.append((name, param))
+    drawn = draw_all(chosen, model.config.n_layers, seed)
+    for (_, param), value in zip(chosen, drawn, strict=True):
+        for shard in layout_of(param).shards:  # from step 4 on: keep this rank's part
+            value = shard_of(value, shard)
+        filled = nn.Parameter(value.to(device, dtype))
+        filled.parallel_layout = layout_of(param)
+        replace_param(model, param, filled)
+    materialize_buffers(model, device)  # only step 7 has any
+
+
+def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
+    """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
+    for module in model.modules():
+        for key, param in list(module.named_parameters(recurse=False)):
+            if param is old:
+                setattr(module, key, new)
+
+
+def materialize_buffers(model: nn.Module, device: torch.device):
+    """Allocate the buffers of a meta-device model, and fill them with zeros."""
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, key, torch.zeros_like(buffer, device=device))
+
+
+def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
+    """Yield the initial values of whole parameters, in fp32, in order: `draw` for each, in up to 8
+    threads. (Only for speed: one draws some 100 million numbers a second, and llama3-8b has 8
+    billion.)
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+    threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(named), threads):  # not all at once, which would fill memory
+            drawing = []
+            for name, param in named[start : start + threads]:
+                value = torch.empty(full_shape(param))
+                drawing.append(pool.submit(draw, value, name, n_layers, seed))
+            for future in drawing:
+                yield future.result()

@@ -1,0 +1,172 @@
+"""How a script starts and ends: `main`, which every script calls, and what ranks compare first.
+
+A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
+rank has other flags or another version of the code, messages no longer match: the run hangs, or
+trains on nonsense. So ranks compare how they were started as soon as they can communicate
+(`compare_launches`), before they create the groups of the mesh.
+"""
+
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistError
+
+from common import UserError
+from common.flags import parse
+from common.ranks import Ranks
+from common.trainer import Run
+
+# --- The start and the end of a script ------------------------------------------------------------
+
+
+def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
+    """Parse the flags and train. Exit with status 0, or as `report` says. `cls`: the step's Config.
+
+    With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
+    shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
+    them is Python's own KeyboardInterrupt, with a normal shutdown.)
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    run = None
+    status = 0
+    try:
+        config = parse(cls)
+        check_environment()
+        with run_type(config) as run:
+            train(config, run)
+        if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
+            torch.distributed.destroy_process_group()
+    except Exception as error:
+        status = report(error, early=run is None or not run.training)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if several:
+        os._exit(status)
+    sys.exit(status)
+
+
+def report(error: Exception, early: bool) -> int:
+    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
+
+    `early`: before the first step. An OSError (a path) or torch's DistError (a network) is then
+    most likely the user's to fix, too. Later it is not expected, and gets its traceback.
+    """
+    fixable = isinstance(error, UserError)
+    text = str(error)
+    if early and isinstance(error, OSError | DistError):
+        fixable = True
+    if isinstance(error, torch.OutOfMemoryError):
+        fixable = True
+        text = (
+            "--micro-batch-size: lower it, use --recompute full, or shard the model, as "
+            f"step03_zero.py --zero 3 does: {error}"
+        )
+    if not fixable:
+        traceback.print_exception(error)
+        return 1
+    if os.environ.get("RANK", "0") != "0":
+        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends this rank
+        # in its sleep, so that it is printed once. (If only this rank has it, it prints it then)
+        time.sleep(10)
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return 2
+
+
+# --- The environment of a launch ------------------------------------------------------------------
+
+# What init_process_group reads, and LOCAL_RANK, by which `choose_device` chooses a GPU
+NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
+SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# With --max-restarts, torchrun starts failed ranks again. Ranks find one another's addresses in a
+# key-value store. After a restart they would use the store of the first start, which still has the
+# addresses of ended processes. With this variable they make a new one
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def check_environment():
+    """Raise UserError if variables of the environment show that this launch cannot work:
+
+    - some of RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not
+      all of NEEDED;
+    - another launcher than torchrun seems to have started several processes: each would train
+      alone, and all would write to the same directory;
+    - torchrun has --max-restarts, without OWN_STORE.
+    """
+    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    missing = sorted(NEEDED - os.environ.keys())
+    if present and missing:
+        names = " ".join(present)
+        raise UserError(
+            f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
+        )
+    if present:
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and os.environ.get(OWN_STORE) != "1":
+            raise UserError(f"--max-restarts {restarts}: set {OWN_STORE}=1 before torchrun")
+        return
+    for name in SET_BY_OTHERS:
+        n = os.environ.get(name)
+        if n not in (None, "1"):
+            raise UserError(
+                f"{name} is {n}, but RANK is not set: start torchrun, once on each node; or unset "
+                f"{name} to use one device"
+            )
+
+
+# --- From step 2 on: several ranks ----------------------------------------------------------------
+
+
+def initialise(backend: str, **options: Any):
+    """dist.init_process_group. Raises UserError if it fails: most often, ranks do not find one
+    another.
+    """
+    try:
+        dist.init_process_group(backend, **options)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the ranks cannot be connected: {error} (If they do not find one another, check "
+            "MASTER_ADDR, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME)"
+        ) from error
+
+
+def compare_launches():
+    """Raise UserError on all ranks unless all agree on: the script's name and its flags, as typed;
+    the version of torch; the source files of this project that are loaded; and the instruction set
+    of the CPU, on which initial weights are drawn.
+    """
+    ranks = Ranks()
+    script = Path(sys.argv[0]).name  # nodes may have it in different places
+    ranks.require_same(" ".join([script, *sys.argv[1:]]), "the flags differ")
+    ranks.require_same(torch.__version__, "the versions of torch differ")
+    digest = hashlib.sha256()
+    for path in own_sources():
+        digest.update(path.read_bytes())
+    ranks.require_same(digest.hexdigest()[:8], "the source files differ")
+    ranks.require_same(
+        torch.backends.cpu.get_cpu_capability(),
+        "the CPUs' instructions differ, and so would initial weights: "
+        "set ATEN_CPU_CAPABILITY=default on all nodes",
+    )
+
+
+def own_sources() -> list[Path]:
+    """The source files of this project that are loaded, sorted."""
+    root = Path(__file__).resolve().parents[1]
+    found = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        # "site-packages": a virtual environment may lie inside the project
+        if file is not None and "site-packages" not in file:
+            path = Path(file).resolve()  # the script may be a symbolic link
+            if path.is_relative_to(root) and path.is_file():
+                found.add(path)
+    return sorted(found)

@@ -1,0 +1,46 @@
+"""State of techniques that is no part of a parameter: the errors that a sync owes, the factor of an
+fp16 loss, the masters of DiLoCo's ranks, which differ.
+
+A part of a run (what `train` gives to `run.steps`) that has such state has two methods:
+
+    state()            -> a dict of tensors, saved in this rank's file of a checkpoint
+    load_state(state)  restores them
+
+Each rank restores its own. So the layout and the number of ranks must be those of the saved run.
+"""
+
+from typing import Any
+
+from common import UserError
+from common.checkpoint import files_of, read
+from common.resume import WORK
+from common.trainer import Run
+
+
+class StatefulRun(Run):
+    """A run that also saves and restores such state."""
+
+    def content(self, done: int) -> dict[str, Any]:
+        """As `Run.content`, with the state of the parts that have some."""
+        stateful = {name: part for name, part in self.parts.items() if hasattr(part, "state")}
+        state = {name: part.state() for name, part in stateful.items()}
+        return super().content(done) | dict(state=state)
+
+    def restore(self) -> int:
+        """As `Run.restore`. Raises UserError if there is state, and it does not fit this run."""
+        done = super().restore()
+        folder = self.last_checkpoint
+        if folder is None:  # the run begins
+            return done
+        files = files_of(folder)
+        saved = read(files[self.rank % len(files)])
+        names = sorted(WORK & self.flags.keys())
+        changed = [name for name in names if saved["flags"].get(name) != self.flags[name]]
+        for part, state in saved.get("state", {}).items():
+            if part not in self.parts:
+                raise UserError(f"--resume {folder}: this script has no {part}, whose state it has")
+            if changed:
+                kept = ", ".join(changed)
+                raise UserError(f"--resume {folder}: for the state of {part}, keep {kept}")
+            self.parts[part].load_state(state)
+        return done
