@@ -18,7 +18,8 @@ from torch import Tensor
 import step06_pipeline as step
 from common import UserError, schedules
 from common.comm import Mesh
-from common.layout import layout_of, materialize, note_layout
+from common.initial import materialize
+from common.layout import layout_of, note_layout
 from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, add_messages, round_robin, simulate
 from tests.equal import alive, close, close_gradients, decoder, draw, equals_step1
