@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, groupby, product
 from unittest import mock
 
 import pytest
@@ -18,9 +18,10 @@ from torch import Tensor
 import step06_pipeline as step
 from common import UserError, schedules
 from common.comm import Mesh
+from common.initial import materialize
 from common.layout import layout_of, note_layout
 from common.model import IGNORE, Decoder
-from common.schedules import Action, add_messages, producer, round_robin, simulate
+from common.schedules import COSTS, Action, add_messages, round_robin, simulate
 from tests.equal import alive, close, close_gradients, decoder, draw, equals_step1
 from tests.tape import Tape
 
@@ -34,9 +35,6 @@ ORDERS = {  # by --schedule
     "1f1b": schedules.one_f_one_b,
     "interleaved": schedules.interleaved,
 }
-RANKS = (1, 2, 3, 4)
-MICRO_BATCHES = (1, 2, 5, 8, 12)
-COSTS = dict(F=1, B=2)
 
 
 def acts(text: str) -> list[Action]:
@@ -46,9 +44,9 @@ def acts(text: str) -> list[Action]:
 
 def sizes_of(name: str) -> list[tuple[int, int, int]]:
     """(p, m, v) on which a schedule is tried: interleaved takes v > 1, and full rounds of p."""
-    if name == "interleaved":
-        return [(p, m, v) for p in RANKS for m in MICRO_BATCHES for v in (2, 3) if m % p == 0]
-    return [(p, m, 1) for p in RANKS for m in MICRO_BATCHES]
+    chunks = (2, 3) if name == "interleaved" else (1,)
+    sizes = product((1, 2, 3, 4), (1, 2, 5, 8, 12), chunks)
+    return [(p, m, v) for p, m, v in sizes if v == 1 or m % p == 0]
 
 
 def lists_of(name: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
@@ -111,23 +109,20 @@ def test_law_of_memory(name):
 
 @task("orders", 2)
 @cases("name", ORDERS)
-@cases("costs", [dict(F=1, B=2), dict(F=3, B=2)])
-def test_law_of_the_bubble(name, costs):
+def test_law_of_the_bubble(name):
     """A training step takes v m + p - 1 forwards and backwards, of which v m are work."""
     for p, m, v in sizes_of(name):
-        if v > 1 and costs["F"] > costs["B"]:
-            continue  # the law of interleaved holds for backwards that take longer
-        spans = simulate(lists_of(name, p, m, v), round_robin(p, v), costs)
-        close(spans[-1][0], (v * m + p - 1) * (costs["F"] + costs["B"]), f"p={p} m={m} v={v}: time")
+        spans = simulate(lists_of(name, p, m, v), round_robin(p, v), COSTS)
+        close(spans[-1].end, 3 * (v * m + p - 1), f"p={p} m={m} v={v}: time")
 
 
 def test_simulate_gives_times_worked_out_by_hand():
     """Two ranks with F = 2, B = 3 and messages of 1."""
     spans = simulate(lists_of("1f1b", 2, 2), round_robin(2, 1), dict(F=2, B=3), message=1)
-    by_hand = [(2, 0, 0, "F0.0"), (4, 0, 2, "F1.0"), (5, 1, 3, "F0.1"), (8, 1, 5, "B0.1")]
-    by_hand += [(10, 1, 8, "F1.1"), (12, 0, 9, "B0.0"), (13, 1, 10, "B1.1"), (17, 0, 14, "B1.0")]
-    expected = [(end, rank, start, *acts(text)) for end, rank, start, text in by_hand]
-    close(spans, expected, "(end, rank, start, action)")
+    in_order_of_ends = acts("F0.0 F1.0 F0.1 B0.1 F1.1 B0.0 B1.1 B1.0")
+    starts = [0, 2, 3, 5, 8, 9, 10, 14]
+    found = [(span.action, span.start) for span in spans]
+    close(found, list(zip(in_order_of_ends, starts, strict=True)), "(action, start)")
 
 
 @cases(
@@ -141,55 +136,51 @@ def test_simulate_refuses_a_deadlock(rank_0, rank_1):
 
 # --- What each rank keeps -------------------------------------------------------------------------
 
-STAGES = {  # of 5 layers: name -> the stages of each rank
-    "chain": [[range(0, 1)], [range(1, 3)], [range(3, 5)]],
-    "loop": [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 5)]],
-    "V": [[range(0, 1), range(4, 5)], [range(1, 2), range(3, 4)], [range(2, 3)]],
-}
-COPIES = dict(chain=2, loop=2, V=1)  # of a tied matrix, on the ranks that have it
+HEAD = ["model.norm.weight", "lm_head.weight"]
+STAGES = [
+    # A rank's stages of a model of 5 layers; their layers; which other parameters it has; and if
+    # embedding and head are tied, on how many ranks that matrix is
+    ([range(0, 1), range(2, 3)], "02", [TIED], 2),
+    ([range(1, 2), range(3, 4)], "13", [], None),
+    ([range(3, 5)], "34", HEAD, 2),
+    ([range(0, 1), range(4, 5)], "04", [TIED, *HEAD], 1),
+]
 
 
 @task("keep", 4)
 @cases("tied", [False, True])
-@cases("name", STAGES)
-def test_keep_stages(tied, name):
+@cases("stages, layers, others, copies", STAGES)
+def test_keep_stages(tied, stages, layers, others, copies):
     """A rank keeps its stages' layers; the first stage has the embedding, the last the head."""
-    for rank, stages in enumerate(STAGES[name]):
-        model = decoder(partial(step.keep_stages, stages=stages), tied=tied, n_layers=5)
-        numbers = sorted(number for layers in stages for number in layers)
-        close([*model.model.layers], [str(number) for number in numbers], f"rank {rank}: layers")
-        wanted = set()
-        if 0 in numbers:
-            wanted.add(TIED)
-        if 4 in numbers:
-            wanted |= {"model.norm.weight", TIED if tied else "lm_head.weight"}
-        other = {key for key, _ in model.named_parameters() if "layers" not in key}
-        close(other, wanted, f"rank {rank}: other parameters")
-        close(model.lm_head is None, 4 not in numbers, f"rank {rank}: it has no head")
-        if tied and TIED in wanted:
-            record = layout_of(model.get_parameter(TIED))
-            close(record.stage_copies, COPIES[name], f"rank {rank}: copies of the tied matrix")
+    model = decoder(partial(step.keep_stages, stages=stages), tied=tied, n_layers=5)
+    close("".join(model.model.layers), layers, "layers")
+    found = {name for name, _ in model.named_parameters() if "layers" not in name}
+    if tied:
+        others = [TIED if name == "lm_head.weight" else name for name in others]
+    close(found, set(others), "other parameters")
+    close(model.lm_head is None, "4" not in layers, "the rank has no head")
+    if tied and copies:
+        record = layout_of(model.get_parameter(TIED))
+        close(record.stage_copies, copies, "copies of the tied matrix")
 
 
 @ranks(3)
 @task("keep", 3)
-@cases("copies, rows, sent", [(2, 5, [160]), (2, 0, []), (1, 5, [])])
-def test_sum_tied(copies, rows, sent):
+@cases("rows, sent", [(5, [160]), (0, [])])
+def test_sum_tied(rows, sent):
     """The first rank and the last add up a tied matrix's gradients; an empty shard is not sent."""
     group = Mesh(pp=3)["pp"]
     terms = [draw("embedding", rank, rows, 4) for rank in range(3)]
-    held = terms[group.rank].clone()
-    ends = group.rank in (0, 2)
+    gradients = {} if group.rank == 1 else {TIED: terms[group.rank].clone()}
     model = decoder(tied=True)
-    note_layout(model.get_parameter(TIED), stage_copies=copies)
+    note_layout(model.get_parameter(TIED), stage_copies=2)
     with Tape() as tape:
-        step.sum_tied(model, {TIED: held} if ends else {}, group)
-    summed = ends and copies == 2
-    close(held, terms[0] + terms[2] if summed else terms[group.rank], "the gradient", 2)
+        step.sum_tied(model, gradients, group)
+    for gradient in gradients.values():
+        close(gradient, terms[0] + terms[2], "the gradient", 2)
     messages = [nbytes for name, nbytes in tape.started if name == "send"]
-    close(
-        (messages, tape.left), (sent if ends else [], []), "bytes sent, and messages not waited for"
-    )
+    close(messages, sent if gradients else [], "bytes sent")
+    close(tape.left, [], "messages that were never waited for")
 
 
 def test_too_many_stages_are_refused():
@@ -258,75 +249,18 @@ def test_a_stage_passes_gradients_on_and_frees_its_output():
 # --- Messages -------------------------------------------------------------------------------------
 
 
-def program_of(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[Action | set]:
-    """Run a loop on numbers in place of tensors: what `rank` of p does. It computes an action, or
-    waits for a set of messages; a message is named after the action that needs it.
+def require_no_deadlock(messages: list[list[Action]]):
+    """Play all ranks, each of which waits for one message after another. A message passes when both
+    its ends have begun: sends block until they are received.
     """
-    program: list[Action | set] = []
-
-    def compute(kind: str, i: int, received: int | None) -> int:
-        program.append(Action(kind, i, rank))
-        return i
-
-    def exchange(sends: list, receives: list, group: object) -> mock.Mock:
-        messages = {Action("F" if peer > rank else "B", i, peer) for i, peer in sends}
-        messages |= {Action("B" if peer > rank else "F", i, rank) for i, peer in receives}
-        if messages:
-            program.append(messages)
-        return mock.Mock()
-
-    pipeline = object.__new__(cls)
-    pipeline.stage = mock.Mock(forward=partial(compute, "F"), backward=partial(compute, "B"))
-    pipeline.group = mock.Mock(rank=rank, size=p)
-    pipeline.xs = [None] * m
-    pipeline.buffer = int
-    with mock.patch.object(step, "exchange", exchange):
-        pipeline.execute()
-    return program
-
-
-def require_no_deadlock(programs: list[list[set]]):
-    """Play all ranks, each of which waits for one set of messages after another. A message passes
-    when both its ends have begun: sends block until they are received.
-    """
-    queues = [deque(program) for program in programs]
+    queues = [deque(own) for own in messages]
     while any(queues):
-        begun = Counter(message for queue in queues if queue for message in queue[0])
+        begun = Counter(queue[0] for queue in queues if queue)
         passed = {message for message, ends in begun.items() if ends == 2}
         assert passed, f"deadlock: the ranks wait for {list(begun)}"
         for queue in queues:
-            if queue and queue[0] <= passed:
+            if queue and queue[0] in passed:
                 queue.popleft()
-            elif queue:
-                queue[0] = queue[0] - passed
-
-
-LOOPS = [("afab", step.Pipeline), ("1f1b", step.OneForwardOneBackward)]
-
-
-@task("messages", 3)
-@cases("name, cls", LOOPS)
-def test_loops_run_their_schedule_without_deadlock(name, cls):
-    """AFAB's and 1F1B's loops do the schedule's actions in order, even if sends block."""
-    for p in RANKS:
-        for m in (1, 3, 8):
-            programs = [program_of(cls, rank, p, m) for rank in range(p)]
-            messages = []
-            for program, actions in zip(programs, lists_of(name, p, m), strict=True):
-                done = [line for line in program if isinstance(line, Action)]
-                close(done, actions, f"p={p} m={m}: order of work")
-                messages.append([line for line in program if isinstance(line, set)])
-            require_no_deadlock(messages)
-
-
-@task("messages", 1)
-def test_steady_1f1b_waits_once_for_a_send_and_a_receive():
-    """The docstring's table: rank 0 of 2 waits 5 times for 4 micro-batches, rank 1 also 5 times."""
-    waits = []
-    for rank in range(2):
-        program = program_of(step.OneForwardOneBackward, rank, 2, 4)
-        waits.append(len([line for line in program if isinstance(line, set)]))
-    close(waits, [5, 5], "waits of the two ranks")
 
 
 @task("programs", 2)
@@ -345,118 +279,125 @@ def test_add_messages_of_the_docstrings_example():
 
 
 @task("programs", 3)
-@cases("costs", [dict(F=1, B=2), dict(F=5, B=1)])
 @cases("name", ORDERS)
-def test_programs_run_their_lists_without_deadlock(name, costs):
-    """For all sizes, and whether F or B takes longer, even if sends block."""
+def test_programs_run_their_lists_without_deadlock(name):
+    """For all sizes, even if sends block."""
     for p, m, v in sizes_of(name):
         lists = lists_of(name, p, m, v)
-        programs = add_messages(lists, round_robin(p, v), costs)
+        programs = add_messages(lists, round_robin(p, v), COSTS)
         messages = []
-        for rank, program in enumerate(programs):
+        for program, actions in zip(programs, lists, strict=True):
             computed = [line.action for line in program if line.verb == "compute"]
-            close(computed, lists[rank], f"p={p} m={m} v={v}, rank {rank}: order of work")
-            messages.append([{line.action} for line in program if line.verb != "compute"])
-            for action in computed:
-                needed = producer(action, p * v)
-                if needed and needed.stage % p != rank:
-                    before = program[: program.index(("compute", action, None))]
-                    assert ("receive", action, needed.stage % p) in before, f"{action} has no input"
+            close(computed, actions, f"p={p} m={m} v={v}: order of work")
+            messages.append([line.action for line in program if line.verb != "compute"])
         require_no_deadlock(messages)
 
 
 # --- A whole step on all ranks --------------------------------------------------------------------
 
-RUNS = [  # ranks; --schedule; sizes of the mesh; micro-batches; stages on a rank; layers
-    (3, "afab", dict(pp=3), 4, 1, 5),
-    (3, "1f1b", dict(pp=3), 5, 1, 5),
-    (3, "1f1b", dict(pp=3), 1, 1, 5),
-    (4, "1f1b", dict(pp=2, dp=2), 2, 1, 5),
-    (4, "interleaved", dict(dp=2, pp=2), 4, 2, 7),
-    (3, "interleaved", dict(dp=1, pp=3), 3, 2, 7),
-    (1, "interleaved", dict(dp=1, pp=1), 3, 3, 7),
+RUNS = [  # ranks; --schedule; ranks of pp; micro-batches; stages on a rank; layers
+    (3, "afab", 3, 4, 1, 5),
+    (3, "1f1b", 3, 5, 1, 5),
+    (4, "interleaved", 2, 4, 2, 7),
+    (3, "1f1b", 3, 1, 1, 5),
+    (4, "1f1b", 2, 2, 1, 5),
+    (1, "interleaved", 1, 3, 3, 7),
 ]
-CASES = [pytest.param(*row, marks=ranks(n)) for n, *row in RUNS]
-A_CASE_OF_EACH = [CASES[0], CASES[1], CASES[4]]  # of the three schedules
+CASES = [pytest.param(*row, marks=ranks(row[0])) for row in RUNS]
+A_CASE_OF_EACH = CASES[:3]  # of the three schedules
 
 
 def pipeline_of(
-    schedule: str, sizes: dict, m: int, v: int, layers: int
+    n: int, schedule: str, p: int, m: int, v: int, layers: int
 ) -> tuple[step.Pipeline, Decoder]:
     """This rank's pipeline, and its part of a model of `layers` layers, in fp64."""
-    mesh = Mesh(**sizes)
-    made = []
+    mesh = Mesh(pp=p, dp=n // p)
+    sequences = 2 * m * n // p
     config = step.Config(
-        pp=mesh["pp"].size,
-        schedule=schedule,
-        chunks=v,
-        global_batch_size=2 * m * sizes.get("dp", 1),
-        micro_batch_size=2,
+        pp=p, schedule=schedule, chunks=v, global_batch_size=sequences, micro_batch_size=2
     )
-
-    def cut(model: Decoder):
-        made.append(step.SCHEDULES[schedule](config, model, mesh, POSITIONS))
-
-    model = decoder(cut, n_layers=layers)
-    return made[0], model
+    model = decoder(dtype=None, n_layers=layers)
+    pipeline = step.SCHEDULES[schedule](config, model, mesh, POSITIONS)
+    materialize(model, 0, torch.device("cpu"), torch.float64)
+    return pipeline, model
 
 
 @task("messages", 5)
-@cases("schedule, sizes, m, v, layers", CASES)
-def test_a_step_equals_one_device(schedule, sizes, m, v, layers):
+@cases("n, schedule, p, m, v, layers", CASES)
+def test_a_step_equals_one_device(n, schedule, p, m, v, layers):
     """The last rank's loss, and each rank's gradients, are those of the whole model."""
-    pipeline, model = pipeline_of(schedule, sizes, m, v, layers)
+    pipeline, model = pipeline_of(n, schedule, p, m, v, layers)
     found = pipeline.step(*batch(m))
     loss, whole = on_one_device(m, layers)
-    is_last = pipeline.group.rank == pipeline.group.size - 1
-    close(found, loss if is_last else torch.zeros_like(loss), "the loss, on the last rank", m)
+    if pipeline.group.rank < p - 1:
+        loss = 0 * loss
+    close(found, loss, "the loss, 0 except on the last rank", m)
     close_gradients(model, whole, m)
 
 
+NEIGHBOURS = {  # of each rank's stages, on other ranks
+    "afab": [1, 2, 1],
+    "1f1b": [1, 2, 1],
+    "interleaved": [3, 3],
+}
+
+
 @task("messages", 2)
-@cases("schedule, sizes, m, v, layers", A_CASE_OF_EACH)
-def test_each_x_and_dx_is_one_message(schedule, sizes, m, v, layers):
+@cases("n, schedule, p, m, v, layers", A_CASE_OF_EACH)
+def test_each_x_and_dx_is_one_message(n, schedule, p, m, v, layers):
     """A rank sends [2, 6, 16] numbers of fp64, [1, 6, 16] for the last micro-batch, to each
     neighbour stage.
     """
     with Tape() as tape:
-        pipeline, _ = pipeline_of(schedule, sizes, m, v, layers)
+        pipeline, _ = pipeline_of(n, schedule, p, m, v, layers)
         pipeline.step(*batch(m))
-    p = pipeline.group.size
-    borders = 0  # between a stage of this rank and one of another
-    for stage in range(pipeline.group.rank, p * v, p):
-        borders += (stage > 0) + (stage < p * v - 1)
-    expected = ([2 * 6 * 16 * 8] * (m - 1) + [1 * 6 * 16 * 8]) * borders
     messages = [nbytes for name, nbytes in tape.started if name == "send"]
+    of_a_stage = [2 * 6 * 16 * 8] * (m - 1) + [1 * 6 * 16 * 8]
+    expected = of_a_stage * NEIGHBOURS[schedule][pipeline.group.rank]
     close(sorted(messages), sorted(expected), "bytes of all messages")
     close(tape.started[0][0], "allreduce", "the first call")
     close(tape.left, [], "calls that were never waited for")
 
 
+@ranks(4)
 @task("messages", 2)
-@cases("schedule, sizes, m, v, layers", A_CASE_OF_EACH)
-def test_graphs_in_flight(schedule, sizes, m, v, layers):
-    """1F1B holds graphs of p - r micro-batches, AFAB of all; an output goes once it is sent."""
-    pipeline, _ = pipeline_of(schedule, sizes, m, v, layers)
-    group = pipeline.group
-    compute_output = step.Stage.compute_output
-    stages = set()  # of this rank
+def test_steady_1f1b_waits_once_for_a_send_and_a_receive():
+    """The docstring's table: each of two ranks waits five times for four micro-batches."""
+    pipeline, _ = pipeline_of(4, "1f1b", p=2, m=4, v=1, layers=2)
+    with Tape() as tape:
+        pipeline.step(*batch(4))
+    words = [event.split()[0] for event in tape.events if event != "matmul"]
+    found = [word for word, _ in groupby(words)]
+    close(found, ["start", "wait"] * 5, "messages start together, and are waited for")
+
+
+@task("messages", 4)
+@cases("n, schedule, p, m, v, layers", A_CASE_OF_EACH)
+def test_graphs_in_flight(n, schedule, p, m, v, layers):
+    """Ranks work in the order of their lists, so 1F1B holds graphs of p - r micro-batches, AFAB of
+    all. An output goes once it is sent.
+    """
+    pipeline, _ = pipeline_of(n, schedule, p, m, v, layers)
+    forward = step.Stage.forward
+    backward = step.Stage.backward
+    done = []
     outputs = []
-    flying = []
     waiting = []
 
-    def watched(stage: step.Stage, x: Tensor, targets: Tensor) -> Tensor:
-        stages.add(stage)
-        y = compute_output(stage, x, targets)
-        flying.append(1 + sum(len(each.graphs) for each in stages))
+    def note_forward(stage: step.Stage, i: int, x: Tensor | None) -> Tensor:
+        done.append(Action("F", i, stage.number))
         waiting.append(alive(outputs))
-        if not stage.is_last:
-            outputs.append(weakref.ref(y.untyped_storage()))
+        y = forward(stage, i, x)
+        outputs.append(weakref.ref(y.untyped_storage()))
         return y
 
-    with mock.patch.object(step.Stage, "compute_output", watched):
+    def note_backward(stage: step.Stage, i: int, dy: Tensor | None) -> Tensor | None:
+        done.append(Action("B", i, stage.number))
+        return backward(stage, i, dy)
+
+    with mock.patch.multiple(step.Stage, forward=note_forward, backward=note_backward):
         pipeline.step(*batch(m))
-    close(max(flying), most_in_flight(schedule, group.size, group.rank, m, v), "graphs in flight")
+    close(done, lists_of(schedule, p, m, v)[pipeline.group.rank], "order of work")
     assert max(waiting) <= 1, f"{max(waiting)} outputs wait for a peer"
     close(alive(outputs), 0, "outputs that stay after the step")
 
