@@ -133,7 +133,7 @@ def side_by_side(rows: Tensor, experts: nn.Module, counts: list[int]) -> Tensor:
 
 @task("experts", 5)
 @cases("dtype, bound", [(FP64, 1e-10), (BF16, 2e-2)])
-@cases("counts", [[3, 0, 5], [0, 0, 4], [2, 1, 1], [0, 0, 0]])
+@cases("counts", [[3, 0, 5], [0, 0, 0]])
 def test_experts(counts, dtype, bound):
     """Each expert computes its own rows; without rows its gradient is zero, not None.
 
@@ -196,9 +196,9 @@ def test_a_layer_is_mixtrals():
 def test_a_layer_of_bf16_routes_in_fp32():
     """In bf16, ties among 64 scores would select other experts. Results are rounded once."""
     x = draw("x", 0, 4, 64, 32, dtype=BF16)
-    moe = layer(32, 8, experts=64).bfloat16()
+    moe = layer(32, 12, experts=64).bfloat16()
     found = results(moe, moe, x)
-    plain = filled(Plain(32, 8, config(experts=64))).bfloat16()
+    plain = filled(Plain(32, 12, config(experts=64))).bfloat16()
     plain.router.float()  # the gradient is not rounded
     expected = results(plain, plain, x)
     close(found["y"].dtype, BF16, "the dtype of the output")
@@ -225,8 +225,8 @@ def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp", queue="gradients")
-    groups = dict(sequence=mesh["sequence"], ep=Group("ep", 0, 1, None))
-    moe = step.LossBalancedMoE(6, 10, config(), groups)
+    moe = layer()
+    moe.sequence = mesh["sequence"]
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
     expected = 5 * (chosen.double().mean((0, 1)) / 2 * p.mean((0, 1))).sum()
@@ -236,6 +236,7 @@ def test_aux_loss():
     with Tape() as tape:
         term = moe.aux_loss(own_p, counts)
     term.backward()
+    close(counts, chosen[mesh.rank].sum(0), "the counts after the call")
     total = term.detach().clone()
     dist.all_reduce(total)
     close(total, expected, "the sum of all ranks' terms", 4)
@@ -481,7 +482,7 @@ def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
     equals_step1(pools, n, S7, base, beside=__name__, **layout)
 
 
-BIAS = TWO | dict(balance="bias", bias_rate=0.1, steps=4)
+BIAS = FOUR | dict(balance="bias", bias_rate=0.1, steps=4)
 
 
 def test_training_moves_the_biases():
@@ -495,15 +496,15 @@ def test_training_moves_the_biases():
 
 
 BALANCES = [
-    (BIAS, dict(cp=2, ep=2, zero="3", recompute="full")),
-    (BIAS | dict(micro_batch_size=4), dict(pp=2, tp=2, ep=2, schedule="afab")),
+    dict(cp=2, ep=2, zero="3", recompute="full"),  # with dp 2, micro-batches of 4 and 2
+    dict(pp=2, tp=2, ep=2, schedule="afab"),
 ]
 
 
-@cases("base, layout", BALANCES)
-def test_balance_by_bias_trains_to_one_processs_numbers(pools, base, layout):
+@cases("layout", BALANCES)
+def test_balance_by_bias_trains_to_one_processs_numbers(pools, layout):
     """--balance bias, on four ranks, beside step 7 in one process."""
-    equals_step1(pools, 4, S7, base, beside=S7, **layout)
+    equals_step1(pools, 4, S7, BIAS, beside=S7, **layout)
 
 
 # --- All steps ------------------------------------------------------------------------------------
