@@ -240,14 +240,14 @@ def test_where_resume_looks(tmp_path, monkeypatch):
         close(found.resolve(), newest.resolve(), f"--resume {name}")
 
 
-FLAGS = dict(lr=0.1, tp=2, dataset="a.txt", micro_batch_size=4)
+FLAGS = dict(lr=0.1, tp=2, dataset="a.txt", micro_batch_size=4, dtype="fp32")
 CHANGES = [
     # flags of the resumed run, the saved run's state (of an optional technique), the error
     (dict(lr=0.2), {}, "--lr was 0.1: keep it"),
     (dict(tp=1, dataset="b.txt", micro_batch_size=2, balance="bias"), {}, ""),
     (dict(micro_batch_size=2, balance="loss"), {}, "--micro-batch-size was 4: keep it"),
     (dict(tp=1), dict(sync=1), "--tp was 2: keep it"),
-    (dict(dataset="b.txt"), dict(sync=1), ""),
+    (dict(dataset="b.txt", dtype="bf16"), dict(sync=1), ""),
     (dict(fingerprint="other"), {}, "--dataset has other tokens"),
 ]
 
