@@ -130,12 +130,10 @@ def test_of_copies_one_is_kept(tmp_path):
 DENSE = dict(steps=4, save_every=2, n_layers=4, micro_batch_size=2)
 LAYOUTS = [
     (1, STEP1, {}),
-    (2, "step02_ddp", dict(sync="ring")),
     (3, "step03_zero", dict(zero="3", micro_batch_size=4)),
-    (4, "step03_zero", dict(zero="2", recompute="full")),
     (4, "step04_tp_sp", dict(tp=2, sp=False, zero="1")),
-    (4, "step05_cp_ring", dict(cp=2, tp=2, zero="0")),
-    (4, "step06_pipeline", dict(pp=2, zero="0", sync="naive")),
+    (4, "step05_cp_ring", dict(cp=2, tp=2, zero="2", recompute="full")),
+    (4, "step06_pipeline", dict(pp=2, zero="0", sync="ring")),
     (8, "step06_pipeline", dict(pp=2, cp=2, tp=2, zero="3", schedule="interleaved")),
 ]
 EXPERTS = DENSE | dict(experts=4, aux_loss_coeff=0.3)
@@ -144,7 +142,7 @@ ROWS = [
     (
         DENSE | dict(tied=True),
         (4, "step06_pipeline", dict(pp=2, tp=2, zero="3", schedule="interleaved")),
-        LAYOUTS[2],
+        LAYOUTS[1],
     ),
     (EXPERTS, (1, S7, {}), (4, S7, dict(cp=2, ep=4, zero="2"))),
     (
@@ -379,9 +377,8 @@ def test_a_full_disk_is_an_oserror(tmp_path):
     """A file that cannot be written raises the system's error."""
     path = tmp_path / "rank-00000.pt"
     path.symlink_to("/dev/full")  # a file that is always full
-    for pieces in ({}, dict(weight=piece_of(torch.zeros(1000, 1000)))):
-        with pytest.raises(OSError, match="No space left on device"):
-            write(path, {}, pieces)
+    with pytest.raises(OSError, match="No space left on device"):
+        write(path, {}, {})
 
 
 def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
