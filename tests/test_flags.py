@@ -19,7 +19,6 @@ class Base:
     lr: float = flag(0.1, "learning rate")
     warmup: int = flag(20, "steps of warm-up", least=0)
     optimizer: str = flag("adamw", "update rule", RULES)
-    recompute: str = flag("none", "what is computed again", ("none", "full", "logits"))
     tp: int = flag(1, "ranks that share a matrix")
     out: str = flag("", "directory")
 
@@ -37,11 +36,10 @@ class Config(Base):
 GIVEN = [
     ([], Config()),
     (["--steps=2", "--lr", "0.5", "--warmup=0"], Config(steps=2, lr=0.5, warmup=0)),
-    (["--recompute=full", "--out=a b"], Config(recompute="full", out="a b")),
+    (["--optimizer=adamw", "--out=a b"], Config(out="a b")),
     (["--tp=2", "--no-sp"], Config(tp=2, sp=False)),
     (["--optimizer=sgd", "--bucket-mb=0"], Config(optimizer="sgd", bucket_mb=0.0)),
     (["--overlap"], Config(overlap=True)),  # a flag of another step does not count
-    (["--no-overlap"], Config()),
 ]
 
 
@@ -62,7 +60,6 @@ REFUSED = [
     ("--lr=nan", "--lr is nan: it must be finite"),
     ("--lr=inf", "--lr is inf: it must be finite"),
     ("--optimizer=adam", "--optimizer adam: choose from adamw, sgd"),
-    ("--recompute=full,logits", "--recompute full,logits: choose from none, full, logits"),
     ("--bucket-mb=2", "--bucket-mb has no effect without --optimizer sgd: leave it out"),
     ("--no-sp", "--no-sp has no effect without --tp 2 or more: leave it out"),
     ("--tp=2 --no-sp --overlap", "--overlap has no effect without --sp: leave it out"),

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,19 +26,9 @@ from common.trainer import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of
 from tests.pool import RankError
-from tests.script import Script, step
+from tests.script import Script
 
 cases = pytest.mark.parametrize
-
-
-def rows_in(out: Path) -> list[dict]:
-    """The rows of metrics.jsonl, which must be JSON: no NaN."""
-
-    def refuse(constant: str):
-        raise AssertionError(f"metrics.jsonl has {constant}, which is no JSON")
-
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
 # --- How a run ends
@@ -129,10 +118,11 @@ def test_a_finished_run_that_is_started_again_is_done(tmp_path, capsys):
     """With --resume auto it trains nothing, says so, and keeps its metrics."""
     flags = dict(steps=2, save_every=1, out=str(tmp_path))
     run_of(STEP1, flags, Run)
-    before = rows_in(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
     run_of(STEP1, flags | dict(resume="auto"), Run)
     assert "2 of 2 steps are done" in capsys.readouterr().out
-    close(rows_in(tmp_path), before, "rows of metrics.jsonl")
+    close((tmp_path / "metrics.jsonl").read_text(), before, "metrics.jsonl")
+    assert "NaN" not in before, "metrics.jsonl has NaN, which is no JSON"
 
 
 class Moved(Run):
@@ -165,17 +155,14 @@ OTHERS = [
 
 
 @cases("variables, text", OTHERS)
-def test_processes_that_would_not_find_one_another_are_refused(monkeypatch, variables, text):
+def test_processes_that_would_not_find_one_another_are_refused(variables, text):
     """Launchers that do not set RANK are named; under torchrun they may have started the job."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if not text:
-        check_environment()
-        return
-    with pytest.raises(UserError, match=text):
-        check_environment()
+    with mock.patch.dict(os.environ, variables, clear=True):
+        if not text:
+            check_environment()
+            return
+        with pytest.raises(UserError, match=text):
+            check_environment()
 
 
 def test_ranks_that_do_not_find_one_another_are_told_what_to_check():
@@ -192,39 +179,14 @@ def test_step_1_on_two_ranks_is_refused():
         run_of(STEP1, {})
 
 
-def test_ranks_with_other_flags_are_named(tmp_path):
-    """Both say which flags differ, before they form groups: with other groups they would hang."""
-    no_pause = "import time; time.sleep = print\n"  # rank 1 would let rank 0 speak first
-    scripts = []
-    port = str(20000 + os.getpid() % 10000)
-    for rank in range(2):
-        variables = TWO_RANKS | dict(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
-        flags = ["--device=cpu", f"--out={tmp_path}"] + ["--tp=2"] * rank
-        log = tmp_path / f"log-{rank}"
-        code = no_pause + step("step04_tp_sp")
-        scripts.append(Script(code, *flags, log=log, **variables))
-    for script in scripts:
-        status, output = script.end()
-        close(status, 2, "status")
-        words = f"step04_tp_sp.py --device=cpu --out={tmp_path}"
-        text = f"error: the flags differ: {words} --tp=2 on rank 1, but {words} on rank 0"
-        close(output.strip().splitlines()[-1], text, "what a rank says")
-
-
-def other_cpu(rank: int):
-    """Compare launches, on a rank that has other instructions than rank 0."""
-    kinds = {0: "AVX2", 1: "DEFAULT"}
-    with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: kinds[rank]):
-        compare_launches()
-
-
 @pytest.mark.ranks(2)
 def test_ranks_with_other_cpus_are_named():
     """They would draw other initial weights, in the last bits."""
-    with pytest.raises(
-        UserError, match="ATEN_CPU_CAPABILITY=default on all nodes: DEFAULT on rank"
-    ):
-        other_cpu(int(os.environ["RANK"]))
+    kind = ["AVX2", "DEFAULT"][int(os.environ["RANK"])]
+    text = "ATEN_CPU_CAPABILITY=default on all nodes: DEFAULT on rank"
+    cpu = mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    with cpu, pytest.raises(UserError, match=text):
+        compare_launches()
 
 
 def other_data(options: dict):
@@ -286,26 +248,23 @@ def test_flops_of_a_token(tied):
     close(float(found), 5_538_560.0, "FLOPs of a token")
 
 
-def table_of_tp() -> str:
-    """The table of a model that is sharded over tp."""
+@pytest.mark.ranks(4)
+def test_the_table_says_how_each_parameter_is_sharded():
+    """Two layers share a row. 257 rows on two ranks: 129 each, one of which is padding."""
     mesh = Mesh(dp=2, tp=2)
     with torch.device("meta"):
         model = Decoder(PRESETS["debug"])
     step04.shard_tensors(model, mesh, sp=True)
-    return parameter_table(rows_of(model, mesh))
-
-
-def test_the_table_says_how_each_parameter_is_sharded(pools):
-    """Two layers share a row. 257 rows on two ranks: 129 each, one of which is padding."""
-    lines = [" ".join(line.split()) for line in pools(4).run(table_of_tp)[0].splitlines()]
-    close(lines[0], "parameter whole on a rank bytes sharded gradient summed over", "header")
+    lines = parameter_table(rows_of(model, mesh)).splitlines()
+    found = [" ".join(line.split()) for line in lines]
     expected = [
+        "parameter whole on a rank bytes sharded gradient summed over",
         "1 x model.embed_tokens.weight 257x64 129x64 33,024 dim 0 over tp 2 dp 2",
         "2 x model.layers.*.input_layernorm.weight 64 64 256 dp 2, tp 2",
         "2 x model.layers.*.self_attn.q_proj.weight 64x64 32x64 8,192 dim 0 over tp 2 dp 2",
         "2 x model.layers.*.mlp.down_proj.weight 64x176 64x88 22,528 dim 1 over tp 2 dp 2",
     ]
-    close([line for line in expected if line not in lines], [], f"rows that are not in {lines}")
+    close([line for line in expected if line not in found], [], f"lines that are not in {found}")
 
 
 def test_a_profile_covers_the_steps_asked_for(tmp_path):
