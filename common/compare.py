@@ -61,9 +61,9 @@ def relative(value: float | None, reference: float | None) -> float:
     """|value - reference| / the larger of |value| and |reference|. Raises ValueError if one is
     missing or not finite.
     """
-    missing = value is None or reference is None
-    if missing or not math.isfinite(value) or not math.isfinite(reference):
-        raise ValueError("one of the runs has no loss or norm, or it is not finite")
+    for number in (value, reference):
+        if number is None or not math.isfinite(number):
+            raise ValueError("one of the runs has no loss or norm, or it is not finite")
     if value == reference:
         return 0.0
     return abs(value - reference) / max(abs(value), abs(reference))

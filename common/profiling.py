@@ -3,14 +3,13 @@ this file.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 
-SKIPPED = 2  # steps before the trace: see `Profiler`
+SKIPPED = 2  # steps before the trace: see `make_profiler`
 
 
 def check_profile(n: int, steps: int):
@@ -21,9 +20,9 @@ def check_profile(n: int, steps: int):
         raise UserError(f"--profile {n}: it needs {n + SKIPPED} steps, and {steps} are left")
 
 
-class Profiler:
-    """Traces n steps, after two that are skipped: in the first of these, memory is allocated and
-    layers are compiled; in the second the profiler warms up. If n is 0, it does nothing.
+def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.profile | None:
+    """A profiler that traces n steps, after two that are skipped: in the first of these, memory is
+    allocated and layers are compiled; in the second the profiler warms up. None if n is 0.
 
     OUT/trace-RANK.json.gz opens in https://ui.perfetto.dev. It has operators, messages, and named
     ranges: the optimizer's step; `wait tp`, where a rank waits for a message over tp; and in steps
@@ -33,40 +32,18 @@ class Profiler:
     allocations and frees before the trace ended, for https://pytorch.org/memory_viz. If a signal
     ends the run, the trace is shorter, or missing.
     """
+    if n == 0:
+        return None
 
-    def __init__(self, n: int, out: Path, rank: int, gpu: bool):
-        self.out = out
-        self.rank = rank
-        self.gpu = gpu
-        self.profile: torch.profiler.profile | None = None
-        if n > 0:
-            activities = [ProfilerActivity.CPU]
-            if gpu:
-                activities.append(ProfilerActivity.CUDA)
-            when = schedule(wait=SKIPPED - 1, warmup=1, active=n, repeat=1)
-            self.profile = torch.profiler.profile(
-                activities=activities, schedule=when, on_trace_ready=self.write
-            )
-
-    def __enter__(self) -> "Profiler":
-        if self.profile is not None:
-            if self.gpu:  # PyTorch has no public function for this
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-            self.profile.start()
-        return self
-
-    def step(self):
-        """Called after each step."""
-        if self.profile is not None:
-            self.profile.step()
-
-    def write(self, profile: torch.profiler.profile):
-        """Write the trace. The profiler calls this after the last step that is traced."""
-        profile.export_chrome_trace(str(self.out / f"trace-{self.rank}.json.gz"))
-        if self.gpu:
-            torch.cuda.memory._dump_snapshot(str(self.out / f"memory-{self.rank}.pickle"))
+    def write(profiler: torch.profiler.profile):
+        profiler.export_chrome_trace(str(out / f"trace-{rank}.json.gz"))
+        if gpu:
+            torch.cuda.memory._dump_snapshot(str(out / f"memory-{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)  # it would slow the other steps
 
-    def __exit__(self, *error: Any):
-        if self.profile is not None:
-            self.profile.stop()
+    activities = [ProfilerActivity.CPU]
+    if gpu:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.memory._record_memory_history(max_entries=200_000)  # no public function has it
+    when = schedule(wait=SKIPPED - 1, warmup=1, active=n, repeat=1)
+    return torch.profiler.profile(activities=activities, schedule=when, on_trace_ready=write)

@@ -43,7 +43,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
 from common.flags import flag
 from common.meter import Meter, Row, flops_per_token, parameter_table, rows_of
-from common.profiling import Profiler, check_profile
+from common.profiling import check_profile, make_profiler
 from common.ranks import Ranks
 from common.resume import check_flags, choose_checkpoint
 from common.watch import HangWatch, Signals
@@ -162,10 +162,11 @@ class Run:
         """
         self.parts = parts
         done = self.set_up()
-        profiler = Profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
+        tracing = nullcontext() if profiler is None else profiler
         # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
         # this generator, and that leaves the `with`. In `Signals`, signals are only noted
-        with self.bar, profiler, Signals() as signals:
+        with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
             for step in range(done, self.config.steps):
@@ -175,7 +176,8 @@ class Run:
                 stopping = any(self.ranks.gather(signals.first_at is not None))
                 self.watch.stop()
                 interrupted_at = time.perf_counter()
-                profiler.step()  # after the last step of the trace, this writes it
+                if profiler is not None:
+                    profiler.step()  # after the last step of the trace, this writes it
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
                 self.timed_since += time.perf_counter() - interrupted_at  # no part of any step
@@ -245,8 +247,9 @@ class Run:
         self.meter = Meter(param.device, param.dtype, flops, self.world)
         self.introduce(rows)
         self.take_sent()  # forget what the start has sent: metrics.jsonl counts only the steps
-        steps = self.config.steps
-        self.bar = tqdm(initial=done, total=steps, unit="step", disable=not self.is_rank_0)
+        self.bar = tqdm(
+            initial=done, total=self.config.steps, unit="step", disable=not self.is_rank_0
+        )
         return done
 
     def restore(self) -> int:

@@ -30,15 +30,13 @@ class Signals:
 
     def __init__(self):
         self.first_at: float | None = None  # when the first one came, by the monotonic clock
-        self.handlers_before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        for number in SIGNALS:
-            self.handlers_before[number] = signal.signal(number, self.handle)
+        self.old_handlers = {number: signal.signal(number, self.handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: Any):
-        for number, handler in self.handlers_before.items():
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):

@@ -21,7 +21,7 @@ from common.data import Data
 from common.launch import check_environment, compare_launches, initialise
 from common.meter import flops_per_token, parameter_table, peak_flops, rows_of
 from common.model import PRESETS, Decoder
-from common.profiling import Profiler
+from common.profiling import make_profiler
 from common.trainer import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of
@@ -281,7 +281,7 @@ def test_memory_is_recorded_until_the_trace_is_written(tmp_path):
     """On a GPU: recording each allocation would slow the steps that follow."""
     record = mock.patch.object(torch.cuda.memory, "_record_memory_history")
     write = mock.patch.object(torch.cuda.memory, "_dump_snapshot")
-    with record as recorded, write, Profiler(n=1, out=tmp_path, rank=0, gpu=True) as profiler:
+    with record as recorded, write, make_profiler(n=1, out=tmp_path, rank=0, gpu=True) as profiler:
         for _ in range(3):  # two are skipped, one is traced
             profiler.step()
         calls = [call.kwargs for call in recorded.call_args_list]
