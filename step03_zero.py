@@ -25,10 +25,11 @@ Plain gradient descent with rate 0.1:
     stage 3    weights     1 2                      3 4
                gradient    sum 25 25                sum 25 25
 
-(own: of this rank's sequences; stage 1 frees it after the update, stage 2 at once. sum: over both
-ranks.) Plain gradient descent has no state. AdamW's moments, and the masters, lie as the sums do:
-of four weights in stage 0, of two in the others. With stages 1 to 3, rank 0 then has the new
-weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives all four to both.
+(own: of this rank's sequences; stage 1 frees it after the update, stage 2 after its reduce-scatter.
+sum: over both ranks.) Plain gradient descent has no state. AdamW's moments, and the masters, are
+sharded like the sums: of four weights in stage 0, of two in the others. With stages 1 to 3, rank 0
+then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives
+all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
@@ -45,8 +46,9 @@ every rank holds 6 bytes, and the ranks share out 16:
 sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not in the table:
 
     - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
-      and the one before, whose sum is in flight (E's until the backward of the next micro-batch).
-      Autograd's `.grad` of one parameter comes on top: of E, that is all of it once more.
+      and the one before, whose sum is in flight (E's until the next micro-batch's backward has
+      passed H). In all stages autograd's `.grad` of one parameter comes on top, in the weights'
+      dtype: of E, that is all of it.
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
       and the next. (If embedding and head are tied, their unit is a third. With --keep, all weights
       stay from their first use to the update.)
@@ -68,8 +70,8 @@ sends (n-1)/n times this many elements:
     stage 0              2 P               an all-reduce (step 2)
     stage 1              2 P               a reduce-scatter, an all-gather
     stage 2              (m+1) P           m reduce-scatters, one all-gather
-    stage 3              m (2 P - e) + m P    in each micro-batch two all-gathers, but one of E and
-                                              of H; and a reduce-scatter
+    stage 3              m (2 P - e) + m P    each micro-batch gathers every unit twice, but E and H
+                                              once, and reduce-scatters every unit
     stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
@@ -92,9 +94,10 @@ which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
---keep is reshard_after_forward=False (weights stay from forward to backward), and
-model.set_reshard_after_backward(False) (and until the next micro-batch). Set this to True before
-the last backward: otherwise the next forward uses the old weights, without an error.
+With reshard_after_forward=False weights stay from forward to backward; after
+model.set_reshard_after_backward(False) they stay until the next micro-batch, too. Together that is
+--keep. Set the second one to True before the last backward: otherwise the next forward uses the old
+weights, without an error.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 `if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
@@ -546,7 +549,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # As in steps 1 and 2, before the optimizer. (It wraps methods, and needs no weights)
+    # As in steps 1 and 2, before the optimizer. (This wraps methods, and needs no weights)
     set_up_layers(model, config)
     # new: draws the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)

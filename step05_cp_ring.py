@@ -80,10 +80,10 @@ a rank sends
 For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes) B = G = 2
 x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
 
-A rank's bytes grow like s, its FLOPs of attention like s^2/n: for long sequences messages hide
-behind computation. (Our formulas build matrices of scores in fp32. For real lengths on a GPU there
-is an optional technique, --cp-mode flash, the same ring with a fused kernel: README, "Launch each
-step".)
+A rank's bytes grow like s, its FLOPs of attention like s^2/n: with many tokens on each rank all
+messages but the last dkv can hide behind computation. (`part_attention` stores all scores of a
+part, which a fused kernel does not. For real lengths on a GPU there is an optional technique,
+--cp-mode flash, the same ring with such a kernel: README, "Launch each step".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):

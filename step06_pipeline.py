@@ -48,7 +48,7 @@ all m are in flight at once; in 1F1B, on rank r, at most p - r.
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (The interleaved
-schedule, in the second part of this file, hides most of them behind work.)
+schedule, in the second part of this file, can hide many of them behind work.)
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
 is the dx to send. The simple way keeps x and y from the forward to the backward:
@@ -57,7 +57,7 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
     y = run(x)                           forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-`Stage` keeps less than y: see there.
+`Stage` keeps, in place of y, only the last node of its graph.
 
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
 last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
@@ -596,7 +596,7 @@ class Interleaved(ListPipeline):
 
     @staticmethod
     def actions(p: int, m: int, v: int, rank: int) -> list[Action]:
-        """The list of a rank. Raises UserError if v > 1 and m is no multiple of p."""
+        """The list of a rank. Raises UserError if m is no multiple of p."""
         return interleaved(p, m, v, rank)
 
 

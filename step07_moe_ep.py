@@ -10,7 +10,7 @@ Transformer").
 
 WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks, neighbours along cp or tp), K = 2,
 four experts. Each choice of a token is a row: e0:t1 is a copy of x of token t1, for expert e0, and
-e0(t1) is what e0 makes of it; s0 is its score.
+e0(t1) is what e0 makes of it; s is a score, another one for each row.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e0 e3
@@ -19,8 +19,8 @@ e0(t1) is what e0 makes of it; s0 is its score.
     by expert: first | second       e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
     outputs: of the first | second  e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
     returned: from rank 0 | 1       e0(t0) e0(t1) | e2(t1) e3(t0)    e0(t3) e1(t2) | e2(t2) e3(t3)
-    out                             t0 = s3 e3(t0) + s0 e0(t0)       t2 = s2 e2(t2) + s1 e1(t2)
-                                    t1 = s0 e0(t1) + s2 e2(t1)       t3 = s0 e0(t3) + s3 e3(t3)
+    out                             t0 = s e3(t0) + s e0(t0)         t2 = s e2(t2) + s e1(t2)
+                                    t1 = s e0(t1) + s e2(t1)         t3 = s e0(t3) + s e3(t3)
 
 `dispatch` goes from "sorted" to "by expert": an all-to-all, in which every rank sends rows to every
 other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", by the
@@ -28,21 +28,22 @@ reverse: it sorts by rank, then sends. (The sorting is `transpose_blocks`.) In b
 gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So ranks
 first tell one another how many rows will come.
 
-WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. It also
-sends less. A layer of 8 experts in tiny has 8 x 135,168 = 1,081,344 weights. In the launch below a
-rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of 128 numbers. With
-ep 2 it sends about half of these, 32,768 numbers, four times (rows and outputs, in forward and in
-backward): 131,072 in all. If weights travelled in each micro-batch, it would send 540,672 numbers
-in forward alone, the half that the other rank lacks. (With many tokens on a rank, or small experts,
-weights would be cheaper.)
+WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. In the
+launch below (pp 2, cp 2, tp 2, ep 2) it also sends less. A layer of 8 experts in tiny has 8 x
+135,168 = 1,081,344 weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens
+of a micro-batch, so 512 rows of 128 numbers. With ep 2 it sends about half of these, 32,768
+numbers, four times (rows and outputs, in forward and in backward): 131,072 in all. If weights
+travelled in each micro-batch, it would send 540,672 numbers in forward alone, the half that the
+other rank lacks. (With many tokens on a rank, or small experts, weights would be cheaper.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
 Transformer's, for K choices of a token). Let f_e be the fraction of a micro-batch's choices that
-are e, and P_e the mean p_e of its tokens. The loss, averaged over a training step's micro-batches,
-is
+are e, and P_e the mean p_e of its tokens. A micro-batch has the term
 
     aux_loss_coeff * E * sum_e f_e P_e
+
+and the training step adds the mean of these terms over all micro-batches, of all ranks of dp.
 
 In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
 0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.

@@ -18,8 +18,8 @@ On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and m
     all_gather        1              2                   1 2                 1 2
     all_to_all        1 2            10 20               1 10                2 20
 
-Each of the five functions at the end of this file starts its messages and returns a `Pending`; the
-work goes on:
+Each of the five functions below `Pending` starts its messages and returns one; Python goes on while
+they travel:
 
     pending = all_reduce(gradient, mesh["dp"])
     ...                                            computation that overlaps the message
@@ -229,7 +229,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         return Pending(group, [work], [tensor])
     # Gloo's own reduce-scatter all-reduces everything. Instead, an all-to-all brings each rank the
     # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the law says.
-    # (Until then it needs S bytes more.)
+    # (Until `wait`, `shards` takes S bytes more.)
     shards = torch.empty_like(tensor)
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
 

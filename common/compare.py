@@ -15,7 +15,7 @@ grow from step to step. So only the first steps are judged (--first 20). A relat
     in fp32, with the same flags, is almost certainly a bug;
     in fp32, if the loss jumps, or in step 7, where rounding may choose another expert, may be
         rounding: --dtype fp64 decides;
-    in bf16 is rounding: compare runs with --dtype fp32.
+    in bf16 says nothing: compare runs with --dtype fp32.
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
 Flags that may decide what is computed, such as --seed, are printed if they differ, but a difference

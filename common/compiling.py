@@ -35,8 +35,8 @@ def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -
 
 
 def compile_model(model: Decoder):
-    """Compile the forward of each layer, and the loss. (Not if step 4 has put its own there, for a
-    vocabulary that tp shards: that loss sends messages.)
+    """Compile the forward of each layer, and the loss. (Step 4's own loss, for a vocabulary that tp
+    shards, stays as it is.)
     """
     for layer in model.model.layers.values():
         layer.forward = partial(without_gradients, layer, torch.compile(layer.forward))

@@ -1,7 +1,9 @@
-"""Initial values: every rank draws each whole parameter from the same seed, and keeps its part.
+"""Initial values: a rank draws each parameter of its model whole, from the same seed as all ranks,
+and keeps its part.
 
-In steps 1 to 3 that part is all of it. (Later steps note in `layout_of(param)` what a rank keeps:
-layout.py.)
+In steps 1 to 3 that part is all of it: there `full_shape(param)` is `param.shape`, and the loop
+over shards in `materialize` does nothing. (ZeRO 3 then cuts the parameter itself.) From step 4 on,
+`layout_of(param)` says what a rank keeps: layout.py.
 """
 
 import hashlib
@@ -44,7 +46,7 @@ def materialize(
     only: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
-    (Step 3 names those of a unit, to have only one whole unit in memory.)
+    (Step 3 names those of a unit: in stage 3 only one unit is ever whole in memory.)
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
     parameters after this call. (Hooks on modules may come before.)

@@ -1,8 +1,8 @@
 """A small record for each parameter, `ParamLayout`. It says over which ranks the parameter's
 gradient is summed, and which part of the parameter this rank has.
 
-The parts of this file follow the steps; read a part when you come to its step. Steps 2 and 3 only
-read the record; from step 4 on, each step notes in it what it changes.
+The parts of this file follow the steps; read a part when you come to its step. Steps 1 to 3 change
+nothing in the record; from step 4 on, each step notes in it what it changes.
 """
 
 import math
@@ -23,9 +23,9 @@ class ParamLayout:
     """The record of one parameter. In steps 1 to 3 all have the default one: the parameter is
     whole, and its gradient is summed over dp.
 
-    From step 4 on, each dimension of parallelism notes in the records what it changes. Initial
-    weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global norm
-    follow them. On the first of two ranks of tp (with SP), or of ep:
+    From step 4 on, tp, cp and ep note in the records what they change (pp only for a tied matrix).
+    Initial weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global
+    norm follow them. On the first of two ranks of tp (with SP), or of ep:
 
         parameter (full shape)                shards                   partial_over   data_group
         step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63      ()             "dp"

@@ -1,4 +1,4 @@
-"""What a run reports of itself: MFU and memory, a table of its parameters, a profile.
+"""What a run reports of itself: a table of its parameters, MFU, and memory.
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
 are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's

@@ -230,7 +230,7 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 class Decoder(nn.Module):
     """The whole model. Build it under `torch.device("meta")` and fill it with `materialize` of
-    common/layout.py.
+    common/initial.py.
     """
 
     def __init__(self, config: ModelConfig):

@@ -32,8 +32,8 @@ import numpy as np
 from common import UserError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet", ".bin")
-# Folders that are not read beside the standard library: not every Python has its tests and IDLE,
-# site-packages is other people's code, and __pycache__ has no source
+# Folders inside that of the standard library which are not read: not every Python has its tests and
+# IDLE, site-packages is other people's code, and __pycache__ has no source
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 

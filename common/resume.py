@@ -73,7 +73,9 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
-    """The flags that do not change what is computed, but for rounding."""
+    """The flags that `check_flags` lets change: they do not change what is computed, but for
+    rounding. (Of --dataset it compares the tokens.)
+    """
     names = FREE | WORK
     # Step 7's auxiliary loss is a mean over each micro-batch, so the size of a micro-batch decides
     # what is computed
@@ -89,8 +91,7 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
         # The saved run's script may not have this flag: then there is nothing to compare
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
-            what = "the number of ranks" if name == "ranks" else spelled(name)
-            raise UserError(f"--resume {saved.folder}: {what} was {before}: keep it")
+            raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
     # Weights converted from another format have the fingerprint "": any data may follow
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

@@ -11,7 +11,8 @@ rest, also of this docstring.
     OUT/config.json          the flags, and the number of ranks
         metrics.jsonl        a line for each step: its number, from 1, and what `train` records
                              (loss, grad_norm, lr); tokens, tokens_per_second, seconds; `sent`,
-                             rank 0's bytes by group; on a GPU mfu and peak_memory (meter.py)
+                             rank 0's bytes by group; on a GPU peak_memory and, if its peak is
+                             known, mfu (meter.py)
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
@@ -25,14 +26,14 @@ does, up to rounding.
 HOW A RUN ENDS EARLY. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks end the step, save
 a checkpoint, and exit with status 0. With torchrun:
 
-    - it gives them 30 seconds for that, or its --shutdown-timeout, and itself ends with a
-      SignalException and status 1;
+    - it gives them 30 seconds for that (the step and the checkpoint), or its --shutdown-timeout,
+      and itself ends with a SignalException and status 1;
     - SIGUSR1 needs `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills
       torchrun alone, and the ranks go on without it.
 
-A second Ctrl-C ends them at once. If a step takes longer than --timeout, each rank prints where it
-is, and the job ends. (--timeout does not count the start and saving; it does count a compilation in
-the first step.)
+A Ctrl-C more than a second after the first signal ends a rank at once (watch.py). If a step takes
+longer than --timeout, each rank prints where it is, and the job ends. (--timeout does not count the
+start and saving; it does count a compilation in the first step.)
 """
 
 import dataclasses
@@ -109,8 +110,8 @@ def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
 
 
 class Run:
-    """The files and progress bar of a run. Files with RANK in their name are written by each rank,
-    the others by rank 0.
+    """The files and progress bar of a run. Each rank writes its part of a checkpoint and the files
+    with RANK in their name; rank 0 writes the others.
     """
 
     def __init__(self, config: Any):
@@ -198,7 +199,7 @@ class Run:
             what = name.replace("_", " ")
             raise UserError(
                 f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If step01_single_gpu"
-                ".py trains well with the same flags, it is a bug in the sharding. Not finite: "
+                ".py trains well with the same flags, it may be a bug in the sharding. Not finite: "
                 f"{self.gradients_not_finite()})"
             )
 

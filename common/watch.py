@@ -65,9 +65,9 @@ class HangWatch:
 
     On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
     `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in which collective each rank
-    is. PyTorch itself ends a collective after 10 minutes (NCCL) or 30 (gloo), so a larger --timeout
-    is of no use there. (The default of 10 minutes comes before NCCL's: it counts from the start of
-    the step, and NCCL's from the start of the collective.)
+    is. PyTorch itself ends a single collective after 10 minutes (NCCL) or 30 (gloo), whatever
+    --timeout is. (The default of 10 minutes comes before NCCL's: it counts from the start of the
+    step.)
     """
 
     def __init__(self, seconds: float, out: Path):
