@@ -30,11 +30,11 @@ first tell one another how many rows will come.
 
 WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. In the
 launch below (pp 2, cp 2, tp 2, ep 2) it also sends less. A layer of 8 experts in tiny has 8 x
-135,168 = 1,081,344 weights. In the launch below a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens
-of a micro-batch, so 512 rows of 128 numbers. With ep 2 it sends about half of these, 32,768
-numbers, four times (rows and outputs, in forward and in backward): 131,072 in all. If weights
-travelled in each micro-batch, it would send 540,672 numbers in forward alone, the half that the
-other rank lacks. (With many tokens on a rank, or small experts, weights would be cheaper.)
+135,168 = 1,081,344 weights. A rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
+512 rows of 128 numbers. With ep 2 it sends about half of these, 32,768 numbers, four times (rows
+and outputs, in forward and in backward): 131,072 in all. If weights travelled in each micro-batch,
+it would send 540,672 numbers in forward alone, the half that the other rank lacks. (With many
+tokens on a rank, or small experts, weights would be cheaper.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch

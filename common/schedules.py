@@ -46,9 +46,9 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
         F2.0 F3.0 F2.2 F3.2      the second round
 
-    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. Why rounds of p: while this
-    rank computes F1.0, rank 1 passes micro-batch 0 through stage 1, so that the input of F0.2 is
-    there when this rank comes to it. With one stage on each rank the order is simply 0, 1, 2, ...
+    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. While this rank computes F1.0,
+    rank 1 passes micro-batch 0 through stage 1, so that the input of F0.2 is there when this rank
+    comes to it: therefore rounds of p. With one stage on each rank the order is 0, 1, 2, ...
     """
     stages = range(rank, p * v, p)  # this rank's: rank, rank + p, ...
     forwards = []
@@ -91,10 +91,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next goes through this rank's last stage. From there on it is like
-    # 1F1B, whose warm-up is one forward for each rank behind this one. Here it is two for each: so
-    # a rank usually works on something else while an output travels. (If messages took no time, one
-    # would give the same bubble.)
+    # (v-1) p forwards bring a micro-batch to this rank's last stage. Then 1F1B would do one more
+    # for each later rank. Here there are two for each, so that an output has time to travel. (If
+    # messages took no time, one would give the same bubble.)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -102,7 +101,7 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     """The action that needs this one's output, or None if no other stage does.
 
     A forward's output goes to the next stage's forward, a backward's to the previous stage's
-    backward.
+    backward. (The last stage's forward is needed only by its own backward.)
     """
     if action.kind == "F" and action.stage + 1 < n_stages:
         return action._replace(stage=action.stage + 1)
@@ -113,7 +112,7 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 def producer(action: Action, n_stages: int) -> Action | None:
     """The action whose output this one needs, or None: the forward of the stage before, or the
-    backward of the stage behind. The last stage's backward needs its own forward, which ends with
+    backward of the next stage. The last stage's backward needs its own forward, which ends with
     the loss.
     """
     if action.kind == "F" and action.stage > 0:
@@ -163,7 +162,7 @@ def simulate(
                 idle_from[rank] = ends[action]
                 spans.append(Span(ends[action], rank, start, action))
         if len(spans) == n_before:
-            raise ValueError(f"each rank waits for ever: {[queue[0] for queue in queues if queue]}")
+            raise ValueError(f"these wait for ever: {[queue[0] for queue in queues if queue]}")
     return sorted(spans)
 
 

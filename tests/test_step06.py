@@ -130,7 +130,7 @@ def test_simulate_gives_times_worked_out_by_hand():
 )
 def test_simulate_refuses_a_deadlock(rank_0, rank_1):
     """The example of `ListPipeline` (F1.0: micro-batch 1, stage 0), and a B before its own F."""
-    with pytest.raises(ValueError, match="waits for ever"):
+    with pytest.raises(ValueError, match="wait for ever"):
         simulate([acts(rank_0), acts(rank_1)], round_robin(2, 1), COSTS)
 
 
