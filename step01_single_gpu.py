@@ -50,20 +50,22 @@ does not stop.)
 the two norms also saves its normalised input in fp32, and a bf16 input as fp32: a layer of tiny
 saves 6,184 bytes in bf16, 10,280 in fp32.)
 
-FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward.
+FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward
+(2 for the gradient of the input, 2 for that of the weight).
 (The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
 average (nearly), so one product of attention costs it 2 x dim x seq/2 = seq x dim. There are seven:
 
     forward 2     scores S = q k^T, output o = P v
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
+                  (P = softmax(S); dP is the gradient of P, and so on)
 
 Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices without the embedding:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
 A layer of tiny has 184,320 weights in matrices, of which down_proj has 352 x 128 = 45,056.
-Recomputation repeats the 2 forward FLOPs of all weights but down_proj's, and the two products of
-attention:
+Recomputation repeats the 2 forward FLOPs of a layer's weights but down_proj's, and the two products
+of attention:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
@@ -125,8 +127,8 @@ def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
 
 def sgd(optimizer: "Optimizer") -> torch.optim.Optimizer:
     """Gradient descent with weight decay, without state. Tests use it: if all gradients are wrong
-    by one factor, so are SGD's updates (with --grad-clip 0), but not Adam's, which divides by the
-    gradient's size.
+    by one factor, so are SGD's updates (with --grad-clip 0 and --weight-decay 0), but not Adam's,
+    which divides by the gradient's size.
     """
     return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)
 

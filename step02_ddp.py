@@ -7,7 +7,7 @@
 
 torchrun starts this script n times. Each process is a *rank* and joins the others with
 `init_process_group`. A *collective* is a call that all ranks of a group make. After
-`dist.all_reduce(tensor)`, each rank's tensor is the sum of all.
+`dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element.
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the
 gradient of a sum is the sum of gradients. Each rank's loss is already divided by the global T (step
