@@ -87,7 +87,9 @@ CUTS = {
 @cases("n", [1, 3])
 @cases("cuts", CUTS.values(), ids=CUTS)
 def test_a_piece_is_assembled_from_those_of_any_layout(cuts, n):
-    """A rank of any other layout gets what it would itself have saved of the tensor."""
+    """A layout with n ranks of ZeRO saved a tensor. In each other layout, with 2, a rank gets the
+    values that it would have saved itself.
+    """
     whole = draw("whole", 0, 10, 7)
     saved = Checkpoint.__new__(Checkpoint)
     saved.pieces = dict(weight=saved_pieces(whole, cuts, n))
@@ -390,12 +392,20 @@ def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
-    """The hidden folder goes, and earlier checkpoints stay."""
+    """The disk is full when half of a file is written: its hidden folder goes, and the checkpoint
+    before stays.
+    """
     folder = tmp_path / "checkpoints"
     save(folder / "step-00000002", {}, {}, Ranks())
-    full = mock.patch.object(checkpoint, "write", side_effect=OSError(28, "No space left"))
+
+    def write_half(path: Path, *content: Any):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left")
+
+    full = mock.patch.object(checkpoint, "write", write_half)
     with full, pytest.raises(UserError, match=r"--out: .*step-00000004: rank 0: No space left"):
-        save(folder / "step-00000004", {}, {}, Ranks())
+        save(folder / "step-00000004", {}, {}, Ranks(), previous=folder / "step-00000002")
     close([path.name for path in folder.iterdir()], ["step-00000002"], "folders")
 
 

@@ -305,7 +305,9 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
 
 @task("masters", 4)
 def test_an_update_changes_weights_in_place():
-    """Gradients can be scaled in place. zero_grad frees all."""
+    """Gradients x 4, as by clipping, at rate 0.5: 2 is subtracted, in the same memory. zero_grad
+    then frees all gradients.
+    """
     model = two_params()
     addresses = [param.data_ptr() for param in model.values()]
     optimizer = step.Optimizer(model, SGD)
@@ -314,6 +316,7 @@ def test_an_update_changes_weights_in_place():
         gradient *= 4  # as clipping does
     optimizer.step(0.5)
     for name, param in model.items():
+        # 0.02 - 2 in bf16
         close(param, torch.full((2, 3), -1.9765625), f"{name}, after 0.5 x 4 was subtracted")
     close([param.data_ptr() for param in model.values()], addresses, "addresses of the weights")
     optimizer.zero_grad()
@@ -532,7 +535,8 @@ def test_train(flags, rates):
 @task("loop", 1)
 def test_what_is_recorded():
     """The number of a step, the tokens of its 12 sequences of 16, and the rate of its update."""
-    history = run_of(STEP1, dict(micro_batch_size=5)).history
+    flags = dict(global_batch_size=12, micro_batch_size=5, lr=0.05, warmup_steps=2)
+    history = run_of(STEP1, flags).history
     rows = [(row["step"], row["tokens"], row["lr"]) for row in history]
     close(rows, [(1, 192, 0.025), (2, 192, 0.05), (3, 192, 0.05)], "steps, tokens and rates")
 

@@ -81,7 +81,9 @@ def test_unit_names():
 @ranks(3)
 @task("gather", 6)
 def test_gather_and_free():
-    """`gather` starts one all-gather, unless the unit is whole; `free` waits for it, if need be."""
+    """A second `gather` starts nothing; `free` waits for the first, and a second `free` does
+    nothing.
+    """
     param = nn.Parameter(torch.full((3, 2), 7.0, dtype=FP64))
     unit = step.ShardedUnit(dict(p=param), Mesh(dp=3)["dp"])
     unit.shard *= 10
@@ -424,8 +426,8 @@ ORDERS = [
 @ranks(2)
 @cases("stage, flags, tied, m, expected", ORDERS)
 def test_order_of_messages(stage, flags, tied, m, expected):
-    """m micro-batches, `finish`, and from stage 2 on an update: gathers and sums start early and
-    end late.
+    """Each unit (E embedding, 0 and 1 layers, H norm and head; d: its gradients) is gathered, used,
+    freed and summed in the expected order. Repeats of an event count once.
     """
     model, zero, mesh = zero_of(stage, 2, shape=dict(n_layers=2, tied=tied), **flags)
     zero.begin(m)

@@ -260,7 +260,7 @@ def test_add_loss():
 
 @task("balance", 2)
 def test_bias_is_added_to_the_choice_alone():
-    """With biases 9 for experts 1 and 3, each token visits these two, with the scores of its p."""
+    """With biases 9, all 7 tokens choose experts 1 and 3; scores are p / (sum of the two p)."""
     moe = layer(balance="bias")
     moe.bias[[1, 3]] = 9.0
     p = draw("p", 0, 7, 5).softmax(-1)
