@@ -47,7 +47,7 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
 
     - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
       and the one before, whose sum is in flight (E's until the next micro-batch's backward has
-      passed H). In all stages autograd's `.grad` of one parameter comes on top, in the weights'
+      passed H). In stages 1 to 3 autograd's `.grad` of one parameter comes on top, in the weights'
       dtype: of E, that is all of it.
     - In forward and backward, stage 3 also holds the whole weights of two units: the present one
       and the next. (If embedding and head are tied, their unit is a third. With --keep, all weights
@@ -67,12 +67,12 @@ Let n be the number of ranks, m the number of micro-batches that a rank has in a
 P the number of parameters, with the padding of units (stage 0 has none). In a training step a rank
 sends (n-1)/n times this many elements:
 
-    stage 0              2 P               an all-reduce (step 2)
-    stage 1              2 P               a reduce-scatter, an all-gather
-    stage 2              (m+1) P           m reduce-scatters, one all-gather
+    stage 0              2 P                  an all-reduce (step 2)
+    stage 1              2 P                  a reduce-scatter, an all-gather
+    stage 2              (m+1) P              m reduce-scatters, one all-gather
     stage 3              m (2 P - e) + m P    each micro-batch gathers every unit twice, but E and H
                                               once, and reduce-scatters every unit
-    stage 3 with --keep  (m+1) P           one all-gather, m reduce-scatters
+    stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
 twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every

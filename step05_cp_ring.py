@@ -246,10 +246,10 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     The weight of a key is exp(score), that of a part is the sum of its keys' weights, exp(lse). The
     o of a part is the average of its values, each with its key's weight.
 
-    An example: two keys weigh 3 and 1, and have the values 10 and 2. Together they give (3 * 10 + 1
-    * 2) / 4 = 8. In two parts, o = 10, lse = log 3, and part_o = 2, part_lse = log 1. Then part_o
-    has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8,
-    and lse log 4.
+    An example: two keys weigh 3 and 1, and have the values 10 and 2. Together they give
+    (3 * 10 + 1 * 2) / 4 = 8. In two parts, o = 10, lse = log 3, and part_o = 2, part_lse = log 1.
+    Then part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes
+    10 + 0.25 (2 - 10) = 8, and lse log 4.
 
     (If a query had seen no key in either part, both lse would be -inf, and the share nan. That
     cannot happen: our own keys come first, and each query sees its own.)
