@@ -137,11 +137,11 @@ class Unit:
     """Several parameters in one flat buffer, cut into n shards, of which this rank updates one.
     (padded: the number of their elements, with the padding. wide: fp32, or fp64 if weights are.)
 
-        flat           [padded]        weights' dtype   the parameters are views of it
-        shard          [padded / n]    weights' dtype   this rank's shard of `flat`
-        master         [padded / n]    wide             its master; in fp32 the shard itself
-        local_grad     [padded]        wide             the gradient of this rank's tokens
-        summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
+        flat           [padded]        weights' dtype   the parameters are views of it shard
+        [padded / n]    weights' dtype   this rank's shard of `flat` master         [padded / n]
+        wide             its master; the shard itself, if that is wide local_grad     [padded]
+        wide             the gradient of this rank's tokens summed_grad    [padded / n]    wide
+        this rank's shard of the sum over ranks
 
     The gradients are None while they are not needed. The update reads `summed_grad`.
     """

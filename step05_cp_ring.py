@@ -284,9 +284,9 @@ def part_gradients(
     repeated_k = repeat_heads(k, heads)
     repeated_v = repeat_heads(v, heads)
     p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()  # P
-    dp = do @ repeated_v.mT  # dP
-    d = (do * o).sum(-1, keepdim=True)  # D
-    ds = p * (dp - d)  # dS
+    d_p = do @ repeated_v.mT  # dP
+    big_d = (do * o).sum(-1, keepdim=True)  # D
+    ds = p * (d_p - big_d)  # dS
     dq = (ds @ repeated_k) / root
     dk = (ds.mT @ q) / root
     dv = p.mT @ do

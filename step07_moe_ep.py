@@ -97,7 +97,7 @@ micro-batch:
 With 2 layers on a rank and 8 micro-batches, `sent` is 16 x 96 = 1,536 over `sequence`, and near
 16 x 524,320 = 8,389,120 over ep, because choices are not spread evenly. The gradients of 4 experts
 in each of 2 layers, 2 x 4 x 135,168 x 4 = 4,325,376 bytes, are all-reduced once in a training step
-over expert_data, which has 2 ranks: a rank sends 2 x 1/2 of them.
+over expert_data, which has 2 ranks: so a rank sends 2 x 1/2 x 4,325,376 bytes.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
 You should see the losses of one process (on GPUs, with --dtype fp32 for both; a step takes some
@@ -253,7 +253,7 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())  # to choose has no gradient
+        ids_TK = self.choose(p_TE.detach())  # a choice has no gradient
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
         out_TKD = self.through_experts(x_TD, ids_TK, counts_E)

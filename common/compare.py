@@ -115,8 +115,10 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m common.compare")
     parser.add_argument("reference", help="a run directory")
     parser.add_argument("run", help="another one")
-    parser.add_argument("--first", type=int, default=20, help="steps to judge (20)")
-    parser.add_argument("--bound", type=float, default=1e-3, help="largest difference (0.001)")
+    parser.add_argument("--first", type=int, default=20, help="steps to judge (%(default)s)")
+    parser.add_argument(
+        "--bound", type=float, default=1e-3, help="largest relative difference (%(default)s)"
+    )
     given = parser.parse_args()
     try:
         for difference in other_flags(given.reference, given.run):

@@ -1,7 +1,7 @@
 """How a script starts and ends: `main`, which every script calls, and what ranks compare first.
 
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
-rank has other flags or another version of the code, messages no longer match: the run hangs, or
+rank has other flags or another version of the code, messages may no longer match: the run hangs, or
 trains on nonsense. So ranks compare how they were started as soon as they can communicate
 (`compare_launches`), before they create the groups of the mesh.
 """
@@ -28,7 +28,9 @@ from common.trainer import Run
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
-    """Parse the flags and train. Exit with status 0, or as `report` says. `cls`: the step's Config.
+    """Parse the flags and train. Exit with status 0, or as `report` says.
+
+    `cls`: the step's Config. `run_type`: `Run`, or an optional subclass of it.
 
     With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
     shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after

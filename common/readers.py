@@ -32,8 +32,8 @@ import numpy as np
 from common import UserError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet", ".bin")
-# Folders inside that of the standard library which are not read: not every Python has its tests and
-# IDLE, site-packages is other people's code, and __pycache__ has no source
+# Folders of the standard library that are not read: not every Python has its tests and IDLE;
+# site-packages is other people's code, and __pycache__ has no source
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 
@@ -118,7 +118,7 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     """Yield the texts of a file or data set. Raises UserError if it is damaged, or if a text is not
     a string.
     """
-    # OSError comes from the system or gzip, EOFError from gzip, ValueError from json or pyarrow
+    # OSError comes from the system or gzip, EOFError from gzip, ValueError from json, pyarrow or us
     damaged = (OSError, EOFError, zlib.error, ValueError)
     number = 0
     try:

@@ -20,11 +20,13 @@ def model_shape(text: str) -> ModelConfig:
         name, _, value = change.partition("=")
         if name not in kinds:
             raise UserError(f"--model {text}: {name!r} is none of {', '.join(kinds)}")
-        read = read_bool if kinds[name] is bool else kinds[name]  # int or float
+        kind = kinds[name]
+        read = read_bool if kind is bool else kind  # int or float
         try:
             values[name] = read(value)
-        except ValueError as error:
-            raise UserError(f"--model {text}: {name}: {error}") from None
+        except ValueError:
+            expected = "True or False" if kind is bool else f"of type {kind.__name__}"
+            raise UserError(f"--model {text}: {name} must be {expected}, not {value!r}") from None
     shape = replace(PRESETS[preset], **values)
     check_shape(shape, text)
     return shape
@@ -33,13 +35,13 @@ def model_shape(text: str) -> ModelConfig:
 def read_bool(value: str) -> bool:
     """True or False. Raises ValueError."""
     if value not in ("True", "False"):
-        raise ValueError(f"it must be True or False, not {value!r}")
+        raise ValueError
     return value == "True"
 
 
 def check_shape(shape: ModelConfig, text: str):
-    """Raise UserError unless a decoder can have this shape. `text`: the value of --model. (Whether
-    the tokens fit the vocabulary, data.py checks.)
+    """Raise UserError unless a decoder can have this shape. `text`: the value of --model. (data.py
+    checks that the tokens fit the vocabulary.)
     """
     for name, value in vars(shape).items():
         if not isinstance(value, bool) and not 0 < value < float("inf"):  # false for nan, too

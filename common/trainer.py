@@ -176,12 +176,13 @@ class Run:
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.first_at is not None))
                 self.watch.stop()
-                interrupted_at = time.perf_counter()
+                pause_began = time.perf_counter()
                 if profiler is not None:
                     profiler.step()  # after the last step of the trace, this writes it
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
-                self.timed_since += time.perf_counter() - interrupted_at  # no part of any step
+                # Neither the trace nor the checkpoint is a part of a step's time
+                self.timed_since += time.perf_counter() - pause_began
                 if stopping and step + 1 < self.config.steps:
                     self.bar.close()
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")

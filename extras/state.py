@@ -13,6 +13,7 @@ from typing import Any
 
 from common import UserError
 from common.checkpoint import files_of, read
+from common.flags import spelled
 from common.resume import WORK
 from common.trainer import Run
 
@@ -22,8 +23,10 @@ class StatefulRun(Run):
 
     def content(self, done: int) -> dict[str, Any]:
         """As `Run.content`, with the state of the parts that have some."""
-        stateful = {name: part for name, part in self.parts.items() if hasattr(part, "state")}
-        state = {name: part.state() for name, part in stateful.items()}
+        state = {}
+        for name, part in self.parts.items():
+            if hasattr(part, "state"):
+                state[name] = part.state()
         return super().content(done) | dict(state=state)
 
     def restore(self) -> int:
@@ -40,7 +43,7 @@ class StatefulRun(Run):
             if part not in self.parts:
                 raise UserError(f"--resume {folder}: this script has no {part}, whose state it has")
             if changed:
-                kept = ", ".join(changed)
-                raise UserError(f"--resume {folder}: for the state of {part}, keep {kept}")
+                flag = "the number of ranks" if "ranks" in changed else spelled(changed[0])
+                raise UserError(f"--resume {folder}: for the state of {part}, keep {flag}")
             self.parts[part].load_state(state)
         return done

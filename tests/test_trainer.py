@@ -117,13 +117,14 @@ def test_a_users_mistake_is_one_line(tmp_path):
 
 
 def test_a_finished_run_that_is_started_again_is_done(tmp_path, capsys):
-    """With --resume auto it trains nothing, says so, and keeps its metrics."""
+    """With --resume auto it trains nothing, says so, and keeps its metrics, which are JSON."""
     flags = dict(steps=2, save_every=1, out=str(tmp_path))
     run_of(STEP1, flags, Run)
     before = (tmp_path / "metrics.jsonl").read_text()
     run_of(STEP1, flags | dict(resume="auto"), Run)
     assert "2 of 2 steps are done" in capsys.readouterr().out
     close((tmp_path / "metrics.jsonl").read_text(), before, "metrics.jsonl")
+    assert "NaN" not in before and "Infinity" not in before, "this is no JSON"
 
 
 class Moved(Run):

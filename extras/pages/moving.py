@@ -6,9 +6,8 @@ from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.schedules import afab, one_f_one_b, simulate
 from extras.__main__ import techniques
-from step06_pipeline import SCHEDULES, ListPipeline
+from extras.pages.pictures import spans_of
 
 SHOWN = {
     "afab": "all forward, all backward",
@@ -18,23 +17,6 @@ SHOWN = {
 COLOURS = {"F": "#4c78a8", "B": "#b07d4f", "W": "#59a14f", "R": "#9ecae9"}
 RANKS = 4
 MICRO_BATCHES = 8
-
-
-# Step 6 writes these two as loops. Its other schedules are lists of actions
-LISTS = {"afab": afab, "1f1b": one_f_one_b}
-
-
-def spans_of(name: str, p: int, m: int) -> list[tuple]:
-    """Simulate a schedule of p ranks and m micro-batches: (end, rank, start, action), sorted.
-
-    An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
-    Raises UserError.
-    """
-    schedule = ListPipeline if name in LISTS else SCHEDULES[name]
-    actions = LISTS.get(name, schedule.actions)
-    lists = [actions(p, m, schedule.v, rank) for rank in range(p)]
-    costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
-    return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)
 
 
 def idle_fraction(spans: list[tuple], p: int) -> float:

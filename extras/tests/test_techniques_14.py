@@ -135,7 +135,7 @@ def test_state_of_a_rank_needs_the_same_ranks(pools, tmp_path):
     """Errors that two ranks owe cannot be restored on one: a line says so."""
     flags = dict(script=STEP2, sync="int8", steps=2, save_every=1)
     pools(2).run(recorded, rows.__name__, flags | dict(out=f"{tmp_path}/a"))
-    with pytest.raises(RankError, match="for the state of sync, keep ranks"):
+    with pytest.raises(RankError, match="for the state of sync, keep the number of ranks"):
         resumed = flags | dict(out=f"{tmp_path}/b", resume=f"{tmp_path}/a")
         pools(1).run(recorded, rows.__name__, resumed)
 
