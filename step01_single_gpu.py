@@ -219,8 +219,6 @@ class Optimizer:
     own masters.
     """
 
-    sharded = False  # whether data-parallel ranks update different elements (from step 3 on)
-
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`.
 

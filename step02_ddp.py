@@ -263,11 +263,9 @@ class BucketSync:
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
-        """Wait for every sum."""
-        # A parameter that had no gradient in some micro-batch (in this course, none) holds back its
-        # bucket and all later ones. They are sent here: late, but with the right sums
-        while self.unsent:
-            self.send(self.unsent.pop(0))
+        """Wait for every sum. RuntimeError if a gradient has not come."""
+        if self.unsent:
+            raise RuntimeError(f"{self.unsent[0].missing} gradients of a bucket have not come")
         for pending in self.pending:
             pending.wait()
 

@@ -137,11 +137,11 @@ class Unit:
     """Several parameters in one flat buffer, cut into n shards, of which this rank updates one.
     (padded: the number of their elements, with the padding. wide: fp32, or fp64 if weights are.)
 
-        flat           [padded]        weights' dtype   the parameters are views of it shard
-        [padded / n]    weights' dtype   this rank's shard of `flat` master         [padded / n]
-        wide             its master; the shard itself, if that is wide local_grad     [padded]
-        wide             the gradient of this rank's tokens summed_grad    [padded / n]    wide
-        this rank's shard of the sum over ranks
+        flat           [padded]        weights' dtype   the parameters are views of it
+        shard          [padded / n]    weights' dtype   this rank's shard of `flat`
+        master         [padded / n]    wide             its master; the shard itself if wide
+        local_grad     [padded]        wide             the gradient of this rank's tokens
+        summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
     The gradients are None while they are not needed. The update reads `summed_grad`.
     """
@@ -178,6 +178,9 @@ class Unit:
     def own_range(self, name: str) -> tuple[int, int]:
         """Which elements of `flat` are in the parameter and in this rank's shard: low <= i < high.
         If there are none, high is low.
+
+        An example: shards have 10 elements, and a parameter is elements 6 to 24 of `flat`. Rank 0
+        has (6, 10) of it, rank 1 (10, 20), rank 2 (20, 25).
         """
         start, stop = self.bounds[name]
         low = max(start, self.first)
@@ -186,7 +189,8 @@ class Unit:
 
     def own_part(self, shard: Tensor, name: str) -> Tensor:
         """This rank's part of a parameter, a view [k] of `shard`, `master` or `summed_grad`; k is 0
-        if other ranks have all of it.
+        if other ranks have all of it. (In the example rank 1's part is all its shard, and rank 2's
+        the first 5 elements of its shard.)
         """
         low, high = self.own_range(name)
         return shard[low - self.first : high - self.first]
@@ -227,7 +231,6 @@ class Zero1(Optimizer):
     `publish`, which gathers the weights.
     """
 
-    sharded = True
     unit_type = Unit
 
     def __init__(
@@ -456,24 +459,22 @@ class Zero3(Zero2):
         modules[0].register_forward_pre_hook(partial(self.before_forward, number))
         modules[-1].register_forward_hook(partial(self.after_forward, number))
 
-    def fetch(self, number: int, ahead: int):
-        """Gather the units of a segment and wait for them; prefetch those of the segment that is
-        needed next, number `ahead`.
-        """
+    def gather(self, number: int):
+        """Start to gather the units of a segment, if they are not whole."""
         for unit in self.segments[number]:
             unit.gather()
-        # In the last segment's forward, nothing is ahead. In the backward of layer 0, the embedding
-        # is, but its backward needs no weights
-        if 0 < ahead < len(self.segments):
-            for unit in self.segments[ahead]:
-                unit.gather()
-        # The wait comes last, so that the prefetch is under way before the computation begins
+
+    def wait(self, number: int):
+        """Wait until the units of a segment are whole."""
         for unit in self.segments[number]:
             unit.gathering.wait()
 
     def before_forward(self, number: int, module: nn.Module, inputs: tuple):
         """Hook: gather this segment's units, and prefetch the next segment's."""
-        self.fetch(number, ahead=number + 1)
+        self.gather(number)
+        if number + 1 < len(self.segments):
+            self.gather(number + 1)
+        self.wait(number)  # last, so that the prefetch is under way before the computation begins
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
         """Hook: free this segment's units, unless it is the last, and see to it that they are
@@ -489,7 +490,10 @@ class Zero3(Zero2):
 
     def before_backward(self, number: int, gradient: Tensor):
         """Hook: gather this segment's units, and prefetch those of the segment before it."""
-        self.fetch(number, ahead=number - 1)
+        self.gather(number)
+        if number > 1:  # segment 0 is the embedding, whose backward needs no weights
+            self.gather(number - 1)
+        self.wait(number)
 
     def start_sum(self, unit: Unit):
         """All gradients of the unit are there, so its backward needs no more weights: start the sum
@@ -569,7 +573,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["dp"]).wait()
 
         # new: over all shards
-        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

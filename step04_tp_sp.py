@@ -584,7 +584,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # new: of norms, with SP
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

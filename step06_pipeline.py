@@ -442,7 +442,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
 
-        norm = global_norm(model, optimizer.gradients(), mesh, optimizer.sharded)
+        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

@@ -70,7 +70,7 @@ def data_group_of(param: Tensor, mesh: Mesh) -> Group:
 
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool) -> float:
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
-    sums over ranks. `sharded`: whether ZeRO shards gradients (`optimizer.sharded`).
+    sums over ranks. `sharded`: whether ZeRO shards gradients.
 
     If two ranks hold the same gradient [3 4], the sum of all squares over both would be 50, not 25.
     So each rank divides its squares by `copies`, the number of ranks that hold the same elements.
@@ -88,15 +88,14 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     (Of a tied matrix on two stages there are twice as many: step 6.)
     """
     params = dict(model.named_parameters())
-    norms = []
-    copies = []
+    total = 0.0
     for name, gradient in gradients.items():
         record = layout_of(params[name])
-        norms.append(torch.linalg.vector_norm(gradient))
-        copies.append(record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded))
-    squares = torch.stack(norms).double().square()
-    total = (squares / squares.new_tensor(copies)).sum()
-    for name in norm_groups(mesh):
+        copies = record.stage_copies * mesh.world / distinct_parts(record, mesh, sharded)
+        squares = torch.linalg.vector_norm(gradient).double().square()
+        total = total + squares / copies
+    # The ranks are a grid: after each row is summed, and then each column, all have the sum of all
+    for name in mesh.sizes:
         all_reduce(total, mesh[name]).wait()
     return total.sqrt().item()
 
@@ -111,17 +110,6 @@ def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
     if sharded:
         groups.add(record.data_group)
     return math.prod(mesh[name].size for name in groups)
-
-
-def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups over which to sum, one after another, to get the sum over all ranks. (The ranks
-    are a grid: after each row is summed, and then each column, all have the sum of all.)
-
-    In step 3 that is dp alone. From step 5 on, "data", which is dp x cp, saves a message.
-    """
-    if "data" not in mesh.groups:
-        return list(mesh.sizes)
-    return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]
 
 
 # --- Step 4: shards -------------------------------------------------------------------------------

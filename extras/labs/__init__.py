@@ -47,7 +47,7 @@ TASKS: dict[int, dict[str, str]] = {
         "update": "Zero1.publish Zero1.zero_grad",
         "stage 2": "Zero2.sum_is_due Zero2.start_sum",
         "gather": "ShardedUnit.gather ShardedUnit.free",
-        "stage 3": "Zero3.fetch Zero3.after_forward Zero3.before_backward Zero3.start_sum "
+        "stage 3": "Zero3.before_forward Zero3.after_forward Zero3.before_backward Zero3.start_sum "
         "Zero3.publish",
         "loop": "",
     },
