@@ -11,8 +11,8 @@ In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), between 
 and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can compute
 its term h(x A_i) B_i without the others, and the block's output is the sum of these terms.
 
-In the code a matrix lies transposed: nn.Linear has weights [out, in]. So `shard_param` cuts dim 0
-for columns of A, dim 1 for rows of B.
+In the code a matrix lies transposed: nn.Linear has weights [out, in]. So columns of A are cut along
+dim 0, rows of B along dim 1 (`by_columns`, `by_rows`).
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -362,47 +362,45 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     return local
 
 
-def whole_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter | None:
-    """Shard k_proj or v_proj by whole key/value heads, if tp divides their number; else return
-    None.
-    """
-    if config.n_kv_heads % mesh["tp"].size:
-        return None
+def by_columns(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """Shard a matrix A. Its columns are dim 0 of the weight [out, in]."""
     return shard_param(weight, 0, mesh["tp"])
 
 
-# Rules for k_proj and v_proj, tried one after another. (A technique for few heads adds one.)
-HEADS: list[Callable[..., nn.Parameter | None]] = [whole_heads]
+def by_rows(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """Shard a matrix B. Its rows are dim 1 of the weight [out, in]."""
+    return shard_param(weight, 1, mesh["tp"])
 
 
-def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Shard k_proj or v_proj by the first rule of HEADS that fits, or raise UserError."""
-    for rule in HEADS:
-        local = rule(weight, mesh, config)
-        if local is not None:
-            return local
-    raise UserError(
-        f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model"
-    )
+def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """By columns, and only between heads. Raises UserError if tp does not divide the key/value
+    heads. (If it does, it divides the query heads, too.)
+    """
+    heads = config.n_kv_heads
+    if heads % mesh["tp"].size:
+        raise UserError(
+            f"--tp {mesh['tp'].size} must divide the {heads} key/value heads of the model"
+        )
+    return by_columns(weight, mesh, config)
+
+
+# Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
+# RowParallelLinear one whose weight has fewer columns (inputs)
+PLAN: dict[str, Callable[..., nn.Parameter]] = {
+    "q_proj": by_columns,
+    "k_proj": by_heads,
+    "v_proj": by_heads,
+    "o_proj": by_rows,
+    "gate_proj": by_columns,
+    "up_proj": by_columns,
+    "down_proj": by_rows,
+}
 
 
 def shard_block(block: nn.Module, mesh: Mesh, config: ModelConfig):
-    """Replace the weights of attention or MLP by this rank's shards. A weight is [out, in], so dim
-    0 has the columns of A.
-
-    Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
-    RowParallelLinear one whose weight has fewer columns (inputs). q_proj needs no rule of its own:
-    if tp divides n_kv_heads, it divides n_heads, too.
-    """
+    """Replace the weights of attention or MLP by this rank's shards."""
     for name, linear in block.named_children():
-        if name in ("k_proj", "v_proj"):
-            linear.weight = shard_heads(linear.weight, mesh, config)
-        elif name in ("q_proj", "gate_proj", "up_proj"):
-            linear.weight = shard_param(linear.weight, 0, mesh["tp"])
-        elif name in ("o_proj", "down_proj"):
-            linear.weight = shard_param(linear.weight, 1, mesh["tp"])
-        else:
-            raise ValueError(f"{name}: say whether it is sharded by columns or by rows")
+        linear.weight = PLAN[name](linear.weight, mesh, config)
 
 
 def shard_vocabulary(model: Decoder, group: Group):

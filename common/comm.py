@@ -108,26 +108,27 @@ class Mesh:
         """This rank's group along a dimension, or another group by its name, such as "data"."""
         return self.groups[name]
 
-    def join(self, name: str, *dims: str, queue: str) -> np.ndarray:
-        """Split all ranks into groups, in each of which they differ only along `dims`; this mesh
-        calls them `name`. Returns their ranks: int [groups, size], a row for each group. `queue`:
-        "gradients" or "activations", see `add_groups`.
+    def rows(self, *dims: str) -> np.ndarray:
+        """The ranks of each group along `dims`: int [groups, size], a row for each group.
 
-        In the figure above, the groups along dp are [0 4] [1 5] [2 6] [3 7]. (From step 5 on a
-        group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), join("data", "dp", "cp")
-        creates [0 2 4 6] [1 3 5 7].)
+        In the figure above, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5 on a group can
+        span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is [[0 2 4 6] [1 3 5
+        7]].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
         # `axes` become the last ones, so that the ranks of a group become neighbours, a row
-        rows = self.ranks.transpose(others + axes).reshape(-1, size)
-        self.add_groups(name, rows, queue)
-        return rows
+        return self.ranks.transpose(others + axes).reshape(-1, size)
+
+    def join(self, name: str, *dims: str, queue: str):
+        """Create the groups along `dims`; self[name] is the one that has this rank."""
+        self.add_groups(name, self.rows(*dims), queue)
 
     def add_groups(self, name: str, rows: np.ndarray, queue: str):
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
-        that has this rank becomes `self.groups[name]`. A group's handle is PyTorch's ProcessGroup.
+        that has this rank becomes self[name]. A group's handle is PyTorch's ProcessGroup. `queue`:
+        "gradients" or "activations".
 
         From step 4 on: why there are two queues. NCCL sends the messages of one handle in their
         order. If a layer's activations, which are needed at once, came behind a large bucket of

@@ -21,32 +21,15 @@ from common.model import Decoder
 @dataclass(frozen=True)
 class ParamLayout:
     """The record of one parameter. In steps 1 to 3 all have the default one: the parameter is
-    whole, and its gradient is summed over dp.
-
-    From step 4 on, tp, cp and ep note in the records what they change (pp only for a tied matrix).
-    Initial weights, gradient sums, the ranks among which ZeRO shards, checkpoints and the global
-    norm follow them. On the first of two ranks of tp (with SP), or of ep:
-
-        parameter (full shape)                shards                   partial_over   data_group
-        step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63      ()             "dp"
-                norm.weight [128]             none                     ("tp",)        "dp"
-        step 5: the same                      the same                 the same       "data"
-        step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3       ()             "expert_data"
-                router.weight [8, 128]        none                     ("tp",)        "data"
-
-    (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W. Dim 0 of step 7's
-    up_proj.weight has the experts.) A gradient is always summed over its `data_group`. Some must
-    also be summed over tp, because with SP the ranks of tp have different tokens: their record says
-    so in `partial_over`. Where ZeRO cuts is not in the record, because the shards of its units
-    (step 3) cut across parameters.
+    whole, and its gradient is summed over dp. (`note_layout`, below, shows the records of later
+    steps.)
     """
 
-    # The group over which the sync of step 2, or the optimizer of step 3, sums its gradient. From
-    # step 5 on "data", which is dp x cp, and in step 7, for experts, "expert_data"
+    # The group over which the sync of step 2, or the optimizer of step 3, sums its gradient
     data_group: str = "dp"
-    # Step 4: its cuts, in the order in which they were made
+    # From step 4 on: its cuts, in the order in which they were made
     shards: tuple["Shard", ...] = ()
-    # Step 4: groups over which its gradient must still be summed (`sum_partial_gradients`)
+    # From step 4 on: groups over which its gradient must also be summed (`sum_partial_gradients`)
     partial_over: tuple[str, ...] = ()
     # Step 6: 2 for a tied matrix that both the first and the last pipeline stage hold (`sum_tied`)
     stage_copies: int = 1
@@ -59,8 +42,7 @@ def layout_of(param: Tensor) -> ParamLayout:
 
 def data_group_of(param: Tensor, mesh: Mesh) -> Group:
     """The ranks over which the sync of step 2, or the optimizer of step 3, sums a parameter's
-    gradient: in steps 2 to 4 `mesh["dp"]`. They train the same weights on different sequences (from
-    step 5 on: different tokens).
+    gradient: in steps 2 to 4 `mesh["dp"]`. They train the same weights on different tokens.
     """
     return mesh[layout_of(param).data_group]
 
@@ -132,7 +114,25 @@ class Shard:
 
 
 def note_layout(param: Tensor, **changes: Any):
-    """Change fields of a parameter's record."""
+    """Change fields of a parameter's record.
+
+    tp, cp and ep note what they change (pp only for a tied matrix). Initial weights, gradient sums,
+    the ranks among which ZeRO shards, checkpoints and the global norm follow the records. On the
+    first of two ranks of tp (with SP), or of ep:
+
+        parameter (full shape)                shards                   partial_over   data_group
+        step 4: q_proj.weight [128, 128]      dim 0 over tp: 0-63      ()             "dp"
+                norm.weight [128]             none                     ("tp",)        "dp"
+        step 5: the same                      the same                 the same       "data"
+        step 7: up_proj.weight [8, 352, 128]  dim 0 over ep: 0-3       ()             "expert_data"
+                router.weight [8, 128]        none                     ("tp",)        "data"
+
+    (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W. Dim 0 of step 7's
+    up_proj.weight has the experts.) A gradient is always summed over its `data_group`: "data" is dp
+    x cp, "expert_data" the ranks that hold the same experts. Some must also be summed over tp,
+    because with SP the ranks of tp have different tokens. Where ZeRO cuts is not in the record,
+    because the shards of its units (step 3) cut across parameters.
+    """
     param.parallel_layout = replace(layout_of(param), **changes)
 
 

@@ -59,7 +59,7 @@ TASKS: dict[int, dict[str, str]] = {
         "ReduceScatterToSequenceParallel.forward ReduceScatterToSequenceParallel.backward "
         "enter_block leave_block",
         "vocabulary": "VocabParallelEmbedding.forward VocabParallelCrossEntropy.forward",
-        "shards": "column_parallel shard_param whole_heads shard_heads shard_block "
+        "shards": "column_parallel shard_param by_columns by_rows by_heads "
         "shard_vocabulary shard_tensors",
         "partial gradients": "sum_partial_gradients",
         "loop": "ColumnParallelOverlap.forward ColumnParallelOverlap.backward",

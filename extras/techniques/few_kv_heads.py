@@ -19,7 +19,7 @@ and their gradients are all-reduced once a step: 2 (c-1)/c S, S the bytes of a r
 with tp 8 (4 key/value heads of 16 channels, 4 layers): S = 4 x 2 x 16 x 128 x 4 bytes = 65,536, c =
 2.
 
-There is no flag: step 4 asks the rules in HEADS one after another, and this is the second.
+There is no flag: step 4's PLAN has a rule for each matrix, and here k_proj and v_proj get another.
 
 Source: Ainslie et al. 2023, "GQA" (the heads); the rule is Megatron-LM's.
 
@@ -31,19 +31,18 @@ from torch import nn
 from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import ModelConfig
-from step04_tp_sp import HEADS, shard_param
+from step04_tp_sp import PLAN, by_heads, shard_param
 
 
-def copied_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter | None:
-    """Shard k_proj or v_proj [kv_heads x head_dim, dim] to one head, or return None.
-
-    tp must be a multiple of the key/value heads, and divide the query heads.
+def copied_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """Shard k_proj or v_proj [kv_heads x head_dim, dim] to one head, if tp is a multiple of the
+    key/value heads, and divides the query heads; else as step 4 does.
     """
     tp = mesh["tp"].size
     n_heads = config.n_kv_heads
     if tp % n_heads or config.n_heads % tp:
-        return None
-    ranks = mesh.join("tp", "tp", queue="activations").reshape(-1, n_heads, tp // n_heads)
+        return by_heads(weight, mesh, config)
+    ranks = mesh.rows("tp").reshape(-1, n_heads, tp // n_heads)
     mesh.add_groups("kv copies", ranks.reshape(-1, tp // n_heads), queue="gradients")
     mesh.add_groups("kv parts", ranks.swapaxes(1, 2).reshape(-1, n_heads), queue="gradients")
     part = shard_param(weight, 0, mesh["kv parts"])  # of one head: the weight itself
@@ -51,4 +50,5 @@ def copied_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Pa
     return part
 
 
-HEADS.append(copied_heads)
+PLAN["k_proj"] = copied_heads
+PLAN["v_proj"] = copied_heads

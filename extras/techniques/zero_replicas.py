@@ -42,7 +42,7 @@ class Zero1Replicas(Zero1):
     def __init__(self, model: Decoder, config: "Flags", mesh: Mesh, *args: Any):
         """Make the groups, and note them in the records. Raises UserError."""
         dims = [dim for dim in ("dp", "cp") if dim in mesh.sizes]
-        rows = mesh.join("data", *dims, queue="gradients")  # int [groups, dp x cp]
+        rows = mesh.rows(*dims)  # int [groups, dp x cp]
         n = rows.shape[1]
         if n % config.replicas:
             raise UserError(f"--replicas {config.replicas} must divide the {n} ranks of dp x cp")
