@@ -90,7 +90,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from common.compiling import compile_model
 from common.data import Data
@@ -136,34 +136,27 @@ def sgd(optimizer: "Optimizer") -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
 
 
-def recompute_nothing(model: Decoder, context_fn: Callable = noop_context_fn):
-    """Leave the model as it is: autograd saves all that backward needs. (`context_fn`: see
-    `recompute_layers`.)
-    """
+def recompute_nothing(model: Decoder, **options: Any):
+    """Leave the model as it is: autograd saves all that backward needs."""
 
 
-def recompute_layers(model: Decoder, context_fn: Callable = noop_context_fn):
+def recompute_layers(model: Decoder, **options: Any):
     """A layer saves only its input, and its forward runs again in backward. Gradients stay the
-    same.
-
-    `context_fn`: an argument of `checkpoint`. By default nothing is saved but the input; step 7
-    gives one with which the choice of experts is saved, too.
+    same. (`options`: further arguments of `checkpoint`. Step 7 has one.)
     """
     for layer in model.model.layers.values():
         # An attribute of this object: from now on `layer(x)` calls it, not the method of its class
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn
-        )
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 RECOMPUTE: dict[str, Callable[..., None]] = {"none": recompute_nothing, "full": recompute_layers}
 
 
-def set_up_layers(model: Decoder, config: "Config", context_fn: Callable = noop_context_fn):
+def set_up_layers(model: Decoder, config: "Config", **options: Any):
     """Compile layers and loss if --compile says so; then do what --recompute says."""
     if config.compile:
         compile_model(model)
-    RECOMPUTE[config.recompute](model, context_fn)
+    RECOMPUTE[config.recompute](model, **options)
 
 
 @dataclass
@@ -220,10 +213,8 @@ class Optimizer:
     """
 
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
-        """Set `torch_optimizer`, and two dicts keyed by name: `params`, and their `masters`.
-
-        (`train` needs neither `spans`, which is for checkpoints, nor `mesh` and `sharded`, which
-        are for later steps.)
+        """Set two dicts keyed by name, `params` and their `masters`; then `torch_optimizer`, which
+        updates the masters. (`mesh` is only for an optional optimizer.)
         """
         self.model = model
         self.config = config

@@ -553,7 +553,7 @@ def test_batches_without_targets_change_nothing(monkeypatch):
 
 def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
     """Train the preset debug, and call `watch` with the new model."""
-    monkeypatch.setitem(step.RECOMPUTE, "none", lambda model, context_fn: watch(model))
+    monkeypatch.setitem(step.RECOMPUTE, "none", watch)
     run = Watch(step.Config(**BASE | flags, model="debug"))
     with run:
         step.train(run.config, run)

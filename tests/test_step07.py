@@ -579,7 +579,7 @@ def test_recompute_is_applied_to_the_model(monkeypatch, name):
     """`train` of each script calls the entry that --recompute selects."""
     models = []
 
-    def note(model: Decoder, context_fn: Callable):
+    def note(model: Decoder, **options: Any):
         models.append(type(model))
 
     monkeypatch.setitem(step01.RECOMPUTE, "full", note)

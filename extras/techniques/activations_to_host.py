@@ -23,6 +23,7 @@ Run it:    python -m extras step01_single_gpu.py --recompute offload
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,11 @@ def offloaded(forward: Callable, layer: nn.Module, x: Tensor, *tables: Tensor) -
         return forward(x, *tables)
 
 
-def offload_layers(layers: Callable, model: Decoder, context_fn: Callable):
+def offload_layers(layers: Callable, model: Decoder, **options: Any):
     """Let each layer save its activations on the host. `layers`: another entry of RECOMPUTE, which
     says what it saves.
     """
-    layers(model, context_fn)
+    layers(model, **options)
     for layer in model.model.layers.values():
         layer.forward = partial(offloaded, layer.forward, layer)
 

@@ -27,6 +27,7 @@ Run it:    python -m extras step01_single_gpu.py --recompute logits
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,11 +60,11 @@ def pass_on(hidden: Tensor) -> Tensor:
     return hidden.view_as(hidden)
 
 
-def logits_in_chunks(layers: Callable, model: Decoder, context_fn: Callable):
+def logits_in_chunks(layers: Callable, model: Decoder, **options: Any):
     """Move the head into the loss. In a pipeline, only the last stage has a head. `layers`: another
     entry of RECOMPUTE.
     """
-    layers(model, context_fn)
+    layers(model, **options)
     if model.lm_head is not None:
         model.loss = partial(loss_in_chunks, model.loss, model.lm_head)
         model.lm_head.forward = pass_on

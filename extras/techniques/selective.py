@@ -28,8 +28,8 @@ torch.utils.checkpoint.create_selective_checkpoint_contexts, which step 7 uses, 
 Run it:    python -m extras step01_single_gpu.py --recompute selective
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -48,9 +48,12 @@ ATTENTION = [  # one for each kind of kernel that F.scaled_dot_product_attention
 CHOICES = [aten.topk.default]  # of step 7's router
 
 
-def keep(operators: list, model: Decoder, context_fn: Callable):
-    """Recompute everything but the results of these operators."""
-    recompute_layers(model, partial(create_selective_checkpoint_contexts, operators))
+def keep(operators: list, model: Decoder, **options: Any):
+    """Recompute everything but the results of these operators. (They are all that `options` can
+    say.)
+    """
+    saved = partial(create_selective_checkpoint_contexts, operators)
+    recompute_layers(model, context_fn=saved)
 
 
 selective = partial(keep, [*CHOICES, *ATTENTION, *MATRIX_PRODUCTS])
