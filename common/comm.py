@@ -112,8 +112,8 @@ class Mesh:
         """The ranks of each group along `dims`: int [groups, size], a row for each group.
 
         In the figure above, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5 on a group can
-        span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is [[0 2 4 6] [1 3 5
-        7]].)
+        span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is
+        [[0 2 4 6] [1 3 5 7]].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.ranks.ndim) if axis not in axes]

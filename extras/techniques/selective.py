@@ -49,8 +49,8 @@ CHOICES = [aten.topk.default]  # of step 7's router
 
 
 def keep(operators: list, model: Decoder, **options: Any):
-    """Recompute everything but the results of these operators. (They are all that `options` can
-    say.)
+    """Recompute everything but the results of these operators. (`options` are not used: step 7's
+    would keep the choices of experts, and CHOICES are among the operators.)
     """
     saved = partial(create_selective_checkpoint_contexts, operators)
     recompute_layers(model, context_fn=saved)
