@@ -86,6 +86,7 @@ micro-batch more: tests/test_step06.py::test_graphs_in_flight fails.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -270,8 +271,6 @@ class Pipeline:
     `send_receive`.
     """
 
-    stage_type = Stage  # an optional technique may use another
-
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
         """Cut the model, on the meta device, down to this rank's layers. `positions`: of this
         rank's tokens.
@@ -280,7 +279,7 @@ class Pipeline:
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that share the tokens of x
         layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
-        self.stage = self.stage_type(model, layers, positions, self.group.rank)
+        self.stage = Stage(model, layers, positions, self.group.rank)
         keep_stages(model, [layers])
         first_contact(self.group, positions.device)
 
@@ -395,9 +394,9 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# Made from (config, model, mesh, positions); its `step` runs a training step. (The end of this file
-# adds "interleaved", for which --chunks is.)
-SCHEDULES: dict[str, type] = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
+# --schedule -> what makes a pipeline from (config, model, mesh, positions); `step` of the pipeline
+# runs a training step. (The end of this file adds "interleaved", for which --chunks is.)
+SCHEDULES: dict[str, Callable] = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
 
 
 @dataclass
@@ -452,13 +451,53 @@ def train(config: Config, run: Run):
 
 
 # --- For a second evening: schedules with several stages on a rank. Such a schedule is no loop, but
-# a list of actions for each rank, and one class runs any lists. `Interleaved` says what it is good
-# for: begin there.
+# a list of actions for each rank. One class, at the end, runs any lists.
+
+
+def make_interleaved(
+    config: Config, model: Decoder, mesh: Mesh, positions: Tensor
+) -> "ListPipeline":
+    """Interleaved 1F1B, with v = `--chunks` stages on each rank: rank r of p has stages r, r + p,
+    r + 2p, ...
+
+    The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
+    (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2 stages a rank that is 1/8,
+    and with 1F1B 1/4. The last picture that `python -m common.schedules 2 4 2` draws (a character
+    is half as long as in those above, because the stages are: 3 are idle beside 24 of work):
+
+        rank 0    01012.aa3bb2aa3bb.cc.ddccdd
+        rank 1    .010aa1bb2aa3bb2cc3ddccdd..
+
+    It does not show which of the rank's two stages works. Rank 0's list begins with (F1.2: the
+    forward of micro-batch 1 through stage 2)
+
+        F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
+
+    The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
+    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
+    (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
+    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
+
+    Takes what `Pipeline` takes. Raises UserError if p does not divide m.
+    """
+    p = config.pp
+    v = config.chunks if p > 1 else 1  # a single rank has a single stage
+    m = count_micro_batches(config, mesh["dp"])
+    lists = [interleaved(p, m, v, rank) for rank in range(p)]
+    return ListPipeline(config, model, mesh, positions, lists, round_robin(p, v))
+
+
+SCHEDULES["interleaved"] = make_interleaved
+
+
+def count_micro_batches(config: Config, dp: Group) -> int:
+    """How many micro-batches a rank has in a training step. (The last one may be smaller.)"""
+    sequences = config.global_batch_size // dp.size
+    return math.ceil(sequences / config.micro_batch_size)
 
 
 class ListPipeline:
-    """Runs lists of actions, with any number of stages on a rank. A subclass says which lists, and
-    may replace the attributes below.
+    """Runs lists of actions, with any number of stages on a rank.
 
     LISTS CAN DEADLOCK. An example:
 
@@ -485,39 +524,33 @@ class ListPipeline:
         rank 1    receive, receive, F0, B0, send, F1, ...
     """
 
-    v = 1  # stages on each rank
-    costs = COSTS  # units of time that each kind of action takes
-    stage_type = Stage
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        mesh: Mesh,
+        positions: Tensor,
+        lists: list[list[Action]],
+        rank_of_stage: list[int],
+        costs: dict[str, float] = COSTS,
+    ):
+        """The first four as `Pipeline`. `lists`: the actions of each rank, for all stages.
+        `rank_of_stage`: which rank has stage 0, 1, ... `costs`: units of time that an action of
+        each kind takes; `add_messages` puts messages in the order that they give.
 
-    @staticmethod
-    def actions(p: int, m: int, v: int, rank: int) -> list[Action]:
-        """The list of a rank of p, for m micro-batches and v stages on each rank."""
-        raise NotImplementedError
-
-    @staticmethod
-    def ranks_of_stages(p: int, v: int) -> list[int]:
-        """The rank of each stage."""
-        return round_robin(p, v)
-
-    def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
-        """As `Pipeline`. Raises UserError."""
-        p = config.pp
-        v = self.v if p > 1 else 1  # a single rank has a single stage
-        self.n_stages = p * v
-        sequences = config.global_batch_size // mesh["dp"].size  # of this rank
-        m = math.ceil(sequences / config.micro_batch_size)
-        self.n_micro_batches = m
-        lists = [self.actions(p, m, v, rank) for rank in range(p)]
-        rank_of_stage = self.ranks_of_stages(p, v)
+        Raises UserError if there are fewer layers than stages.
+        """
         self.model = model
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1
+        self.n_stages = len(rank_of_stage)
+        self.n_micro_batches = len({action.micro_batch for action in lists[0]})
+        self.program = add_messages(lists, rank_of_stage, costs)[self.group.rank]
         self.stages: dict[int, Stage] = {}  # this rank's stages by number
         for number, rank in enumerate(rank_of_stage):
             if rank == self.group.rank:
                 layers = layers_of_stage(number, self.n_stages, model.config.n_layers)
-                self.stages[number] = self.stage_type(model, layers, positions, number)
-        self.program = add_messages(lists, rank_of_stage, self.costs)[self.group.rank]
+                self.stages[number] = Stage(model, layers, positions, number)
         keep_stages(model, [stage.layers for stage in self.stages.values()])
         first_contact(self.group, positions.device)
 
@@ -566,41 +599,6 @@ class ListPipeline:
         if action.kind == "F":
             return stage.forward(action.micro_batch, received)
         return stage.backward(action.micro_batch, received)
-
-
-class Interleaved(ListPipeline):
-    """1F1B with v = `--chunks` stages on each rank: rank r of p has stages r, r + p, r + 2p, ...
-
-    The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
-    (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2 stages a rank that is 1/8,
-    and with 1F1B 1/4. The last picture that `python -m common.schedules 2 4 2` draws (a character
-    is half as long as in those above, because the stages are: 3 are idle beside 24 of work):
-
-        rank 0    01012.aa3bb2aa3bb.cc.ddccdd
-        rank 1    .010aa1bb2aa3bb2cc3ddccdd..
-
-    It does not show which of the rank's two stages works. Rank 0's list begins with (F1.2: the
-    forward of micro-batch 1 through stage 2)
-
-        F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
-
-    The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
-    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
-    (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
-    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
-    """
-
-    def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
-        self.v = config.chunks
-        super().__init__(config, model, mesh, positions)
-
-    @staticmethod
-    def actions(p: int, m: int, v: int, rank: int) -> list[Action]:
-        """The list of a rank. Raises UserError if m is no multiple of p."""
-        return interleaved(p, m, v, rank)
-
-
-SCHEDULES["interleaved"] = Interleaved
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from common.shapes import model_shape
 from common.trainer import Run, choose_device
 from step01_single_gpu import learning_rate
 from step02_ddp import join_ranks
-from step06_pipeline import SCHEDULES, ListPipeline, Stage, keep_stages, layers_of_stage
+from step06_pipeline import SCHEDULES, Stage
 
 TORCH_SCHEDULES = {  # step 6's schedule -> PyTorch's
     "afab": "ScheduleGPipe",
@@ -221,27 +221,18 @@ def torch_stage(stage: Stage, n_stages: int, device: torch.device, group: Group)
     return PipelineStage(module, stage.number, n_stages, device, group=group.handle)
 
 
-def own_stages(config: Any, model: Decoder, group: Group, device: torch.device) -> list[Stage]:
-    """This rank's stages, with the layers and on the ranks of step 6's `--schedule`."""
-    ranks = list(range(group.size))  # of all stages
-    ours = SCHEDULES[config.schedule]
-    if issubclass(ours, ListPipeline):
-        ranks = ours.ranks_of_stages(group.size, 2)
+def own_stages(config: Any, model: Decoder, mesh: Mesh, device: torch.device) -> list[Stage]:
+    """This rank's stages, as step 6's `--schedule` cuts the model."""
     positions = torch.arange(model.config.seq_len, device=device)
-    own = []
-    for number, rank in enumerate(ranks):
-        if rank == group.rank:
-            layers = layers_of_stage(number, len(ranks), model.config.n_layers)
-            own.append(Stage(model, layers, positions, number))
-    keep_stages(model, [stage.layers for stage in own])
-    return own
+    ours = SCHEDULES[config.schedule](config, model, mesh, positions)
+    return list(ours.stages.values()) if config.schedule == "interleaved" else [ours.stage]
 
 
 def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Callable:
     """Use `torch.distributed.pipelining` with PyTorch's counterpart of `--schedule`."""
     device, dtype = choose_device(config)
     group = mesh["pp"]
-    own = own_stages(config, model, group, device)
+    own = own_stages(config, model, mesh, device)
     materialize(model, config.seed, device, dtype)
     loss_of = model.loss
     model.loss = logits_alone

@@ -92,7 +92,10 @@ class StashingStage(Stage):
 class PipeDream(OneForwardOneBackward):
     """1F1B with stashed weights."""
 
-    stage_type = StashingStage
+    def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
+        """As `Pipeline`, with a stage that stashes."""
+        super().__init__(config, model, mesh, positions)
+        self.stage = StashingStage(model, self.stage.layers, positions, self.stage.number)
 
 
 @dataclass

@@ -15,13 +15,11 @@ import re
 from itertools import accumulate, product
 
 import step05_cp_ring as step05
-from common.schedules import Span, afab, one_f_one_b, simulate
+from common.schedules import Span, simulate
 from extras.__main__ import techniques
 from extras.pages.record import RANKS, recorded
-from step06_pipeline import SCHEDULES, ListPipeline
+from extras.techniques._orders import ORDERS
 
-DRAWN = ("1f1b", "afab", "interleaved", "gpipe", "zb-h1", "zb-h2", "zbv", "dualpipev")
-LISTS = {"afab": afab, "1f1b": one_f_one_b}  # step 6 writes these two as loops, the others as lists
 VISIBLE = {"zigzag": step05.zigzag_visible, "ordered": step05.ordered_visible}
 RING = """\
 16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. While a rank \
@@ -59,11 +57,9 @@ def spans_of(name: str, p: int, m: int) -> list[Span]:
 
     An action takes its kind's cost twice, or once if a rank's layers are split into two stages.
     """
-    schedule = ListPipeline if name in LISTS else SCHEDULES[name]
-    actions = LISTS.get(name, schedule.actions)
-    lists = [actions(p, m, schedule.v, rank) for rank in range(p)]
-    costs = {kind: cost * 2 // schedule.v for kind, cost in schedule.costs.items()}
-    return simulate(lists, schedule.ranks_of_stages(p, schedule.v), costs)
+    order = ORDERS[name]
+    costs = {kind: cost * 2 // order.v for kind, cost in order.costs.items()}
+    return simulate(*order.lists(p, m), costs)
 
 
 def most_held(spans: list[Span], rank: int) -> int:
@@ -147,7 +143,7 @@ def all_pictures() -> dict[str, dict]:
     buckets = tables("buckets", ["gradients", *ranks])
     rings = {mode: ring(mode) for mode in VISIBLE}
     schedules = {}
-    for name, p, m in product(DRAWN, (4, 2), (8, 4)):
+    for name, p, m in product(ORDERS, (4, 2), (8, 4)):
         schedules[f"{name}/{p}/{m}"] = schedule(name, p, m)
     pipeline = picture(
         "A schedule, action by action", schedules, "schedule", "ranks", "micro-batches"

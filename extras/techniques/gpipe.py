@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from common.schedules import Action
-from step06_pipeline import SCHEDULES, ListPipeline, Stage
+from extras.techniques._orders import ORDERS, Order, OrderedPipeline
+from step06_pipeline import SCHEDULES, Stage
 
 
 def gpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -57,12 +58,10 @@ class ForwardTwice(Stage):
         self.forward(i, self.inputs.pop(i))
 
 
-class GPipe(ListPipeline):
+class GPipe(OrderedPipeline):
     """Runs F, R and B."""
 
-    costs = {"F": 1, "R": 1, "B": 2}  # noqa: RUF012
     stage_type = ForwardTwice
-    actions = staticmethod(gpipe)
 
     def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Run an action."""
@@ -75,3 +74,4 @@ class GPipe(ListPipeline):
 
 
 SCHEDULES["gpipe"] = GPipe
+ORDERS["gpipe"] = Order(gpipe, {"F": 1, "R": 1, "B": 2})

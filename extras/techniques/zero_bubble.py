@@ -56,7 +56,8 @@ from torch.profiler import record_function
 from common.comm import Mesh
 from common.model import Decoder
 from common.schedules import Action
-from step06_pipeline import SCHEDULES, Config, ListPipeline, Stage
+from extras.techniques._orders import ORDERS, Order, OrderedPipeline
+from step06_pipeline import SCHEDULES, Config, Stage
 from step07_moe_ep import ExpertLinear, expert_product
 
 COSTS = {"F": 1, "B": 1, "W": 1}
@@ -234,11 +235,18 @@ class SplitStage(Stage):
                     torch.autograd.backward((param,), (sum(terms[1:], terms[0]),))
 
 
-class SplitPipeline(ListPipeline):
+class SplitPipeline(OrderedPipeline):
     """Runs F, B and W."""
 
-    costs = COSTS
     stage_type = SplitStage
+
+    def __init__(self, config: Config, model: Decoder, mesh: Mesh, positions: Tensor):
+        """As `Pipeline`. If embedding and head are tied, rank 0's two stages in a V share them."""
+        super().__init__(config, model, mesh, positions)
+        if model.config.tied and self.group.rank == 0 and len(self.stages) > 1:
+            tied_terms = {}
+            for stage in self.stages.values():
+                stage.tied_terms = tied_terms
 
     def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Run an action."""
@@ -247,41 +255,9 @@ class SplitPipeline(ListPipeline):
         return super().compute(action, received)
 
 
-class ZeroBubbleH1(SplitPipeline):
-    """--schedule zb-h1."""
-
-    actions = staticmethod(zb_h1)
-
-
-class ZeroBubbleH2(SplitPipeline):
-    """--schedule zb-h2."""
-
-    actions = staticmethod(partial(zb_h1, depth=2))
-
-
-class ZeroBubbleV(SplitPipeline):
-    """--schedule zbv."""
-
-    v = 2
-    actions = staticmethod(partial(in_vee, zbv))
-    ranks_of_stages = staticmethod(vee)
-
-    def __init__(self, config: Config, model: Decoder, mesh: Mesh, positions: Tensor):
-        """As `ListPipeline`. If embedding and head are tied, rank 0's two stages share them."""
-        super().__init__(config, model, mesh, positions)
-        if model.config.tied and self.group.rank == 0 and len(self.stages) > 1:
-            tied_terms = {}
-            for stage in self.stages.values():
-                stage.tied_terms = tied_terms
-
-
-class DualPipeV(ZeroBubbleV):
-    """--schedule dualpipev."""
-
-    actions = staticmethod(partial(in_vee, dualpipev))
-
-
-SCHEDULES["zb-h1"] = ZeroBubbleH1
-SCHEDULES["zb-h2"] = ZeroBubbleH2
-SCHEDULES["zbv"] = ZeroBubbleV
-SCHEDULES["dualpipev"] = DualPipeV
+ORDERS["zb-h1"] = Order(zb_h1, COSTS)
+ORDERS["zb-h2"] = Order(partial(zb_h1, depth=2), COSTS)
+ORDERS["zbv"] = Order(partial(in_vee, zbv), COSTS, 2, vee)
+ORDERS["dualpipev"] = Order(partial(in_vee, dualpipev), COSTS, 2, vee)
+for name in ("zb-h1", "zb-h2", "zbv", "dualpipev"):
+    SCHEDULES[name] = SplitPipeline

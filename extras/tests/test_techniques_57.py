@@ -15,11 +15,11 @@ import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
 from common.model import PRESETS, ModelConfig
-from common.schedules import Action, draw, simulate
+from common.schedules import draw, simulate
 from extras.techniques import compressed_sync, gpipe, zero_bubble
+from extras.techniques._orders import ORDERS
 from extras.tests.rows import Config, check_row
 from step05_cp_ring import CONTEXT
-from step06_pipeline import SCHEDULES
 from tests.equal import BASE, SHAPE, close, decoder
 from tests.equal import draw as numbers
 from tests.tape import Live, Tape
@@ -77,16 +77,9 @@ COSTS = list(product((2, 3, 5), repeat=3))
 KINDS = {"gpipe": "FRB", "zb-h1": "FBW", "zb-h2": "FBW", "zbv": "FBW", "dualpipev": "FBW"}
 
 
-def made(name: str, p: int, m: int) -> tuple[list[list[Action]], list[int]]:
-    """Each rank's list of actions, and the rank of each stage."""
-    schedule = SCHEDULES[name]
-    lists = [schedule.actions(p, m, schedule.v, rank) for rank in range(p)]
-    return lists, schedule.ranks_of_stages(p, schedule.v)
-
-
 def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
     """How long a rank is idle in a step; and once it has begun, until its end (at most)."""
-    lists, places = made(name, p, m)
+    lists, places = ORDERS[name].lists(p, m)
     spans = simulate(lists, places, dict(zip(KINDS[name], costs, strict=True)))
     longest = 0
     for rank in range(p):
@@ -103,7 +96,7 @@ PICTURES = [("zb-h1", 4, 6), ("zb-h2", 3, 5), ("zbv", 3, 5), ("dualpipev", 2, 4)
 def test_the_picture_is_the_schedule(name, p, m):
     """The docstring shows the schedule as `draw` draws it."""
     shown = gpipe.__doc__ + zero_bubble.__doc__
-    drawn = draw(*made(name, p, m), SCHEDULES[name].costs)
+    drawn = draw(*ORDERS[name].lists(p, m), ORDERS[name].costs)
     close(set(drawn.split()) - set(shown.split()), set(), "lines that the docstring does not have")
 
 
@@ -111,7 +104,7 @@ def test_the_picture_is_the_schedule(name, p, m):
 def test_a_list_is_complete(name):
     """In each of its stages a rank does each action once, in order. No rank waits for ever."""
     for p, m in SIZES:
-        lists, places = made(name, p, m)
+        lists, places = ORDERS[name].lists(p, m)
         simulate(lists, places, dict(F=5, R=5, B=2, W=3))  # raises ValueError for a deadlock
         for rank, actions in enumerate(lists):
             kinds = Counter()
@@ -146,7 +139,7 @@ def test_laws_of_memory():
         for name, limit in most.items():
             first, _, last = KINDS[name] if name != "gpipe" else "R B"
             change = {first: 1, last: -1}
-            lists, _ = made(name, p, m)
+            lists, _ = ORDERS[name].lists(p, m)
             held = [max(accumulate(change.get(a.kind, 0) for a in actions)) for actions in lists]
             close(max(held), limit, f"{name}, p={p} m={m}")
 
