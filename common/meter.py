@@ -1,4 +1,4 @@
-"""What a run reports of itself: a table of its parameters, MFU, and memory.
+"""How fast a run is, and how much memory it takes: MFU, and peak memory.
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
 are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's
@@ -15,79 +15,11 @@ Others count attention differently, so compare an MFU only with one that is coun
 """
 
 import math
-import re
-from collections import defaultdict
-from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from common.comm import Mesh
-from common.layout import data_group_of, full_shape, layout_of
 from common.model import ModelConfig
-
-# --- The table of parameters ----------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part that the rank of the row holds.
-
-    What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
-    rank keeps fewer bytes, except while it uses a parameter.
-    """
-
-    whole: tuple[int, ...]  # shape
-    shard: tuple[int, ...]  # shape on this rank
-    nbytes: int  # of the shard
-    sharded: str  # for example "dim 0 over tp 2"
-    summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
-
-
-def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
-    """The rows of the parameters that this rank holds, by name.
-
-    They show the record of layout.py: `shards`, how the parameter was cut; `data_group` and
-    `partial_over`, over which ranks its gradient is summed; `stage_copies`, whether two stages hold
-    it.
-    """
-    rows = {}
-    for name, param in model.named_parameters():
-        record = layout_of(param)
-        sharded = [f"dim {cut.dim} over {cut.over} {mesh[cut.over].size}" for cut in record.shards]
-        groups = [data_group_of(param, mesh)]
-        groups += [mesh[over] for over in record.partial_over]
-        summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
-        if record.stage_copies > 1:
-            summed.append("first and last stage")
-        whole = tuple(full_shape(param))
-        shape = tuple(param.shape)
-        rows[name] = Row(whole, shape, param.nbytes, ", ".join(sharded), ", ".join(summed))
-    return rows
-
-
-def parameter_table(rows: dict[str, Row]) -> str:
-    """The rows as text. Parameters whose names differ only in the number of their layer share a
-    row, which shows the first of them.
-    """
-    kinds = defaultdict(list)  # name without the layer's number -> the rows of all layers
-    for name, row in rows.items():
-        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(row)
-    lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
-    for name, rows_of_kind in kinds.items():
-        row = rows_of_kind[0]
-        whole = "x".join(str(size) for size in row.whole)
-        shard = "x".join(str(size) for size in row.shard)
-        number = f"{len(rows_of_kind)} x"
-        lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)
-
-
-# --- MFU and memory -------------------------------------------------------------------------------
+from common.report import Row
 
 # (bf16, fp32) in dense TFLOP/s, from data sheets, by the GPU's exact name. bf16: 0 if the GPU does
 # not have it; fp32: without TF32. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG

@@ -55,9 +55,17 @@ from common import UserError
 from common.checkpoint import Checkpoint, pieces_of, save
 from common.comm import Mesh
 from common.flags import flag
-from common.meter import Meter, Row, flops_per_token, parameter_table, rows_of
+from common.meter import Meter, flops_per_token
 from common.profiling import check_profile, make_profiler
 from common.ranks import Ranks
+from common.report import (
+    Row,
+    count_parameters,
+    draw_loss,
+    gather_rows,
+    parameter_table,
+    progress,
+)
 from common.resume import check_flags, choose_checkpoint
 from common.watch import HangWatch, Signals
 
@@ -240,7 +248,7 @@ class Run:
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
         self.begin_files()
-        rows = self.gather_rows()
+        rows = gather_rows(self.parts["model"], self.mesh, self.ranks)
         # Step 7's flag; in other steps a token visits the one MLP
         top_k = getattr(self.config, "experts_per_token", 1)
         model = self.parts["model"]
@@ -291,34 +299,20 @@ class Run:
         (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
         (self.out / "metrics.jsonl").write_text(rows)
 
-    def gather_rows(self) -> dict[str, Row]:
-        """The row (meter.py) of each parameter of the whole model, by name. With pp a rank holds
-        only some parameters, so ranks gather their rows; of a parameter that several hold, the
-        first rank's row counts. A collective.
-        """
-        rows: dict[str, Row] = {}
-        for held in self.ranks.gather(rows_of(self.parts["model"], self.mesh)):
-            for name, row in held.items():
-                rows.setdefault(name, row)
-        return rows
+    # Checkpoints
 
     def introduce(self, rows: dict[str, Row]):
         """Print the devices, the mesh and the data; with several ranks also how each parameter is
         sharded.
         """
-        model = self.parts["model"]
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-        dtype = next(model.parameters()).dtype
-        total = sum(math.prod(row.whole) for row in rows.values())
-        own = sum(param.numel() for param in model.parameters())
-        updated = sum(master.numel() for master in self.parts["optimizer"].masters.values())
+        dtype = next(self.parts["model"].parameters()).dtype
         self.say(f"device: {self.world} x {self.meter.device_name}, {dtype}; mesh: {sizes}")
         if "data" in self.parts:
             self.say(self.parts["data"].summary)
         if self.world > 1:
             self.say(parameter_table(rows))
-        own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
-        self.say(f"parameters: {total:,}; {own_part}")
+        self.say(count_parameters(rows, self.parts["model"], self.parts["optimizer"]))
 
     # Checkpoints
 
@@ -374,24 +368,3 @@ class Run:
             yield
         except OSError as error:
             raise UserError(f"--out {self.out}: cannot write: {error.strerror or error}") from error
-
-
-def progress(row: dict[str, Any]) -> str:
-    """What the progress bar shows of a row of metrics.jsonl."""
-    shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
-    if "mfu" in row:
-        shown += f"  MFU {row['mfu']:.1%}"
-    if "peak_memory" in row:
-        shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
-    return shown
-
-
-def draw_loss(history: list[dict], target: Path):
-    """Draw the loss over the steps into the file `target`."""
-    from matplotlib.figure import Figure  # takes a second to import
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
-    marker = "o" if len(history) == 1 else ""  # a line needs two points
-    axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
-    figure.savefig(target, dpi=120)

@@ -19,9 +19,10 @@ from common import UserError, compare
 from common.comm import Mesh
 from common.data import Data
 from common.launch import check_environment, compare_launches, initialise
-from common.meter import flops_per_token, parameter_table, peak_flops, rows_of
+from common.meter import flops_per_token, peak_flops
 from common.model import PRESETS, Decoder
 from common.profiling import make_profiler
+from common.report import parameter_table, rows_of
 from common.trainer import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of

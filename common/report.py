@@ -1,0 +1,126 @@
+"""What a run prints and draws: its parameters before the first step, a line of progress, its loss.
+
+With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny with
+--tp 2; "4 x" means one in each of 4 layers:
+
+         parameter                               whole    on a rank  bytes   sharded          ...
+    1 x  model.embed_tokens.weight               257x128  129x128    66,048  dim 0 over tp 2
+    4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
+    4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
+
+The last column says over which ranks a gradient is summed.
+"""
+
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from common.comm import Mesh
+from common.layout import data_group_of, full_shape, layout_of
+from common.ranks import Ranks
+
+
+class Row(NamedTuple):
+    """A row of the table: a parameter's whole shape, and the part that the rank of the row holds.
+
+    What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
+    rank keeps fewer bytes, except while it uses a parameter.
+    """
+
+    whole: tuple[int, ...]  # shape
+    shard: tuple[int, ...]  # shape on this rank
+    nbytes: int  # of the shard
+    sharded: str  # for example "dim 0 over tp 2"
+    summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
+
+
+def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
+    """The rows of the parameters that this rank holds, by name.
+
+    They show the record of layout.py: `shards`, how the parameter was cut; `data_group` and
+    `partial_over`, over which ranks its gradient is summed; `stage_copies`, whether two stages hold
+    it.
+    """
+    rows = {}
+    for name, param in model.named_parameters():
+        record = layout_of(param)
+        sharded = [f"dim {cut.dim} over {cut.over} {mesh[cut.over].size}" for cut in record.shards]
+        groups = [data_group_of(param, mesh)]
+        groups += [mesh[over] for over in record.partial_over]
+        summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
+        if record.stage_copies > 1:
+            summed.append("first and last stage")
+        whole = tuple(full_shape(param))
+        shape = tuple(param.shape)
+        rows[name] = Row(whole, shape, param.nbytes, ", ".join(sharded), ", ".join(summed))
+    return rows
+
+
+def parameter_table(rows: dict[str, Row]) -> str:
+    """The rows as text. Parameters whose names differ only in the number of their layer share a
+    row, which shows the first of them.
+    """
+    kinds = defaultdict(list)  # name without the layer's number -> the rows of all layers
+    for name, row in rows.items():
+        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(row)
+    lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
+    for name, rows_of_kind in kinds.items():
+        row = rows_of_kind[0]
+        whole = "x".join(str(size) for size in row.whole)
+        shard = "x".join(str(size) for size in row.shard)
+        number = f"{len(rows_of_kind)} x"
+        lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
+
+
+def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
+    """The row of each parameter of the whole model, by name. With pp a rank holds only some
+    parameters, so ranks gather their rows; of a parameter that several hold, the first rank's row
+    counts. A collective.
+    """
+    rows: dict[str, Row] = {}
+    for held in ranks.gather(rows_of(model, mesh)):
+        for name, row in held.items():
+            rows.setdefault(name, row)
+    return rows
+
+
+def count_parameters(rows: dict[str, Row], model: nn.Module, optimizer: Any) -> str:
+    """A line of text: how many parameters the whole model has, and how many of them rank 0, on
+    which this runs, computes with and updates.
+    """
+    total = sum(math.prod(row.whole) for row in rows.values())
+    own = sum(param.numel() for param in model.parameters())
+    updated = sum(master.numel() for master in optimizer.masters.values())
+    own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
+    return f"parameters: {total:,}; {own_part}"
+
+
+def progress(row: dict[str, Any]) -> str:
+    """What the progress bar shows of a row of metrics.jsonl."""
+    shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
+    if "mfu" in row:
+        shown += f"  MFU {row['mfu']:.1%}"
+    if "peak_memory" in row:
+        shown += f"  {row['peak_memory'] / 2**30:.1f} GiB"
+    return shown
+
+
+def draw_loss(history: list[dict], target: Path):
+    """Draw the loss over the steps into the file `target`."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
+    marker = "o" if len(history) == 1 else ""  # a line needs two points
+    axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
+    figure.savefig(target, dpi=120)
