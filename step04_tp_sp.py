@@ -25,18 +25,18 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
 of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
-its own term of dx. (With dy = [1 1], rank 0's term is A_0 (B_0 dy) = [1 2] * 1, rank 1's A_1 (B_1
-dy) = [3 4] * 4, and their sum [13 18].) Two operators do this, named by Shoeybi et al.: f, where x
-enters the block, sums dx in backward; g, where the output leaves it, sums the terms in forward. In
-attention, for tiny's 8 query heads and 4 key/value heads:
+its own term, dy B_i^T A_i^T. (With dy = [1 1], rank 0's term is 1 * [1 2], rank 1's 4 * [3 4], and
+their sum [13 18].) Two operators do this, named by Shoeybi et al.: f, where x enters the block,
+sums dx in backward; g, where the output leaves it, sums the terms in forward. In attention, for
+tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
              '- f -> q heads 4-7, k v heads 2-3 -> attention -> o_proj, their rows -> g -'  rank 1
 
-                      forward                             backward
-    f   enter_block   identity: all ranks have x          all-reduce: each rank has a term of dx
-    g   leave_block   all-reduce: each rank has a term    identity: dL/d(term) = dL/d(sum)
+         class                      forward                    backward
+    f    CopyToTensorParallel       identity: all have x       all-reduce the terms of dx
+    g    ReduceFromTensorParallel   all-reduce the terms       identity: dL/d(term) = dL/d(sum)
 
 Each of the n ranks calls backward on the same loss. Still gradients are not n times too large:
 after g all ranks have the same dy, each takes it through its own term alone, and f adds these n
@@ -57,19 +57,21 @@ n ranks compute the same norms and residual sums, on the same s tokens. But an a
 reduce-scatter, after which each rank has the sums of s/n tokens, and then an all-gather, after
 which each has those of all. With SP g does only the first, and the f of the next block the second.
 In between, a rank has s/n tokens: its norms, its residual sums, and what norms save for backward
-are 1/n. (But the block's first matrices save whole what f gathers.) A micro-batch sends the same
-bytes, without recomputation or --tp-overlap. A norm's weight is whole on all ranks, but a rank now
-has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp,
-once in a training step.
+are 1/n. (But the block's first matrices save whole what f gathers.) A micro-batch sends as many
+bytes as without SP; with recomputation it sends more (see THE LAW). A norm's weight is whole on all
+ranks, but a rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds
+these terms up over tp, once in a training step.
 
-                      forward                             backward
-    f   enter_block   all-gather the tokens               reduce-scatter: sum dx, shard its tokens
-    g   leave_block   reduce-scatter                      all-gather
+         class                             forward                  backward
+    f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
+    g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-(In Korthikanti et al. this pair is named g and g-bar: their g is our f, their g-bar our g.)
+(`enter_block` is the f of the two pairs, `leave_block` the g. In Korthikanti et al. the second pair
+is named g and g-bar: their g is our f, their g-bar our g.)
 
-WHO HAS WHAT, with SP. Whole: all ranks have all of it, and the same. Shard: each has its part.
-Partial: each has a term of a sum. (In DTensor's words: Replicate, Shard, Partial.)
+WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have all of
+it, and the same. Shard: each has its part. Partial: each has a term of a sum. (In DTensor's words:
+Replicate, Shard, Partial.)
 
                                            shape            value    gradient  remark
     embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
@@ -93,20 +95,20 @@ tp (n-1)/n times
 
                                         a layer   embedding and head
     with SP or without                  8 S       4 S
-    SP, --tp-overlap                    10 S      4 S     backward gathers x of both blocks again
-    SP, --recompute full                11 S      4 S     + 3: forward again (4 S) but its last g
-    SP, --recompute full --tp-overlap   13 S      4 S     10 + 3
-    --no-sp --recompute full            10 S      4 S     + 2: forward again but its last all-reduce
+    SP, --recompute full                11 S      4 S     + 3 S: forward again without its last g
+    --no-sp --recompute full            10 S      4 S     + 2 S: forward again without its last g
 
-(Why "but its last": recomputation stops as soon as it has all that backward needs, and the output
-of a layer's last g is not needed. With --compile it does not stop.)
+(In forward each f and each g of SP costs S; without SP a g costs 2 S, and an f nothing.
+Recomputation stops as soon as it has all that backward needs, and the output of a layer's last g is
+not needed. With --compile it does not stop.)
 
 For the loss a rank also takes part, in each micro-batch, in an all-gather of 2 numbers a token.
 Once in a training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of
 the gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
-    a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and 2 x 4 x 256 x 4 = 8,192 of losses
+    a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss 2 numbers of 4 bytes
+                    for each of its 4 x 256 tokens: 8,192
     all-reduces     2 x 1/2 x (9 x 128 x 4 + 8) = 4,616
     a step          4 micro-batches and the all-reduces: 37,786,120 bytes
 
@@ -120,12 +122,13 @@ loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, a
 output_layouts=Shard(1) where terms are reduce-scattered. Weights become DTensors: Shard(0) for
 q_proj, Shard(1) for o_proj, Replicate for a norm.
 
-Try this: in `CopyToTensorParallel.backward`, return dy as it is, not the sum over ranks.
+Try this: in `CopyToTensorParallel.backward`, return dx_term, not the sum over ranks.
 tests/test_step04.py::test_f fails, and the losses leave step 1's after the first update in
     torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2 --no-sp
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -190,9 +193,9 @@ class CopyToTensorParallel(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dx_term: Tensor):
         """This rank's term of dx [batch, seq, dim] -> dx."""
-        return sum_over_ranks(dy, ctx.group), None
+        return sum_over_ranks(dx_term, ctx.group), None
 
 
 class ReduceFromTensorParallel(torch.autograd.Function):
@@ -223,9 +226,9 @@ class GatherFromSequenceParallel(torch.autograd.Function):
         return gather_tokens(x, group)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
-        """This rank's term of the gradient [batch, seq, dim] -> dx [batch, seq/n, dim]."""
-        return sum_and_shard_tokens(dy, ctx.group), None
+    def backward(ctx, dx_term: Tensor):
+        """This rank's term of dx [batch, seq, dim] -> dx of its tokens [batch, seq/n, dim]."""
+        return sum_and_shard_tokens(dx_term, ctx.group), None
 
 
 class ReduceScatterToSequenceParallel(torch.autograd.Function):
@@ -325,13 +328,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = received[:, 0].logsumexp(0)
         target_logit = received[:, 1].sum(0)
 
-        # Our shard of the softmax, a new tensor. In place, because it is large, it becomes softmax
-        # - one-hot
-        gradient = (logits - log_sum[..., None]).exp_()
-        gradient[..., len(ids) :] = 0.0
-        ours = held[..., None].type_as(gradient)  # 1 if the target's column is ours, else 0
-        gradient.scatter_add_(-1, column, -ours)
-        gradient.mul_(counted[..., None])
+        softmax = (logits - log_sum[..., None]).exp_()  # this rank's columns of it
+        softmax[..., len(ids) :] = 0.0
+        # softmax - one-hot, in place, because it is large. one: 1 if this rank has the target's
+        # column, else 0
+        one = held[..., None].type_as(softmax)
+        gradient = softmax.scatter_add_(-1, column, -one).mul_(counted[..., None])
         ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
 
@@ -357,8 +359,7 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     shape[dim] = length
     local = nn.Parameter(torch.empty(shape, device="meta"))
     shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
-    local.parallel_layout = layout_of(weight)
-    note_layout(local, shards=(*layout_of(weight).shards, shard))
+    note_layout(local, shard=shard)
     return local
 
 
@@ -385,7 +386,8 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
-# RowParallelLinear one whose weight has fewer columns (inputs)
+# RowParallelLinear one whose weight has fewer columns (inputs). (Its attributes out_features and
+# in_features still have the whole model's sizes: nothing reads them)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
     "q_proj": by_columns,
     "k_proj": by_heads,
@@ -411,7 +413,7 @@ def shard_vocabulary(model: Decoder, group: Group):
         model.lm_head.weight = weight
     else:
         model.lm_head.weight = shard_param(model.lm_head.weight, 0, group)
-    shard = layout_of(weight).shards[-1]
+    shard = layout_of(weight).shard
     ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(weight, ids)
 
@@ -421,12 +423,12 @@ def shard_vocabulary(model: Decoder, group: Group):
     model.loss = loss
 
 
-def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
+def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g
     around each block.
 
-    `overlap`: use `column_parallel_overlap` in place of `column_parallel`. Raises UserError if tp
-    does not divide the key/value heads or, with SP, the tokens of a sequence.
+    Raises UserError if tp does not divide the key/value heads or, with SP, the tokens of a
+    sequence.
     """
     config = model.config
     group = mesh["tp"]
@@ -441,98 +443,43 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool = False):
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_block(output, group, sp)
 
-    # A block's f is a part of `project`, the product with its matrices, because --tp-overlap makes
-    # one function of both. Hooks are enough for g, and for the f of the head
-    if overlap:
-        project = partial(column_parallel_overlap, group=group)
-    else:
-        project = partial(column_parallel, group=group, sp=sp)
     shard_vocabulary(model, group)
     model.model.embed_tokens.register_forward_hook(g_after)
     model.lm_head.register_forward_pre_hook(f_before)
     for layer in model.model.layers.values():
         for block in (layer.self_attn, layer.mlp):
             shard_block(block, mesh, config)
-            block.project = project
+            block.project = partial(
+                column_parallel, group=group, sp=sp
+            )  # f, and the first matrices
             block.register_forward_hook(g_after)
     if sp:
         for name, param in model.named_parameters():
             # What is not sharded sees only this rank's tokens: its gradient is partial
             if name.endswith("norm.weight"):
-                note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+                note_layout(param, partial_over="tp")
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
-    """Sum gradients, in place, over the groups that their records name in `partial_over`: one
-    all-reduce per group.
+    """Sum gradients that are partial, in place, over the group that their record names: tp. All of
+    a group are summed by one all-reduce.
 
     Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. All
     ranks of a tp group have the same place in dp, and ZeRO cuts their units at the same elements.
     So their parts of a norm's gradient are of the same elements, and can be added.
     """
     params = dict(model.named_parameters())
-    for group in mesh.groups.values():  # in the course, records name only tp in `partial_over`
-        if group.size == 1:
-            continue
-        partial_grads = []
-        for name, gradient in gradients.items():
-            if group.name in layout_of(params[name]).partial_over:
-                partial_grads.append(gradient)
-        if not partial_grads:
-            continue
-        flat = torch.cat([gradient.flatten() for gradient in partial_grads])
-        all_reduce(flat, group).wait()
-        sums = flat.split([gradient.numel() for gradient in partial_grads])
-        for gradient, total in zip(partial_grads, sums, strict=True):
-            gradient.copy_(total.view_as(gradient))
-
-
-# --- Optional, from here to `Config`, for speed on GPUs. In each block's backward, --tp-overlap
-# hides the reduce-scatter of dx behind a matrix product. It also saves memory, and costs one more
-# all-gather, which is hidden as well.
-
-
-class ColumnParallelOverlap(torch.autograd.Function):
-    """f with SP, and the matrices after it. In backward, messages and matrix products overlap:
-
-        messages    | all-gather x | reduce-scatter dx |
-        products    | dx = dy W    | dW = dy^T x       |   then the previous block's backward
-
-    dW needs all tokens of x, and dx does not. So forward saves only this rank's s/n tokens of x,
-    and backward gathers x once more: it sends (n-1)/n S more, and a rank keeps (n-1)/n S less.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
-        """x [batch, seq/n, dim], weights [out/n, dim] -> outputs [batch, seq, out/n]."""
-        ctx.group = group
-        ctx.save_for_backward(x, *weights)
-        whole_x = gather_tokens(x, group)
-        return tuple(F.linear(whole_x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx, *dys: Tensor):
-        """The gradients of the outputs -> those of x and of the weights."""
-        x, *weights = ctx.saved_tensors
-        group = ctx.group
-        x_shards = x.new_empty(group.size, *x.shape)
-        gathering = all_gather(x_shards.view(-1), x.contiguous().view(-1), group)
-        dx = dys[0] @ weights[0]
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx += dy @ weight
-        dx_shards = dx.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
-        own_dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        reducing = reduce_scatter(own_dx.view(-1), dx_shards.view(-1), group)
-        gathering.wait()
-        whole_x = x_shards.movedim(0, 1).flatten(0, 2)  # [batch * seq, dim]
-        dweights = [dy.flatten(0, 1).T @ whole_x for dy in dys]
-        reducing.wait()
-        return own_dx, None, *dweights
-
-
-def column_parallel_overlap(x: Tensor, *linears: nn.Linear, group: Group) -> tuple[Tensor, ...]:
-    """`column_parallel`, with SP, by `ColumnParallelOverlap`."""
-    return ColumnParallelOverlap.apply(x, group, *(linear.weight for linear in linears))
+    partial_over = defaultdict(list)  # the name of a group -> gradients
+    for name, gradient in gradients.items():
+        over = layout_of(params[name]).partial_over
+        if over is not None and mesh[over].size > 1:
+            partial_over[over].append(gradient)
+    for over, terms in partial_over.items():
+        flat = torch.cat([term.flatten() for term in terms])
+        all_reduce(flat, mesh[over]).wait()
+        sums = flat.split([term.numel() for term in terms])
+        for term, total in zip(terms, sums, strict=True):
+            term.copy_(total.view_as(term))
 
 
 @dataclass
@@ -541,11 +488,6 @@ class Config(step03.Config):
 
     tp: int = flag(1, "ranks that share each matrix")
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
-    tp_overlap: bool = flag(
-        False,
-        "in each block's backward, hide the reduce-scatter; gather x once more, hidden, too",
-        needs={"tp": AT_LEAST_2, "sp": [True]},
-    )
     zero: str = flag(
         "0",
         "ZeRO over dp: 0 none (to see tp alone), 1 optimizer state, 2 also gradients, 3 all",
@@ -563,7 +505,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # new: these rows and columns
+    shard_tensors(model, mesh, config.sp)  # new: keep this rank's rows and columns, and add f and g
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
@@ -576,10 +518,10 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
             loss = loss + micro_loss.detach()
-        sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # new: of norms, with SP
+        sync.finish()  # and this sums them over the ranks of dp
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # new: the norms', over tp
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
         norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")

@@ -420,7 +420,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    shard_tensors(model, mesh, config.sp)
     positions = shard_context(model, mesh, config).to(device)
     # new: delete the layers of other ranks, before memory is allocated for any
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)

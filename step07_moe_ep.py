@@ -535,7 +535,7 @@ def make_groups(mesh: Mesh, config: Config):
 def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
     # Ranks of tp route different tokens, so each has only a term of the router's gradient
-    note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
+    note_layout(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
         # shard_param has noted a shard over ep, by which global_norm knows that ranks of ep hold
@@ -570,7 +570,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)  # step 4: these rows and columns
+    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns
     positions = shard_context(model, mesh, config).to(device)  # step 5: these tokens
     shard_experts(model, mesh, config)  # new: these experts
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers

@@ -57,7 +57,8 @@ def materialize(
             chosen.append((name, param))
     drawn = draw_all(chosen, model.config.n_layers, seed)
     for (_, param), value in zip(chosen, drawn, strict=True):
-        for shard in layout_of(param).shards:  # from step 4 on: keep this rank's part
+        shard = layout_of(param).shard
+        if shard is not None:  # from step 4 on: keep this rank's part
             value = shard_of(value, shard)
         filled = nn.Parameter(value.to(device, dtype))
         filled.parallel_layout = layout_of(param)

@@ -41,22 +41,26 @@ class Row(NamedTuple):
 def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
     """The rows of the parameters that this rank holds, by name.
 
-    They show the record of layout.py: `shards`, how the parameter was cut; `data_group` and
+    They show the record of layout.py: `shard`, how the parameter was cut; `data_group` and
     `partial_over`, over which ranks its gradient is summed; `stage_copies`, whether two stages hold
     it.
     """
     rows = {}
     for name, param in model.named_parameters():
         record = layout_of(param)
-        sharded = [f"dim {cut.dim} over {cut.over} {mesh[cut.over].size}" for cut in record.shards]
+        sharded = ""
+        if record.shard is not None:
+            group = mesh[record.shard.over]
+            sharded = f"dim {record.shard.dim} over {group.name} {group.size}"
         groups = [data_group_of(param, mesh)]
-        groups += [mesh[over] for over in record.partial_over]
+        if record.partial_over is not None:
+            groups.append(mesh[record.partial_over])
         summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
         if record.stage_copies > 1:
             summed.append("first and last stage")
         whole = tuple(full_shape(param))
         shape = tuple(param.shape)
-        rows[name] = Row(whole, shape, param.nbytes, ", ".join(sharded), ", ".join(summed))
+        rows[name] = Row(whole, shape, param.nbytes, sharded, ", ".join(summed))
     return rows
 
 

@@ -32,7 +32,6 @@ WORK = {
     "ranks",  # no flag, but their number, which `Run` adds
     "tp",
     "sp",
-    "tp_overlap",
     "cp",
     "cp_mode",
     "pp",

@@ -228,8 +228,8 @@ FAULTS = [
     ),
     Fault(
         "step07_moe_ep",
-        'partial_over=("tp",)',
-        "partial_over=()",
+        'partial_over="tp"',
+        "partial_over=None",
         "test_step07::test_groups",
         "the router's gradient is not summed over tp, so its copies drift apart",
     ),

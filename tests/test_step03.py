@@ -267,7 +267,7 @@ def test_global_norm(sharded, sharded_by_tp, plain):
     """Each element counts once, however many ranks hold it. A rank may hold no elements."""
     mesh = Mesh(dp=2, tp=2)
     model = nn.ParameterDict(dict(first=torch.zeros(1), second=torch.zeros(1)))
-    note_layout(model.first, shards=(Shard(0, "tp", 0, 1, 2),))
+    note_layout(model.first, shard=Shard(0, "tp", 0, 1, 2))
     first = torch.tensor(sharded_by_tp[mesh.rank], dtype=FP64)
     second = torch.tensor(plain[mesh.rank], dtype=FP64)
     norm = global_norm(model, dict(first=first, second=second), mesh, sharded)

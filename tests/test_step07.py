@@ -424,11 +424,11 @@ def test_groups():
     """A rank has 4 of 8 experts, summed over expert_data; its router is summed over data and tp."""
     mesh, layers = sharded(dict(dp=2, tp=2), ep=2)
     moe = layers["1"].mlp
-    router = ParamLayout(data_group="data", partial_over=("tp",))
+    router = ParamLayout(data_group="data", partial_over="tp")
     close(layout_of(moe.router.weight), router, "the record of the router")
     start = mesh.rank % 2 * 4
     shard = Shard(0, "ep", start, start + 4, 8)
-    record = ParamLayout(shards=(shard,), data_group="expert_data")
+    record = ParamLayout(shard=shard, data_group="expert_data")
     for name, param in moe.experts.named_parameters():
         close((len(param), layout_of(param)), (4, record), f"{name}: length and record")
 

@@ -69,7 +69,7 @@ CONTESTS = {
     "step4": Contest(
         2,
         "step04_tp_sp",
-        ["--no-sp", "--sp", "--sp --tp-overlap"],
+        ["--no-sp", "--sp"],
         {
             "--no-sp": ("DTensor", build_dtensor),
             "--sp": ("DTensor SequenceParallel", build_dtensor),

@@ -62,7 +62,7 @@ TASKS: dict[int, dict[str, str]] = {
         "shards": "column_parallel shard_param by_columns by_rows by_heads "
         "shard_vocabulary shard_tensors",
         "partial gradients": "sum_partial_gradients",
-        "loop": "ColumnParallelOverlap.forward ColumnParallelOverlap.backward",
+        "loop": "",
     },
     5: {
         "parts": "scaled_scores part_attention merge",

@@ -141,7 +141,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp, config.tp_overlap)
+    shard_tensors(model, mesh, config.sp)
     positions = shard_context(model, mesh, config).to(device)
     pipeline = PipeDream(config, model, mesh, positions)  # new
     set_up_layers(model, config)

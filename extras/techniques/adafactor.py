@@ -27,7 +27,7 @@ from step01_single_gpu import OPTIMIZERS, Optimizer, decay_groups
 
 def adafactor(optimizer: Optimizer) -> torch.optim.Optimizer:
     """Adafactor on the masters. Raises UserError if this rank holds only shards."""
-    sharded = any(layout_of(param).shards for param in optimizer.model.parameters())
+    sharded = any(layout_of(param).shard for param in optimizer.model.parameters())
     if getattr(optimizer.config, "zero", "0") != "0" or sharded:
         raise UserError("--optimizer adafactor needs whole matrices: use --zero 0, --tp 1, --ep 1")
     return torch.optim.Adafactor(decay_groups(optimizer.masters, optimizer.config))

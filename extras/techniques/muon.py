@@ -127,7 +127,8 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
     """
     place = place_of(param, span)
     padded_shape = list(param.shape)
-    for shard in layout_of(param).shards:
+    shard = layout_of(param).shard
+    if shard is not None:
         padded_shape[shard.dim] *= mesh[shard.over].size
     row, column = (start for start, _ in place.box[-2:])  # where this rank's shard begins
     first_expert = place.box[0][0] if param.dim() == 3 else 0

@@ -147,7 +147,7 @@ class SharedMoE(MoE):
         width = config.shared_experts * ffn_dim
         self.shared_experts = MLP(replace(model_shape(config.model), ffn_dim=width))
         for param in self.shared_experts.parameters():  # ranks of tp route different tokens
-            note_layout(param, data_group="data", partial_over=("tp",))
+            note_layout(param, data_group="data", partial_over="tp")
 
     def forward(self, x: Tensor) -> Tensor:
         """As `MoE.forward`."""

@@ -51,7 +51,7 @@ ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (4, DEEP_TIED, f"{STEP6} --pp 2 --cp 2 --schedule gpipe --cp-mode ulysses {FULL}"),
     (4, DEEP, f"{STEP6} --pp 4 --schedule zb-h1"),
     (4, DEEP, f"{STEP6} --pp 2 --cp 2 --schedule zb-h1 --cp-mode flash {FULL}"),
-    (4, DEEP_TIED, f"{STEP6} --pp 2 --tp 2 --schedule zb-h2 --sync naive --tp-overlap"),
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --tp 2 --schedule zb-h2 --sync naive"),
     # With --sync bucket, which counts additions
     (4, DEEP_TIED, f"{STEP6} --pp 2 --schedule zbv"),
     (4, DEEP_TIED, f"{STEP6} --pp 2 --schedule zbv {FULL}"),
