@@ -9,16 +9,18 @@ torchrun starts this script n times. Each process is a *rank* and joins the othe
 `init_process_group`. A *collective* is a call that all ranks of a group make. After
 `dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element.
 
-WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the
-gradient of a sum is the sum of gradients. Each rank's loss is already divided by the global T (step
-1: scale once), so nothing is divided by the number of ranks. (DistributedDataParallel averages. If
-each rank's loss is the mean over its own tokens, that gives a mean of means, which is right only if
-all ranks have equally many targets.)
+WHY A SUM IS ENOUGH. The loss is sum_i l_i / T, where l_i is the loss of target token i, and T
+counts those of the global batch. The gradient of a sum is the sum of gradients. Each rank's loss is
+already divided by the global T (step 1: scale once), so nothing is divided by the number of ranks.
+(DistributedDataParallel averages. If each rank's loss is the mean over its own tokens, that gives a
+mean of means, which is right only if all ranks have equally many targets.)
 
 THE SAME START. Every rank draws its weights from the same seed and names, so all start equal. They
 stay equal, because an all-reduce gives all ranks the same bits (in a ring, for example, each sum is
 computed in one place, and then copied), and so all make the same update. (DistributedDataParallel
 broadcasts rank 0's weights.)
+
+THREE WAYS TO SUM:
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
@@ -30,10 +32,11 @@ gradients are still to come. Tiny's first has 11 parameters (the head, the last 
 nine), so with 2 micro-batches its counter starts at 22. It reaches 0 in the backward of the last
 micro-batch: the all-reduce of this bucket starts, while backward goes on to earlier layers.
 
-Buckets are sent in a fixed order: a complete one waits for those before it (Li et al. 2020,
-"PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right
-(widths are not to scale). A digit in the second row is a few gradients that are complete: the
-number of their bucket.
+All ranks must start their collectives in the same order. So buckets are sent in a fixed order: a
+complete one waits for those before it (Li et al. 2020, "PyTorch Distributed"). Below is the
+backward of the last micro-batch; time runs to the right (widths are not to scale). Each digit in
+the second row stands for a few gradients that have just become complete. It is the number of their
+bucket.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -50,10 +53,10 @@ Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, up to rounding. The effects of rounding grow from step to step, so
 this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
-(On a GPU add --dtype fp32 to both.) In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that
-rank 0 sends in a training step over each mesh dimension (without the few by which ranks agree
-whether to stop, ranks.py). PyTorch does not report what it sends: common/comm.py computes it for
-each collective, for an all-reduce by this law, and adds up. With --sync ring the messages of
+(On a GPU, train both runs with --dtype fp32.) In runs/step02_ddp/metrics.jsonl, `sent` has the
+bytes that rank 0 sends in a training step, for each group, here only dp (without the few by which
+ranks agree whether to stop, ranks.py). PyTorch does not report what it sends. So common/comm.py
+computes what a ring would send in each collective, and adds up. With --sync ring the messages of
 gradients are our own, and each is counted.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
@@ -61,7 +64,7 @@ model.no_sync():` around forward and backward of all micro-batches but the last.
 gradients over ranks: multiply the loss by the number of ranks to get our sums.
 
 Try this: in `BucketSync.begin`, set `bucket.missing` one lower. A bucket is then sent before its
-last gradient is there, and `mark_ready` raises RuntimeError.
+last gradient is there, and `count_addition` raises RuntimeError.
 """
 
 import os
@@ -148,9 +151,10 @@ class RingSync(NaiveSync):
         after round 2    b1230          c2301          d3012          a0123    each has one sum
         rounds 3, 4, 5   gets a d c     gets b a d     gets c b a     gets d c b    (all sums)
 
-    Rounds 0 to 2 are a reduce-scatter, rounds 3 to 5 an all-gather: rank 0 gets the sum of a in
-    round 3, of d in round 4, of c in round 5. In round s rank r sends shard r-s and receives shard
-    r-s-1 (mod n). (If n does not divide a gradient, ranks send a few bytes more or fewer.)
+    Rounds 0 to 2 are a reduce-scatter (here rank r ends with shard r+1), rounds 3 to 5 an
+    all-gather: rank 0 gets the sum of a in round 3, of d in round 4, of c in round 5. In round s
+    rank r sends shard r-s and receives shard r-s-1 (mod n). (If n does not divide a gradient, ranks
+    send a few bytes more or fewer.)
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
@@ -194,12 +198,12 @@ def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[B
     All gradients of a bucket are summed over the same group. In this step that is dp for all, so
     only `limit` begins a new bucket.
     """
-    contents: list[list[nn.Parameter]] = []  # of each bucket
-    group = None  # of the last bucket: over which its gradients are summed
+    contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
+    group = None  # the group of the bucket that is being filled
     size = 0  # bytes of its gradients
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
-        own_group = data_group_of(param, mesh)
+        own_group = data_group_of(param, mesh)  # another one than the last: only in step 7
         if own_group is not group or size + nbytes > limit:  # begin a bucket
             contents.append([])
             group = own_group
@@ -231,7 +235,7 @@ class BucketSync:
         for bucket in self.buckets:
             for param in bucket.params:
                 # Called with the parameter each time that backward has added to its `.grad`
-                param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
+                param.register_post_accumulate_grad_hook(partial(self.count_addition, bucket))
 
     def begin(self, n_micro_batches: int):
         """Zero the buffers, and make each `.grad` a view of its buffer. Each micro-batch will add
@@ -245,7 +249,7 @@ class BucketSync:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
-    def mark_ready(self, bucket: Bucket, param: nn.Parameter):
+    def count_addition(self, bucket: Bucket, param: nn.Parameter):
         """Hook: autograd has added to a gradient of `bucket`. Send what is complete.
 
         RuntimeError if the addition comes after the last expected one: it would not be summed.
@@ -256,11 +260,8 @@ class BucketSync:
                 f"a gradient {list(param.shape)} was added to a bucket after its last expected one"
             )
         while self.unsent and self.unsent[0].missing == 0:
-            self.send(self.unsent.pop(0))
-
-    def send(self, bucket: Bucket):
-        """Start a bucket's asynchronous all-reduce."""
-        self.pending.append(all_reduce(bucket.flat, bucket.group))
+            complete = self.unsent.pop(0)
+            self.pending.append(all_reduce(complete.flat, complete.group))
 
     def finish(self):
         """Wait for every sum. RuntimeError if a gradient has not come."""
@@ -277,7 +278,7 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs` matters from step 3 on: there these flags have an effect only with --zero 0
+    # --bucket-mb works only with --sync bucket. From step 3 on, both work only with --zero 0
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -290,7 +291,8 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device))  # new: one group of all ranks, mesh["dp"]
-    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # new: these sequences
+    # new: this rank's sequences of each global batch
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
@@ -298,22 +300,24 @@ def train(config: Config, run: Run):
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
     optimizer = Optimizer(model, config, mesh)
-    sync = SYNCS[config.sync](model, config, mesh)  # new
+    sync = SYNCS[config.sync](model, config, mesh)  # new: sums gradients over the ranks
 
-    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):  # new
+    # new: sync and mesh
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
-        xs = tokens[own].to(device).split(config.micro_batch_size)  # new: [own]
-        ys = targets[own].to(device).split(config.micro_batch_size)  # new: [own]
+        xs = tokens[own].to(device).split(config.micro_batch_size)  # new: only this rank's
+        ys = targets[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         loss = 0.0
-        sync.begin(len(xs))  # new
+        sync.begin(len(xs))  # new: expect so many gradients of each parameter
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
             loss = loss + micro_loss.detach()
-        sync.finish()  # new: also over ranks
+        sync.finish()  # new: and this sums them over the ranks
         all_reduce(loss, mesh["dp"]).wait()  # new: the loss, too
 
+        # All ranks have the same gradients now, and so the same norm
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))

@@ -2,12 +2,15 @@
 weights.
 
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
-every rank makes the same update. With ZeRO, rank r of n updates only shard r of the weights, so it
-needs masters and moments of that shard alone.
+every rank makes the same update. AdamW updates each element by itself. So with ZeRO, rank r of n
+updates only shard r of the weights, whichever matrices or halves of matrices that is, and needs
+masters and moments of that shard alone. (Only clipping needs the whole gradient: its norm is summed
+over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
-updates shard r. (o.. continues on rank 1 as ..o, and so on.)
+updates shard r. (o.. continues on rank 1 as ..o, and so on. The padding belongs to no parameter,
+and stays zero.)
 
     unit "layers.0":  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
@@ -26,10 +29,10 @@ Plain gradient descent with rate 0.1:
                gradient    sum 25 25                sum 25 25
 
 (own: of this rank's sequences; stage 1 frees it after the update, stage 2 after its reduce-scatter.
-sum: over both ranks.) Plain gradient descent has no state. AdamW's moments, and the masters, are
-sharded like the sums: of four weights in stage 0, of two in the others. With stages 1 to 3, rank 0
-then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2 an all-gather gives
-all four to both.
+sum: over both ranks.) Plain gradient descent has no state. A rank holds masters, and AdamW's
+moments, for the same weights as its sum: for all four in stage 0, for two in the others. With
+stages 1 to 3, rank 0 then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2
+an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
@@ -45,15 +48,11 @@ every rank holds 6 bytes, and the ranks share out 16:
 (Stage 1 in bf16: whole, 2 of the weight and 4 of this rank's own gradient; of one shard, 4 of the
 sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not in the table:
 
-    - During a backward, stages 2 and 3 also hold the whole gradients of two units: the present one,
-      and the one before, whose sum is in flight (E's until the next micro-batch's backward has
-      passed H). In stages 1 to 3 autograd's `.grad` of one parameter comes on top, in the weights'
-      dtype: of E, that is all of it.
-    - In forward and backward, stage 3 also holds the whole weights of two units: the present one
-      and the next. (If embedding and head are tied, their unit is a third. With --keep, all weights
-      stay from their first use to the update.)
-    - Activations: each rank has its own, of its own sequences.
-    - With gloo, a reduce-scatter in flight has a second buffer of the unit's size (NCCL's has not).
+    - activations: each rank has its own, of its own sequences
+    - in stages 2 and 3, during backward, the whole gradients of two units (see `Zero2`)
+    - in stage 3, during forward and backward, the whole weights of two units (see `Zero3`)
+    - the gradient that autograd has just computed, of one parameter, in the weights' dtype
+    - with gloo, for a reduce-scatter, a second buffer of the unit's size (not with NCCL)
 
 State is sharded first: it is the largest part, and sharding it costs no further bytes (except for
 padding), because an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the
@@ -76,7 +75,7 @@ sends (n-1)/n times this many elements:
 
 e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
 twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every
-stage the norm of the gradient is all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
+stage the squared norm of the gradient is all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
 
 Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
 sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then
@@ -96,8 +95,8 @@ which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
 
 With reshard_after_forward=False weights stay from forward to backward; after
 model.set_reshard_after_backward(False) they stay until the next micro-batch, too. Together that is
---keep. Set the second one to True before the last backward: otherwise the next forward uses the old
-weights, without an error.
+--keep. Call set_reshard_after_backward(True) before the last backward: otherwise the next forward
+uses the old weights, without an error.
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 `if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
@@ -105,6 +104,7 @@ bounds for storage of size 0".
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -135,15 +135,17 @@ from step02_ddp import SYNCS, join_ranks
 
 class Unit:
     """Several parameters in one flat buffer, cut into n shards, of which this rank updates one.
-    (padded: the number of their elements, with the padding. wide: fp32, or fp64 if weights are.)
 
         flat           [padded]        weights' dtype   the parameters are views of it
         shard          [padded / n]    weights' dtype   this rank's shard of `flat`
-        master         [padded / n]    wide             its master; the shard itself if wide
-        local_grad     [padded]        wide             the gradient of this rank's tokens
+        master         [padded / n]    wide             its master
+        local_grad     [padded]        wide             of this rank's tokens (in stages 2 and 3, of
+                                                        one micro-batch's)
         summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
-    The gradients are None while they are not needed. The update reads `summed_grad`.
+    (padded: the number of the parameters' elements, with the padding. wide: fp32, or fp64 if the
+    weights are fp64. If the weights are wide, the master is the shard, not a copy.) The gradients
+    are None while they are not needed. The update reads `summed_grad`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -151,18 +153,18 @@ class Unit:
         self.named = named
         self.group = group
         self.bounds = {}  # name -> (start, stop) in flat
-        stop = 0
+        total = 0  # elements so far
         for name, param in named.items():
-            self.bounds[name] = (stop, stop + param.numel())
-            stop += param.numel()
-        self.length = math.ceil(stop / group.size)  # of a shard
-        self.first = group.rank * self.length  # where this rank's shard starts
-        some_param = next(iter(named.values()))
-        self.flat = some_param.new_zeros(self.length * group.size)
+            self.bounds[name] = (total, total + param.numel())
+            total += param.numel()
+        self.shard_length = math.ceil(total / group.size)
+        self.shard_start = group.rank * self.shard_length
+        some_param = next(iter(named.values()))  # all have the same dtype and device
+        self.flat = some_param.new_zeros(self.shard_length * group.size)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
             param.data = self.view(self.flat, name)  # it stays the same nn.Parameter
-        self.shard = self.flat[self.first : self.first + self.length]
+        self.shard = self.flat[self.shard_start : self.shard_start + self.shard_length]
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
@@ -183,31 +185,34 @@ class Unit:
         has (6, 10) of it, rank 1 (10, 20), rank 2 (20, 25).
         """
         start, stop = self.bounds[name]
-        low = max(start, self.first)
-        high = min(stop, self.first + self.length)
-        return low, max(low, high)
+        low = max(start, self.shard_start)
+        high = min(stop, self.shard_start + self.shard_length)
+        if high < low:
+            return low, low
+        return low, high
 
-    def own_part(self, shard: Tensor, name: str) -> Tensor:
-        """This rank's part of a parameter, a view [k] of `shard`, `master` or `summed_grad`; k is 0
-        if other ranks have all of it. (In the example rank 1's part is all its shard, and rank 2's
-        the first 5 elements of its shard.)
+    def own_part(self, own_shard: Tensor, name: str) -> Tensor:
+        """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
+        `summed_grad`; k is 0 if other ranks have all of the parameter. (In the example rank 1's
+        part is all its shard, and rank 2's the first 5 elements of its shard.)
         """
         low, high = self.own_range(name)
-        return shard[low - self.first : high - self.first]
+        return own_shard[low - self.shard_start : high - self.shard_start]
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
     """The names of each unit's parameters. (From step 7 on, experts are a unit of their own: their
     gradients are summed over another group.)
     """
-    units: dict[tuple[str, str], list[str]] = {}
+    units: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, param in model.named_parameters():
-        module = "norm and head"
         if name.startswith("model.embed_tokens"):
             module = "embedding"
         elif name.startswith("model.layers"):
             module = "layer " + name.split(".")[2]  # model.layers.0.self_attn ...: layer 0
-        units.setdefault((module, layout_of(param).data_group), []).append(name)
+        else:
+            module = "norm and head"
+        units[module, layout_of(param).data_group].append(name)
     return list(units.values())
 
 
@@ -221,14 +226,13 @@ class Zero1(Optimizer):
 
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
-    fp32, and empties `.grad`. After the last micro-batch it starts the unit's reduce-scatter. All
-    ranks start these in the same order, because all run backward through the same graph. The hook
-    expects one gradient of each parameter in every micro-batch; if one is missing, `finish` raises
-    an error.
+    fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
+    reduce-scatter. (All ranks start these in the same order: all run backward through the same
+    graph, and nothing else is sent over dp meanwhile.) The hook expects one gradient of each
+    parameter in every micro-batch; if one is missing, `finish` raises an error.
 
-    The update is `Optimizer.step` of step 1, the one method that is inherited. It updates
-    `masters`, here this rank's part of each parameter (a view of the unit's master), and calls
-    `publish`, which gathers the weights.
+    Only `Optimizer.step` of step 1 is inherited. It updates `masters`, here this rank's part of
+    each parameter (a view of the unit's master), and calls `publish`, which gathers the weights.
     """
 
     unit_type = Unit
@@ -243,7 +247,7 @@ class Zero1(Optimizer):
         self.masters: dict[str, Tensor] = {}  # by name: this rank's part of each
         # Reduce-scatters: of a unit, into this rank's shard of the sum
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
-        for names in unit_names(model):  # one by one: in stage 3 no rank ever has the whole model
+        for names in unit_names(model):
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -278,12 +282,14 @@ class Zero1(Optimizer):
             self.start_sum(unit)
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether to sum the unit's gradients over ranks now: once, after the last micro-batch."""
+        """Whether to sum the unit's gradients over ranks now: once, at its last gradient of the
+        training step.
+        """
         return unit.missing == 0
 
     def start_sum(self, unit: Unit):
         """Start the reduce-scatter of a unit's gradients."""
-        new_sum = unit.local_grad.new_empty(unit.length)
+        new_sum = unit.local_grad.new_empty(unit.shard_length)
         pending = reduce_scatter(new_sum, unit.local_grad, unit.group)
         self.in_flight.append((unit, new_sum, pending))
 
@@ -350,8 +356,8 @@ class Zero2(Zero1):
         reduce-scatter        | H       | layer 1 | layer 0 | E |
 
     H's is freed when the backward of layer 0 begins, layer 1's when that of E begins, and so on. So
-    whole gradients of two units exist at a time. The last sum, here E's, is awaited in the next
-    micro-batch's backward, or in `finish`.
+    whole gradients of two units exist at a time. The last sum, here E's, has no later unit in its
+    backward: it is in flight until H's next backward is done, or until `finish`.
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
@@ -378,8 +384,8 @@ class ShardedUnit(Unit):
     `flat`, even while that has no memory.
 
     (Autograd raises an error if a tensor that it has saved is written to later. It does not notice
-    these writes, because of `param.data = view` in `Unit`. They do no harm: a gather writes the
-    same values again.)
+    these writes: after `param.data = view` in `Unit`, a parameter counts only the writes to itself,
+    not those to `flat`. They do no harm: a gather writes the same values again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -435,9 +441,9 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        # The units of each segment of the model, in the order of forward (0: the embedding). Most
-        # have one. If tied, norm and head have two; so has a layer with experts (step 7). A segment
-        # that another rank has, has none here (step 6)
+        # A segment: what one pair of hooks serves; here its units, in the order of forward (0: the
+        # embedding). Most segments are one unit. If embedding and head are tied, norm and head have
+        # two; so has a layer with experts (step 7). One of another rank has none (step 6)
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(model.model.embed_tokens)
         for layer in model.model.layers.values():
@@ -445,7 +451,7 @@ class Zero3(Zero2):
         self.add_segment(model.model.norm, model.lm_head)
 
     def add_segment(self, *modules: nn.Module | None):
-        """Hook modules that run one after another, and list their units."""
+        """Hook modules that run one after another, and list the units with their parameters."""
         number = len(self.segments)
         self.segments.append([])
         if modules[0] is None:  # step 6: another rank has them
@@ -534,7 +540,7 @@ def make_optimizer(
     else one object.
 
     Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank ever has
-    the whole model. Therefore the weights are drawn here, with the optimizer.
+    the whole model. Therefore the weights are drawn here, with the optimizer, and not in `train`.
     """
     if config.zero == "0":
         materialize(model, config.seed, device, dtype)
@@ -553,9 +559,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # As in steps 1 and 2, before the optimizer. (This wraps methods, and needs no weights)
-    set_up_layers(model, config)
-    # new: draws the weights, too
+    set_up_layers(model, config)  # this wraps methods, and needs no weights
+    # new: initialises the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
@@ -567,12 +572,12 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
             loss = loss + micro_loss.detach()
-        sync.finish()  # also over ranks
+        sync.finish()  # and this sums them over the ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        # new: over all shards
+        # new: a rank has only its shard of the gradient, so squares are summed over ranks
         norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))

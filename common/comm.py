@@ -18,8 +18,8 @@ On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and m
     all_gather        1              2                   1 2                 1 2
     all_to_all        1 2            10 20               1 10                2 20
 
-Each of the five functions below `Pending` starts its messages and returns one; Python goes on while
-they travel:
+Each of these four, and `exchange`, starts its messages and returns a `Pending`; Python goes on
+while they travel:
 
     pending = all_reduce(gradient, mesh["dp"])
     ...                                            computation that overlaps the message
@@ -35,8 +35,9 @@ of n ranks each sends
     all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
 
-In `all_to_all` and `exchange` a rank sends what is for other ranks. (NCCL may choose a tree, in
-which some ranks send more and others less, or let a switch add, which sends less.)
+In `all_to_all` and `exchange` only what goes to other ranks is counted. (`Mesh.sent` adds up these
+numbers. They are computed: NCCL may choose a tree, in which some ranks send more and others less,
+or let a switch add, which sends less.)
 """
 
 import math
@@ -55,24 +56,23 @@ from common import UserError
 
 @dataclass
 class Group:
-    """Ranks that communicate, such as those along one mesh dimension. A group of one has no
-    `handle`.
-    """
+    """Ranks that communicate, such as those along one mesh dimension."""
 
     name: str
     rank: int  # this rank's number in the group
     size: int
-    handle: dist.ProcessGroup | None
-    # Bytes that this rank has sent, by (group's name, operation). All groups of a mesh share this
+    handle: dist.ProcessGroup | None  # PyTorch's group; None for a group of one
+    # Bytes that this rank would send in a ring, by (group's name, operation). All groups of a mesh
+    # share this
     sent: Counter = field(default_factory=Counter)
 
-    def share(self, total: int, what: str) -> slice:
-        """The slice of `total` things for this rank. Raises UserError, naming `what`, unless `size`
+    def share(self, total: int, flag: str) -> slice:
+        """The slice of `total` things for this rank. Raises UserError, naming `flag`, unless `size`
         divides `total`.
         """
         if total % self.size:
             raise UserError(
-                f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}"
+                f"{flag} {total} must be a multiple of the {self.size} ranks of {self.name}"
             )
         length = total // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
@@ -82,8 +82,8 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """`sizes`: ranks along each dimension; the last varies fastest. A collective of all ranks.
-        Raises UserError unless the product of the sizes is the number of ranks.
+        """`sizes`: ranks along each dimension; the last varies fastest. All ranks must make the
+        same mesh. Raises UserError unless the product of the sizes is the number of ranks.
         """
         self.sizes = sizes
         self.world = 1
@@ -91,6 +91,8 @@ class Mesh:
         if dist.is_initialized():
             self.world = dist.get_world_size()
             self.rank = dist.get_rank()
+        # From step 4 on, dp is the number of ranks divided by the flags, rounded down. So if they
+        # do not divide it, the product differs
         if math.prod(sizes.values()) != self.world:
             asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
             raise UserError(
@@ -98,11 +100,11 @@ class Mesh:
             )
         self.groups: dict[str, Group] = {}
         self.sent: Counter = Counter()  # shared by all groups of this mesh
-        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue)
+        self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            # `queue` matters from step 4 on: see `add_groups`
-            self.join(name, name, queue="gradients" if name == "dp" else "activations")
+            queue = "gradients" if name == "dp" else "activations"  # matters from step 4 on
+            self.join(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension, or another group by its name, such as "data"."""
@@ -127,26 +129,31 @@ class Mesh:
 
     def add_groups(self, name: str, rows: np.ndarray, queue: str):
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
-        that has this rank becomes self[name]. A group's handle is PyTorch's ProcessGroup. `queue`:
-        "gradients" or "activations".
+        that has this rank becomes self[name]. All ranks must call this.
 
-        From step 4 on: why there are two queues. NCCL sends the messages of one handle in their
-        order. If a layer's activations, which are needed at once, came behind a large bucket of
-        gradients, the computation would stand still until the bucket is sent. So groups for the
-        gradients that are summed during backward have other handles than groups for activations,
-        even if they have the same ranks. (ZeRO gathers weights in the queue of gradients: in stage
-        3 at most one unit's sum is ahead of them.)
+        `queue`, "gradients" or "activations", matters from step 4 on. NCCL sends the messages of
+        one handle in their order. If a layer's activations, which are needed at once, came behind a
+        large bucket of gradients, the computation would stand still until the bucket is sent. So
+        groups for the gradients that are summed during backward have other handles than groups for
+        activations, even if they have the same ranks. (ZeRO gathers weights in the queue of
+        gradients: in stage 3 at most one unit's sum is ahead of them.)
         """
         for row in map(tuple, rows.tolist()):
-            if row != tuple(sorted(row)):
-                raise ValueError(f"new_group numbers ranks in ascending order, so sort {row}")
-            if len(row) > 1 and (row, queue) not in self.handles:
-                # new_group is a collective of all ranks, also of those outside the row. A handle
-                # costs memory, so groups with the same ranks and queue share one
-                self.handles[row, queue] = dist.new_group(row)
+            handle = self.handle_of(row, queue)
             if self.rank in row:
-                handle = self.handles.get((row, queue))
                 self.groups[name] = Group(name, row.index(self.rank), len(row), handle, self.sent)
+
+    def handle_of(self, ranks: tuple[int, ...], queue: str) -> dist.ProcessGroup | None:
+        """PyTorch's group of these ranks for this queue, which is created at the first call; None
+        for one rank.
+        """
+        if ranks != tuple(sorted(ranks)):
+            raise ValueError(f"new_group numbers ranks in ascending order, so sort {ranks}")
+        if len(ranks) > 1 and (ranks, queue) not in self.handles:
+            # All ranks must call new_group, also those that are not in the group. A handle costs
+            # memory, so groups with the same ranks and queue share one
+            self.handles[ranks, queue] = dist.new_group(ranks)
+        return self.handles.get((ranks, queue))
 
 
 class Pending:
@@ -161,10 +168,9 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: those that are being sent, kept alive here, because their caller may drop
-        them, and PyTorch does not promise that a work keeps them. (An all-reduce keeps none: its
-        one tensor is the result, which its caller has.) `then`: what is left to do when the
-        messages have arrived. Only gloo's `reduce_scatter` has any.
+        """`tensors`: those that are being sent. They are kept alive here, because their caller may
+        drop them, and PyTorch does not promise that a work keeps them. `then`: what is left to do
+        when the messages have arrived. Only gloo's `reduce_scatter` has any.
         """
         self.group = group
         self.works = works
@@ -187,22 +193,40 @@ class Pending:
         self.then = None
 
 
-# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
-# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
-if hasattr(dist, "all_gather_single"):
-    _all_gather = dist.all_gather_single
-    _reduce_scatter = dist.reduce_scatter_single
-else:
-    _all_gather = dist.all_gather_into_tensor
-    _reduce_scatter = dist.reduce_scatter_tensor
+def count_sent(operation: str, group: Group, nbytes: float):
+    """Count the bytes that this rank sends, or would send in a ring."""
+    group.sent[group.name, operation] += round(nbytes)
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Pending:
     """Sum `tensor` over the group, in place."""
     if group.size == 1:
         return Pending()
-    note("all_reduce", group, 2 * (group.size - 1) / group.size * tensor.nbytes)
+    count_sent("all_reduce", group, 2 * (group.size - 1) / group.size * tensor.nbytes)
     return Pending(group, [dist.all_reduce(tensor, group=group.handle, async_op=True)])
+
+
+def exchange(
+    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
+) -> Pending:
+    """Send and receive messages, each (tensor, the peer's rank in the group). If a rank sends
+    another one several messages, the first that it sends is the first that the other receives, and
+    so on. Both must agree on shape and dtype: gloo checks only that the bytes fit.
+    """
+    if group.size == 1:  # the first receive gets the first send, and so on
+        for (sent, _), (received, _) in zip(sends, receives, strict=True):
+            received.copy_(sent)
+        return Pending()
+    operations = []
+    for tensor, peer in receives:
+        operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
+    for tensor, peer in sends:
+        count_sent("send", group, tensor.nbytes)
+        operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
+    if not operations:
+        return Pending()
+    sent_tensors = [tensor for tensor, _ in sends]
+    return Pending(group, dist.batch_isend_irecv(operations), sent_tensors)
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -212,7 +236,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    note("all_gather", group, (group.size - 1) / group.size * output.nbytes)
+    count_sent("all_gather", group, (group.size - 1) / group.size * output.nbytes)
     work = _all_gather(output, tensor, group=group.handle, async_op=True)
     return Pending(group, [work], [tensor])
 
@@ -224,7 +248,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    note("reduce_scatter", group, (group.size - 1) / group.size * tensor.nbytes)
+    count_sent("reduce_scatter", group, (group.size - 1) / group.size * tensor.nbytes)
     if dist.get_backend(group.handle) != "gloo":
         work = _reduce_scatter(output, tensor, group=group.handle, async_op=True)
         return Pending(group, [work], [tensor])
@@ -253,45 +277,31 @@ def all_to_all(
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    own_bytes = tensor.nbytes / group.size  # for this rank itself: they are not sent
-    if sent_rows is not None:
+    # Rows for this rank itself are not sent
+    if sent_rows is None:
+        own_bytes = tensor.nbytes / group.size
+    else:
         bytes_of_a_row = tensor[:1].nbytes  # 0 if there are no rows
         own_bytes = sent_rows[group.rank] * bytes_of_a_row
-    note("all_to_all", group, tensor.nbytes - own_bytes)
+    count_sent("all_to_all", group, tensor.nbytes - own_bytes)
     work = dist.all_to_all_single(
         output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
     )
     return Pending(group, [work], [tensor])
 
 
-def exchange(
-    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
-) -> Pending:
-    """Send and receive messages, each (tensor, the peer's rank in the group). Those between two
-    ranks match in order. Peers must agree on shape and dtype: gloo checks only that the bytes fit.
-    """
-    if group.size == 1:  # the first receive gets the first send, and so on
-        for (sent, _), (received, _) in zip(sends, receives, strict=True):
-            received.copy_(sent)
-        return Pending()
-    # Receives first, so that there is a place for a message when it comes
-    operations = []
-    for tensor, peer in receives:
-        operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
-    for tensor, peer in sends:
-        note("send", group, tensor.nbytes)
-        operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
-    if not operations:
-        return Pending()
-    sent_tensors = [tensor for tensor, _ in sends]
-    return Pending(group, dist.batch_isend_irecv(operations), sent_tensors)
+# --- Two workarounds for PyTorch ------------------------------------------------------------------
 
+# --compile must not trace `count_sent`, which step 4's compiled layers call.
+# (torch.compiler.disable would do the same, but it imports the compiler, which takes seconds in
+# each process.)
+count_sent._torchdynamo_disable = True
 
-def note(operation: str, group: Group, nbytes: float):
-    """Count the bytes that this rank sends."""
-    group.sent[group.name, operation] += round(nbytes)
-
-
-# --compile must not trace `note`, which step 4's compiled layers call. (torch.compiler.disable
-# would do the same, but it imports the compiler, which takes seconds in each process.)
-note._torchdynamo_disable = True
+# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
+# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
+if hasattr(dist, "all_gather_single"):
+    _all_gather = dist.all_gather_single
+    _reduce_scatter = dist.reduce_scatter_single
+else:
+    _all_gather = dist.all_gather_into_tensor
+    _reduce_scatter = dist.reduce_scatter_tensor

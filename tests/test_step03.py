@@ -248,7 +248,7 @@ def test_masters_keep_updates_that_bf16_would_lose(stage):
     start = zero.units[-1].master.clone()
     for _ in range(10):
         for unit in zero.units:
-            unit.summed_grad = -torch.ones(unit.length)
+            unit.summed_grad = -torch.ones(unit.shard_length)
         zero.step(1e-5)
     close(zero.units[-1].master, start + 1e-4, "the masters", bound=1e-6)
 

@@ -36,7 +36,7 @@ TASKS: dict[int, dict[str, str]] = {
         "naive": "NaiveSync.finish NaiveSync.sum_up",
         "ring": "RingSync.sum_up",
         "buckets": "Bucket.__init__ fill_buckets",
-        "bucket sync": "BucketSync.__init__ BucketSync.begin BucketSync.mark_ready BucketSync.send "
+        "bucket sync": "BucketSync.__init__ BucketSync.begin BucketSync.count_addition "
         "BucketSync.finish",
         "loop": "train",
     },

@@ -382,7 +382,7 @@ def zero_run(zero: str, m: int = 1, **flags: Any) -> tuple:
 def test_law_of_replicas(stage, shard_elements):
     """Over "replicas" 2 (R-1)/R P R/n elements, over "shard" step 3's table for n/R ranks."""
     optimizer, tape, mesh = zero_run(f"{stage}+replicas", m=2, replicas=2)
-    sizes = [unit.length * 2 for unit in optimizer.units]  # with padding
+    sizes = [unit.shard_length * 2 for unit in optimizer.units]  # with padding
     gathered_once = sizes[0] + sizes[-1]  # in stage 3, units E and H
     elements = shard_elements * sum(sizes) - 2 * gathered_once * (stage == 3)
     close(mesh.sent["replicas", "all_reduce"], 4 * sum(sizes) // 2, "bytes over replicas")
