@@ -1,12 +1,14 @@
 """Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other
 ranks.
 
-Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token
-alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
-have. Queries stay on their rank, and keys and values travel round a ring, to the next higher rank
-(Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank holds the k and v of one rank,
-computes with those that its queries see, and meanwhile (except in the last hop) receives the next.
-In hop h, rank r has those of rank r - h (mod n).
+Each of n ranks has s/n of a sequence's s tokens, and so 1/n of the activations: sequences can be n
+times as long. Norms, matrices and the loss act on each token alone. In attention, a query attends
+to its own key and all earlier ones, which other ranks may have.
+
+Queries stay on their rank. Keys and values travel round a ring, always to the next higher rank, and
+from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In each, a rank
+holds the k and v of one rank, and computes with those that its queries see. Meanwhile it receives
+the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
 `#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
@@ -20,7 +22,7 @@ because these keys come later.
 
 ZIGZAG (--cp-mode zigzag, the default). To balance the work, the sequence is cut into 2n chunks, and
 rank r has chunks r and 2n-1-r as its shard, an early one and a late one. A chunk is half as long as
-a shard above, so a block here has a quarter of the area of one there. (Llama 3 shards so, too, but
+a shard above, so a square here has a quarter of the area of one there. (Llama 3 shards so, too, but
 gathers the k and v of a whole sequence before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
@@ -33,32 +35,34 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-16 units on each rank, which are 4 of the larger ones above: the average of 1, 3, 5 and 7. The work
-is equal not only in total but in each hop. Rank 1, for example, has chunks 1 and 6, and works on
-these pairs (chunk of queries, chunk of keys):
+16 small units on each rank. They are 16 / 4 = 4 of the units above, where ranks have 1, 3, 5 and 7,
+on average 4, too: the same work, evenly shared. It is equal not only in total but in each hop. Rank
+1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
 
-(That is useful work. In hop 0 our code computes 8 units, all four blocks of its two chunks, and
+(That is useful work. In hop 0 our code computes 8 units, all four squares of its two chunks, and
 then masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused
 kernel skips most of that half.)
 
-THE SOFTMAX needs all keys, but a rank holds only a part of them at a time. For each part it
-computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two parts
-are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
+THE SOFTMAX needs all keys, but a rank uses only those of one hop at a time, a *part*. For each part
+it computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two
+parts are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
 Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
-BACKWARD. k and v go round the ring a second time. With them goes dkv, the sum so far of their
-gradients. Each rank adds the term of its own queries, and sends dkv on to the right, where it is
-needed only at the end of the next hop. After n hops all ranks have added their terms, and the last
-message brings dkv back to its owner; no computation is left to hide it. So k and v are sent n-1
-times, and dkv n times. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2 {2 0} has
-the terms of rank 2, then rank 0:
+BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own, because
+those of all ranks would be the memory that cp is to save. dkv, the sum so far of their gradients,
+follows one hop behind. Each rank adds the term of its own queries, and sends dkv on to the right,
+where it is needed only at the end of the next hop. After n hops all ranks have added their terms,
+and the last message brings dkv back to its owner; no computation is left to hide it. So k and v are
+sent n-1 times, and dkv n times. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2
+{2 0} has the terms of rank 2, then rank 0. It shows dkv after the rank of the row has added its
+term; the last column is what that rank receives:
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -68,7 +72,7 @@ the terms of rank 2, then rank 0:
 TARGETS are shifted before the sequence is sharded (common/data.py). Suppose that ranks shifted
 their own tokens, with 16 tokens on 2 ranks, in zigzag. Rank 0 has chunks 0 and 3, tokens 0 to 3 and
 12 to 15. So token 3 would get token 12 as its target instead of token 4, without any error, and
-token 15 would have none.
+tokens 15 and 11, the last of the two ranks, would have none.
 
 THE LAW. B: the bytes of k and v of one layer, of a micro-batch, on one rank. G: the bytes of their
 gradients, which are fp32 or wider (in bf16 G is 2 B, else B). In each layer, for each micro-batch,
@@ -77,12 +81,15 @@ a rank sends
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
 
-For tiny in fp32 on 4 ranks (k and v, micro-batches of 4, 64 tokens, 64 channels, 4 bytes) B = G = 2
-x 4 x 64 x 64 x 4 = 131,072 bytes, and 3 B + 3 B + 4 G = 1,310,720 bytes.
+For tiny in fp32 on 4 ranks:
 
-A rank's bytes grow like s, its FLOPs of attention like s^2/n: with many tokens on each rank all
-messages but the last dkv can hide behind computation. (`part_attention` stores all scores of a
-part, which a fused kernel does not. For real lengths on a GPU there is an optional technique,
+    B = G                      2 (k and v) x 4 (sequences) x 64 (tokens) x 64 (channels) x 4 bytes
+                               = 131,072
+    forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
+
+A rank's bytes grow like s, its FLOPs of attention like s^2/n: in zigzag, with many tokens on each
+rank, all messages but the last dkv can hide behind computation. (`part_attention` stores all scores
+of a part, which a fused kernel does not. For real lengths on a GPU there is an optional technique,
 --cp-mode flash, the same ring with such a kernel: README, "Launch each step".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
@@ -91,12 +98,12 @@ You should see step 1's losses (on a GPU, with --dtype fp32 for both):
 In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches: in fp32
 41,943,040.
 
-PyTorch's own way: context_parallel of torch.distributed.tensor.experimental. Around forward and
-backward, `with context_parallel(mesh["cp"], buffers=[x, y, cos, sin], buffer_seq_dims=[1, 1, 0,
-0]):` shards the buffers, zigzag if 2n divides s, and replaces SDPA. (RoPE's tables must be among
-them, or each rank's positions begin at 0.) By default it gathers k and v;
-set_rotate_method("alltoall"), of torch.distributed.tensor.experimental._attention, sends them round
-a ring.
+PyTorch's own way, on GPUs: context_parallel of torch.distributed.tensor.experimental. Around
+forward and backward, with positions = arange(s), `with context_parallel(device_mesh["cp"],
+buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]):` shards the buffers, zigzag if 2n divides s,
+and replaces SDPA. (Without positions among them, each rank would count its own from 0.) By default
+it gathers k and v; set_rotate_method("alltoall"), of
+torch.distributed.tensor.experimental._attention, sends them round a ring.
 
 Try this: in `merge`, average the two outputs: share = 0.5. pytest tests/test_step05.py -k merge
 fails.
@@ -138,8 +145,8 @@ def pass_on(x: Tensor, group: Group) -> tuple[Tensor, Pending]:
 
 
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """The ring: yield (rank, its k and v) n times, our own first. kv [2, batch, kv_heads, s/n, d]
-    is k and v.
+    """The ring: yield (source, the source's k and v) n times, our own first. *Source* is the rank
+    whose k and v we hold in this hop. kv [2, batch, kv_heads, s/n, d] is k and v.
 
     While the caller computes with one k and v, they are sent to the right, and the next ones are
     received from the left. (What follows a `yield` runs when the caller asks for the next pair, so
@@ -147,9 +154,9 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """
     source = group.rank
     for _ in range(group.size - 1):
-        next_kv, passing = pass_on(kv, group)
+        next_kv, arriving = pass_on(kv, group)
         yield source, kv
-        passing.wait()
+        arriving.wait()
         kv = next_kv
         source = (source - 1) % group.size
     yield source, kv  # the last ones, which are not sent on
@@ -176,8 +183,8 @@ def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
     """Which queries of `rank` attend to which keys of `source`. Both ranks have `length` = s/n
     tokens.
 
-    To all keys of earlier ranks, and to the causal half of our own; later ranks' keys pass by
-    unused.
+    Our queries attend to all keys of earlier ranks and to the causal half of our own; later ranks'
+    keys pass by unused.
     """
     whole = slice(0, length)
     if source > rank:
@@ -273,8 +280,9 @@ def part_gradients(
         dS = P (dP - D)      where D, for each query, is the sum of P dP over *all* keys
         dq = dS k / sqrt(d)  dk = dS^T q / sqrt(d)
 
-    D needs no other part: sum_j P_j dP_j = sum_j P_j dot(do, v_j) = dot(do, o). And dq is a sum
-    over keys, so that all parts' terms of it simply add up.
+    D is known without the keys of other parts, because o, saved by forward, is that of all keys:
+    sum_j P_j dP_j = sum_j P_j dot(do, v_j) = dot(do, o). And dq is a sum over keys, so that all
+    parts' terms of it simply add up.
     """
     heads = q.shape[1]
     kv_heads = k.shape[1]
@@ -299,8 +307,8 @@ def part_gradients(
 class RingAttention(torch.autograd.Function):
     """Causal ring attention: queries stay on their rank, keys and values travel.
 
-    `attention` and `gradients` compute one part. Read them as `part_attention` and
-    `part_gradients`; only an optional technique passes others, with a fused kernel.
+    `part_forward` and `part_backward` are `part_attention` and `part_gradients`, or functions that
+    do the same by a fused kernel.
     """
 
     @staticmethod
@@ -310,9 +318,9 @@ class RingAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         group: Group,
-        visible: Callable,
-        attention: Callable,
-        gradients: Callable,
+        visible_parts: Callable,
+        part_forward: Callable,
+        part_backward: Callable,
     ) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in
         wide(q.dtype).
@@ -320,9 +328,10 @@ class RingAttention(torch.autograd.Function):
         own_kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
-        for source, (source_k, source_v) in travel(own_kv, group):  # unpacks [2, ...]
-            for queries, keys, causal in visible(group.rank, source, q.shape[2]):
-                part_o, part_lse = attention(
+        for source, source_kv in travel(own_kv, group):
+            source_k, source_v = source_kv
+            for queries, keys, causal in visible_parts(group.rank, source, q.shape[2]):
+                part_o, part_lse = part_forward(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
                 )
                 # views: this changes o and lse
@@ -330,8 +339,8 @@ class RingAttention(torch.autograd.Function):
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
-        ctx.visible = visible
-        ctx.gradients = gradients
+        ctx.visible_parts = visible_parts
+        ctx.part_backward = part_backward
         return o
 
     @staticmethod
@@ -345,11 +354,12 @@ class RingAttention(torch.autograd.Function):
         # rank sent; send the new sum to the right
         received = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # hop 0: nobody has added yet
         arriving = Pending()  # the message that brings `received`; in hop 0 there is none
-        for source, (source_k, source_v) in travel(own_kv, ctx.group):
-            own_term = torch.zeros_like(received)
-            own_dk, own_dv = own_term  # views
-            for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
-                part_dq, part_dk, part_dv = ctx.gradients(
+        for source, source_kv in travel(own_kv, ctx.group):
+            source_k, source_v = source_kv
+            own_dkv = torch.zeros_like(received)  # the term of our queries
+            own_dk, own_dv = own_dkv  # views
+            for queries, keys, causal in ctx.visible_parts(ctx.group.rank, source, q.shape[2]):
+                part_dq, part_dk, part_dv = ctx.part_backward(
                     do[:, :, queries],
                     q[:, :, queries],
                     source_k[:, :, keys],
@@ -362,7 +372,7 @@ class RingAttention(torch.autograd.Function):
                 own_dk[:, :, keys] += part_dk
                 own_dv[:, :, keys] += part_dv
             arriving.wait()
-            dkv = own_term.add_(received)  # with the terms of earlier ranks
+            dkv = own_dkv.add_(received)  # with the terms of earlier ranks
             received, arriving = pass_on(dkv, ctx.group)
         arriving.wait()  # the gradient of our own k and v is back, complete
         dk, dv = received.to(q.dtype)
@@ -374,17 +384,17 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     group: Group,
-    visible: Callable[[int, int, int], list[Part]] = zigzag_visible,
-    attention: Callable[..., tuple[Tensor, Tensor]] = part_attention,
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients,
+    visible_parts: Callable[[int, int, int], list[Part]],
+    part_forward: Callable[..., tuple[Tensor, Tensor]] = part_attention,
+    part_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients,
 ) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] ->
-    like q.
+    like q. `visible_parts`: `zigzag_visible` or `ordered_visible`.
     """
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    o = RingAttention.apply(q, k, v, group, visible, attention, gradients)
+    o = RingAttention.apply(q, k, v, group, visible_parts, part_forward, part_backward)
     return o.transpose(1, 2)
 
 
@@ -393,13 +403,15 @@ class ContextMode(NamedTuple):
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
     attention: Callable[..., Tensor]  # (q, k, v, group) -> like q, as ring_attention
-    # Of further techniques: raises UserError if this attention cannot work with the flags
+    # Raises UserError if this attention cannot work with the flags; None: it always can
     check: Callable[["Config", ModelConfig], None] | None = None
 
 
 CONTEXT: dict[str, ContextMode] = {
-    "zigzag": ContextMode(zigzag_positions, ring_attention),
-    "ordered": ContextMode(ordered_positions, partial(ring_attention, visible=ordered_visible)),
+    "zigzag": ContextMode(zigzag_positions, partial(ring_attention, visible_parts=zigzag_visible)),
+    "ordered": ContextMode(
+        ordered_positions, partial(ring_attention, visible_parts=ordered_visible)
+    ),
 }
 
 
@@ -421,14 +433,14 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     tokens, int64 [s/n], on the CPU.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
-    before k travels. Raises UserError if n does not fit the sequences.
+    before k travels. Raises UserError if n does not fit the sequences, or tp the tokens of a rank.
 
     Ranks of cp, like those of dp, hold the same weights and see different tokens. So gradients are
     summed, and ZeRO shards, over dp x cp: `mesh["data"]`.
     """
     group = mesh["cp"]
     tp = mesh["tp"].size
-    # queue="gradients": sums of gradients do not use the queue of the ring's messages
+    # queue="gradients" (common/comm.py): so a large bucket never delays the ring's k and v
     mesh.join("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
         note_layout(param, data_group="data")
@@ -485,10 +497,11 @@ def train(config: Config, run: Run):
         loss = 0.0
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
-            micro_loss = model(x, y, positions) / n_targets  # scale once ... (new: positions)
-            micro_loss.backward()  # ... then only sum,
+            summed_loss = model(x, y, positions)  # new: positions
+            micro_loss = summed_loss / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
             loss = loss + micro_loss.detach()
-        sync.finish()  # also over ranks
+        sync.finish()  # and this sums them over the ranks of dp and cp
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         all_reduce(loss, mesh["data"]).wait()  # new: dp x cp
 

@@ -250,7 +250,7 @@ def test_ring_backward(sizes, heads, kv_heads, visible, positions):
 def test_ring_of_bf16():
     """Sums are in fp32: errors are less than 1.3 times those of rounding once to bf16."""
     group, own, expected = shard_inputs(length=32, kind="bf16")
-    found, _, _ = run_ring(own, group)
+    found, _, _ = run_ring(own, group, step.zigzag_visible)
     close({x.dtype for x in found}, {BF16}, "dtypes of o, dq, dk and dv")
     for name, x, y in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
         errors = torch.stack((x - y, y.bfloat16() - y)).square().flatten(1).sum(1)
@@ -264,7 +264,7 @@ def test_ring_of_bf16():
 def test_messages_hide_behind_matmuls():
     """They start before a hop's matmuls, and are waited for after them."""
     group, own, _ = shard_inputs()
-    _, in_forward, in_backward = run_ring(own, group)
+    _, in_forward, in_backward = run_ring(own, group, step.zigzag_visible)
     letters = [letter for letter, _ in groupby(event[0] for event in in_forward.events)]
     close("".join(letters), "smwsmwsmwm", "starts, matmuls and waits of four hops")
     in_flight = 0
@@ -279,7 +279,7 @@ def test_law_of_work():
     """All ranks compute one product of all pairs in hop 0, and of half of them in later hops."""
     group, own, _ = shard_inputs()
     with FlopCounterMode(display=False) as counter:
-        run_ring(own, group)
+        run_ring(own, group, step.zigzag_visible)
     # 2 FLOPs for each of 2 sequences x 4 heads x size 16, and of 8 x 8 pairs x (1 + 3/2)
     product = 2 * 128 * 160
     close(counter.get_total_flops(), 7 * product, "FLOPs: 2 products forward, 5 backward")

@@ -74,8 +74,8 @@ def gathered_attention(
     k: Tensor,
     v: Tensor,
     group: Group,
-    attention: Callable = part_attention,
-    gradients: Callable = part_gradients,
+    part_forward: Callable = part_attention,
+    part_backward: Callable = part_gradients,
 ) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
     keys_and_values = gather_in_order(torch.cat((k, v), -1), group)  # one message for both
@@ -93,7 +93,7 @@ def gathered_attention(
         return parts
 
     alone = Group("alone", 0, 1, None)
-    return ring_attention(q, k, v, alone, visible, attention, gradients)
+    return ring_attention(q, k, v, alone, visible, part_forward, part_backward)
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)

@@ -82,8 +82,8 @@ def check_kernel(config: Config, shape: ModelConfig):
         )
 
 
-KERNEL = dict(attention=flash_attention, gradients=flash_gradients)
-in_ring = partial(ring_attention, visible=zigzag_visible, **KERNEL)
+KERNEL = dict(part_forward=flash_attention, part_backward=flash_gradients)
+in_ring = partial(ring_attention, visible_parts=zigzag_visible, **KERNEL)
 after_gather = partial(gathered_attention, **KERNEL)
 CONTEXT["flash"] = ContextMode(zigzag_positions, in_ring, check_kernel)
 CONTEXT["allgather-flash"] = ContextMode(zigzag_positions, after_gather, check_kernel)
