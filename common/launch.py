@@ -1,9 +1,10 @@
-"""How a script starts and ends: `main`, which every script calls, and what ranks compare first.
+"""How a script starts and ends: `main`, which every script calls, and what ranks compare before
+they train.
 
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
-rank has other flags or another version of the code, messages may no longer match: the run hangs, or
-trains on nonsense. So ranks compare how they were started as soon as they can communicate
-(`compare_launches`), before they create the groups of the mesh.
+rank has other flags or another version of the code or of PyTorch, messages may no longer match: the
+run hangs, or trains on nonsense. So ranks compare how they were started as soon as they can
+communicate (`compare_launches`), before they create the groups of the mesh.
 """
 
 import hashlib
@@ -34,9 +35,9 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
 
     With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
     shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
-    them is Python's own KeyboardInterrupt, with a normal shutdown.)
+    them is Python's own KeyboardInterrupt, with a normal shutdown, which can block.)
     """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
     status = 0
     try:
@@ -44,19 +45,21 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
         check_environment()
         with run_type(config) as run:
             train(config, run)
-        if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
-            torch.distributed.destroy_process_group()
+        if dist.is_initialized():  # not after an error: the other ranks may be gone
+            dist.destroy_process_group()
     except Exception as error:
-        status = report(error, early=run is None or not run.training)
+        training = run is not None and run.training
+        status = report(error, early=not training)
     sys.stdout.flush()
     sys.stderr.flush()
-    if several:
+    if several_ranks:
         os._exit(status)
     sys.exit(status)
 
 
 def report(error: Exception, early: bool) -> int:
-    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1.
+    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1. A
+    GPU's memory that is too small is the user's to fix.
 
     `early`: before the first step. An OSError (a path) or torch's DistError (a network) is then
     most likely the user's to fix, too. Later it is not expected, and gets its traceback.
@@ -75,8 +78,9 @@ def report(error: Exception, early: bool) -> int:
         traceback.print_exception(error)
         return 1
     if os.environ.get("RANK", "0") != "0":
-        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends this rank
-        # in its sleep, so that it is printed once. (If only this rank has it, it prints it then)
+        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends the
+        # others on its node in their sleep, so that there it is printed once. (If only this rank
+        # has it, it prints it then)
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -88,9 +92,9 @@ def report(error: Exception, early: bool) -> int:
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, torchrun starts failed ranks again. Ranks find one another's addresses in a
-# key-value store. After a restart they would use the store of the first start, which still has the
-# addresses of ended processes. With this variable they make a new one
+# With --max-restarts, torchrun starts ended ranks again. By default they use its key-value store,
+# which still has the addresses of the ended processes. With this variable each start makes a new
+# store
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -141,13 +145,13 @@ def initialise(backend: str, **options: Any):
 
 
 def compare_launches():
-    """Raise UserError on all ranks unless all agree on: the script's name and its flags, as typed;
-    the version of torch; the source files of this project that are loaded; and the instruction set
-    of the CPU, on which initial weights are drawn.
+    """Raise UserError on all ranks unless all agree on: the script's name and its flags, as typed
+    and in the same order; the version of torch; the source files of this project that are loaded;
+    and the instruction set of the CPU, on which initial weights are drawn.
     """
     ranks = Ranks()
     script = Path(sys.argv[0]).name  # nodes may have it in different places
-    ranks.require_same(" ".join([script, *sys.argv[1:]]), "the flags differ")
+    ranks.require_same(" ".join([script, *sys.argv[1:]]), "the commands differ")
     ranks.require_same(torch.__version__, "the versions of torch differ")
     digest = hashlib.sha256()
     for path in own_sources():

@@ -2,16 +2,18 @@
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
 are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's
-(of the experts, only those that it visits), and 7 x seq x dim for each layer's causal attention.
+(a tied one counts once, as the head; of the experts, only those that it visits), and 7 x seq x dim
+for each layer's causal attention.
 For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
 with a peak of 989, an MFU of 0.06 %.
 
 Others count attention differently, so compare an MFU only with one that is counted alike:
 
-    7 x seq x dim     here: the causal half of 7 products. One of them, the scores in backward, is a
-                      repetition; it counts because every fused attention repeats it. (What
-                      --recompute repeats does not.) For smollm-1.7b it is 6.4 % of the whole
-    12 x seq x dim    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products: 10.5 %
+                      share, smollm-1.7b
+    7 x seq x dim     6.4 %     here: the causal half of 7 products. One of them, the scores in
+                                backward, is a repetition; it counts because every fused attention
+                                repeats it. (What --recompute repeats does not count.)
+    12 x seq x dim    10.5 %    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products
 """
 
 import math
@@ -54,7 +56,8 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
     weights = 0.0
     for name, row in rows.items():
         size = math.prod(row.whole)
-        if len(row.whole) == 3:  # a stack of experts, [experts, out, in]
+        # 1 dimension: a norm, which is not counted. 2: a matrix. 3: experts, [experts, out, in]
+        if len(row.whole) == 3:
             weights += size * top_k / row.whole[0]
         elif len(row.whole) == 2 and ("embed_tokens" not in name or shape.tied):
             weights += size  # looking up an embedding costs nothing; a tied one is also the head
@@ -79,9 +82,9 @@ class Meter:
         """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes that tensors have
         taken since the launch. (NCCL's buffers are not in it.)
         """
-        found = {}
+        measured = {}
         if self.peak:
-            found["mfu"] = self.flops_per_token * tokens_per_second / self.peak
+            measured["mfu"] = self.flops_per_token * tokens_per_second / self.peak
         if self.is_gpu:
-            found["peak_memory"] = torch.cuda.max_memory_allocated()
-        return found
+            measured["peak_memory"] = torch.cuda.max_memory_allocated()
+        return measured

@@ -1,10 +1,10 @@
-"""`Ranks`: what all ranks must agree on during a run. (In step 1 there is one rank.)
+"""`Ranks`: small messages among all ranks, so that they decide alike. (In step 1 there is one
+rank.)
 
 Some decisions depend on what only one rank sees: a signal, a checkpoint that cannot be written, a
 damaged file. If only that rank stopped or saved, the next collective would hang. With
-`Ranks.gather` each rank tells all what it has seen, so that all decide alike. Its messages are
-small, and do not go through common/comm.py, so neither the steps' laws of bytes nor `sent` in
-metrics.jsonl count them.
+`Ranks.gather` each rank tells all others what it has seen. These messages do not go through
+common/comm.py, so neither the steps' laws of bytes nor `sent` in metrics.jsonl count them.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class Ranks:
 
     def __init__(self):
         """On GPUs the default group is NCCL's, whose messages are queued behind the GPU's work: a
-        small one would wait for all kernels before it. So create a group of gloo, which sends from
-        CPU to CPU at once.
+        small one would wait for all kernels before it. So this creates a second group, of gloo,
+        which sends from CPU to CPU at once.
         """
         self.rank = 0
         self.world = 1
@@ -48,14 +48,15 @@ class Ranks:
         from rank 0.
         """
         values = self.gather(value)
+        first = values[0]
         for rank, other in enumerate(values):
-            if other != values[0]:
-                raise UserError(f"{what}: {other} on rank {rank}, but {values[0]} on rank 0")
+            if other != first:
+                raise UserError(f"{what}: {other} on rank {rank}, but {first} on rank 0")
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
-        any, raise UserError on all, with the first rank's message. (Any other error ends only this
-        rank; torchrun then ends the others.)
+        any, raise UserError on all, with the first rank's message. (Any other error ends this rank;
+        the others wait in `gather` until torchrun ends them.)
         """
         problem = ""
         try:

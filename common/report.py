@@ -25,10 +25,11 @@ from common.ranks import Ranks
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part that the rank of the row holds.
+    """A row of the table: a parameter's whole shape, and the part that one rank holds (of several,
+    the first that has it).
 
-    What ZeRO shards is not in the table, because its shards cut across parameters: with --zero 3 a
-    rank keeps fewer bytes, except while it uses a parameter.
+    What ZeRO shards is not in the table, because its shards cut across parameters. So with --zero 3
+    `nbytes` is what a rank holds while it uses the parameter; otherwise it keeps fewer.
     """
 
     whole: tuple[int, ...]  # shape
@@ -76,8 +77,8 @@ def parameter_table(rows: dict[str, Row]) -> str:
         row = rows_of_kind[0]
         whole = "x".join(str(size) for size in row.whole)
         shard = "x".join(str(size) for size in row.shard)
-        number = f"{len(rows_of_kind)} x"
-        lines.append((number, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
+        count = f"{len(rows_of_kind)} x"
+        lines.append((count, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""A run: its directory, progress bar and checkpoints.
+"""The flags and the device of a run; and `Run`: its directory, progress bar and checkpoints.
 
     with Run(config) as run:
         for step in run.steps(model=..., optimizer=..., ...):   yields 0, 1, ...
@@ -7,6 +7,8 @@
 
 With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`, and skip the
 rest, also of this docstring.
+
+The run's directory has
 
     OUT/config.json          the flags, and the number of ranks
         metrics.jsonl        a line for each step: its number, from 1, and what `train` records
@@ -18,22 +20,13 @@ rest, also of this docstring.
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
         nccl-RANK            on a GPU, if a step hangs (watch.py)
 
-RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the flags, and
-the number of steps done. A batch is a function of this number, of the data, whose fingerprint is
-saved, and of flags that must stay the same. So a resumed run computes what an uninterrupted one
-does, up to rounding.
+RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the rows of
+metrics.jsonl, the flags, the fingerprint of the data, and the number of steps done. This number,
+the data and some flags decide each batch. The fingerprint is compared, and those flags must stay
+the same (resume.py). So a resumed run computes what an uninterrupted one does, up to rounding, if
+--dtype is the same.
 
-HOW A RUN ENDS EARLY. After Ctrl-C, SIGTERM or SIGUSR1 during training, all ranks end the step, save
-a checkpoint, and exit with status 0. With torchrun:
-
-    - it gives them 30 seconds for that (the step and the checkpoint), or its --shutdown-timeout,
-      and itself ends with a SignalException and status 1;
-    - SIGUSR1 needs `torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills
-      torchrun alone, and the ranks go on without it.
-
-A Ctrl-C more than a second after the first signal ends a rank at once (watch.py). If a step takes
-longer than --timeout, each rank prints where it is, and the job ends. (--timeout does not count the
-start and saving; it does count a compilation in the first step.)
+How a run ends early, after a signal or because a step hangs: watch.py.
 """
 
 import dataclasses
@@ -84,7 +77,9 @@ class RunConfig:
         "auto", "of weights and computation; auto: bf16 on a GPU that has it, else fp32", DTYPES
     )
     out: str = flag("", "run directory; default: runs/ and the name of the script")
-    save_every: int = flag(0, "steps between checkpoints (one more at the end); 0: none")
+    save_every: int = flag(
+        0, "steps between checkpoints (and one after the last step); 0: only after a signal"
+    )
     resume: str = flag(
         "", "run directory or checkpoint to resume; auto: the newest in --out, if there is one"
     )
@@ -93,7 +88,8 @@ class RunConfig:
 
 
 def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run. Raises UserError if this rank needs a GPU of its own and has none.
+    """Device and dtype of a run; a GPU becomes PyTorch's current one. Raises UserError if this rank
+    needs a GPU of its own and has none.
 
     auto: this process's GPU if the node has any, else the CPU; bf16 if that GPU has it, else fp32.
     """
@@ -106,9 +102,9 @@ def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
         gpus = torch.cuda.device_count()
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
         if device.index >= gpus:
-            advice = "lower --nproc_per_node, or use --device cpu" if gpus else "use --device cpu"
             raise UserError(
-                f"--device: each rank needs a GPU of its own, and this node has {gpus}: {advice}"
+                f"--device: each rank needs a GPU of its own, and this node has {gpus}: "
+                "use --device cpu, or fewer ranks (--nproc_per_node)"
             )
         torch.cuda.set_device(device)
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate it
@@ -133,12 +129,13 @@ class Run:
         # For config.json and checkpoints; the number of ranks is compared like a flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
-        self.history: list[dict] = []  # a row for each step; rank 0's are in metrics.jsonl
+        # A row for each step; rank 0's are in metrics.jsonl, also those before a --resume
+        self.history: list[dict] = []
         self.training = False  # whether the first step has begun
-        self.timed_since = 0.0  # when the last step was recorded, in seconds
+        self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
         self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
-        # From `set_up` on:
+        # Declared here, set in `set_up`:
         self.mesh: Mesh
         self.ranks: Ranks
         self.meter: Meter
@@ -149,7 +146,7 @@ class Run:
         return self
 
     def __exit__(self, error: type | None, *_):
-        """Draw loss.png, unless an error ended the run."""
+        """Stop the watch; draw loss.png, unless an error ended the run."""
         self.watch.stop()
         if self.is_rank_0 and error is None and self.history:
             with self.writing():
@@ -173,8 +170,9 @@ class Run:
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
-        # `with` ends all three, however the loop ends: if the caller's body raises, Python closes
-        # this generator, and that leaves the `with`. In `Signals`, signals are only noted
+        # `with` ends all three, however the loop ends. (If the caller's body raises, Python closes
+        # this generator, which only the caller's `for` refers to, and that leaves the `with`.) In
+        # `Signals`, signals are only noted
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
@@ -182,9 +180,9 @@ class Run:
                 self.watch.start()
                 yield step
                 # If one rank has received a signal, all end after this step
-                stopping = any(self.ranks.gather(signals.first_at is not None))
+                stopping = any(self.ranks.gather(signals.first is not None))
                 self.watch.stop()
-                pause_began = time.perf_counter()
+                pause_began = time.perf_counter()  # the wait for other ranks belongs to the step
                 if profiler is not None:
                     profiler.step()  # after the last step of the trace, this writes it
                 if stopping or self.save_is_due(step + 1):
@@ -199,16 +197,16 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        Pass numbers that are equal on all ranks: all must raise, or none, because for the message
-        each rank asks all others which of their gradients are wrong.
+        Pass numbers that are equal on all ranks: all must raise, or none, because the message is
+        made by a collective (`gradients_not_finite`).
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
             name = wrong[0]
             what = name.replace("_", " ")
             raise UserError(
-                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If step01_single_gpu"
-                ".py trains well with the same flags, it may be a bug in the sharding. Not finite: "
+                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If one rank trains "
+                "well with the same flags, it may be a bug in the sharding. Not finite: "
                 f"{self.gradients_not_finite()})"
             )
 
@@ -302,8 +300,8 @@ class Run:
     # Checkpoints
 
     def introduce(self, rows: dict[str, Row]):
-        """Print the devices, the mesh and the data; with several ranks also how each parameter is
-        sharded.
+        """Print the devices, the mesh, the data and the number of parameters; with several ranks
+        also how each is sharded.
         """
         sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
         dtype = next(self.parts["model"].parameters()).dtype
@@ -333,7 +331,7 @@ class Run:
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 
-    # Less important
+    # For messages and metrics.jsonl
 
     def gradients_not_finite(self) -> str:
         """One gradient of each of the first four ranks that have such gradients, or "none"."""

@@ -1,5 +1,22 @@
-"""How a run ends early: `Signals`, after the present step; `HangWatch`, if a step takes longer than
+"""How a run ends early: `Signals`, after the current step; `HangWatch`, if a step takes longer than
 --timeout.
+
+SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
+checkpoint, and exit with status 0.
+
+                        first signal                    a second one
+    Ctrl-C (SIGINT)     save, and end                   end at once, without saving
+    SIGTERM             save, and end                   after a Ctrl-C the same; else nothing
+    SIGUSR1             save, and end                   nothing
+
+torchrun passes on the first Ctrl-C, turns a second one into SIGTERM, and itself ends with a
+SignalException and status 1. It gives the ranks 30 seconds for the step and the checkpoint, or its
+--shutdown-timeout, and then kills them. SIGUSR1 sent to torchrun needs `torchrun
+--signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills torchrun alone, and the ranks go on
+without it.
+
+SIGHUP, which a terminal sends when it is closed, ends the process. `nohup python` ignores it;
+`nohup torchrun` needs --signals-to-handle SIGTERM,SIGINT to ignore it, too.
 """
 
 import faulthandler
@@ -8,7 +25,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -20,16 +36,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 
 class Signals:
-    """In this context a first Ctrl-C, SIGTERM or SIGUSR1 does not end the process: its time is
-    noted, so that the run can save.
-
-    (SIGHUP, which a terminal sends when it is closed, is not among them: it ends the process. Under
-    `nohup` a script ignores it, but torchrun does not, unless it is started with
-    --signals-to-handle SIGTERM,SIGINT.)
+    """In this context the first Ctrl-C, SIGTERM or SIGUSR1 is only noted, so that the run can
+    save.
     """
 
     def __init__(self):
-        self.first_at: float | None = None  # when the first one came, by the monotonic clock
+        self.first: int | None = None  # the number of the first one that has come
+        self.old_handlers: dict = {}
 
     def __enter__(self) -> "Signals":
         self.old_handlers = {number: signal.signal(number, self.handle) for number in SIGNALS}
@@ -40,18 +53,18 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):
-        """Note the first signal. A Ctrl-C more than a second later ends the process at once,
-        without saving. (Within a second it may be the same Ctrl-C, passed on by torchrun.)
+        """Note the first signal. A second one ends the process if it is a Ctrl-C, or if it is
+        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not: torchrun also sends it
+        when another rank has ended, and then this rank may have to print where it waits.)
 
         Python runs a handler only between its own instructions. A rank that waits in C code, as in
-        a collective, runs none. So Ctrl-C seems to do nothing until torchrun kills the rank (30
-        seconds later), or --timeout ends it.
+        a collective, runs none. Then a signal does nothing until torchrun kills the rank, or
+        --timeout ends it.
         """
-        now = time.monotonic()
-        if self.first_at is None:
-            self.first_at = now
-        elif number == signal.SIGINT and now > self.first_at + 1:
-            os._exit(130)
+        if self.first is None:
+            self.first = number
+        elif number == signal.SIGINT or (number, self.first) == (signal.SIGTERM, signal.SIGINT):
+            os._exit(130)  # 128 + SIGINT, as shells do
 
 
 class HangWatch:
@@ -60,14 +73,14 @@ class HangWatch:
 
     If one rank is stuck, the others soon wait for it in a collective, so all print their stacks at
     about the same time. The rank whose stack differs is usually the one that the others wait for.
-    When the first rank has exited, torchrun sends SIGTERM to the others, and SIGKILL 30 seconds
-    later. `Signals` only notes the SIGTERM, so they still print.
-
     On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
     `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in which collective each rank
-    is. PyTorch itself ends a single collective after 10 minutes (NCCL) or 30 (gloo), whatever
-    --timeout is. (The default of 10 minutes comes before NCCL's: it counts from the start of the
-    step.)
+    is.
+
+    Neither the start nor saving counts; a compilation in the first step does. PyTorch itself ends a
+    process that waits in one collective for 10 minutes (NCCL), or raises an error in it after 30
+    (gloo). The default of --timeout, also 10 minutes, comes first, because it counts from the start
+    of the step. A longer one helps only if no single collective takes so long.
     """
 
     def __init__(self, seconds: float, out: Path):

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -57,18 +56,24 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(pools, tmp_path):
     close(names, ["step-00000002"], "checkpoints")
 
 
-def test_a_second_ctrl_c_ends_the_process():
-    """The first is noted. torchrun may repeat it at once, which does not count."""
-    times = iter([100.0, 100.1, 103.0])
-    clock = mock.patch.object(time, "monotonic", lambda: next(times))
-    ending = mock.patch.object(os, "_exit", side_effect=SystemExit)
-    with Signals() as signals, clock, ending as ends:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        close((signals.first_at, ends.call_count), (100.0, 0), "after two within a second")
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGINT)
-    close(ends.call_args.args, (130,), "status")
+SECOND = [
+    # The signals that come one after another, and how often the process is ended
+    ([signal.SIGINT, signal.SIGINT], 1),
+    ([signal.SIGINT, signal.SIGTERM], 1),  # torchrun turns a second Ctrl-C into SIGTERM
+    ([signal.SIGINT, signal.SIGUSR1], 0),
+    ([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], 0),
+    ([signal.SIGTERM, signal.SIGINT], 1),
+]
+
+
+@cases("numbers, times", SECOND)
+def test_a_second_ctrl_c_ends_the_process(numbers, times):
+    """The first signal is only noted; a second one that is a Ctrl-C ends the process."""
+    with Signals() as signals, mock.patch.object(os, "_exit") as ends:
+        for number in numbers:
+            signal.raise_signal(number)
+    close(signals.first, numbers[0], "the first signal")
+    close(ends.call_args_list, [mock.call(130)] * times, "ends of the process, with this status")
 
 
 SCRIPT = """
