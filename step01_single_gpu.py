@@ -8,9 +8,9 @@ SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, di
 of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
 have different numbers of target tokens: if one has a token with the loss 1, and another has three
-with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (The
-texts that this course trains on make every token a target. Data for fine-tuning do not: the targets
-of a prompt's tokens are IGNORE, which the loss leaves out. The tests mark some so at random.)
+with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (In
+the texts that this course trains on, every token is a target. In data for fine-tuning, targets that
+are tokens of the prompt are IGNORE, and the loss leaves them out.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END);
@@ -19,7 +19,8 @@ sequences of 256 tokens; 804,224 parameters.
 PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
 1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
 gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies (as Micikevicius et
-al. 2017 did for fp16). Bytes for each parameter:
+al. 2017 did for fp16). Weights are bf16 on a GPU that has it, else fp32, unless --dtype says
+otherwise. Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -27,8 +28,8 @@ al. 2017 did for fp16). Bytes for each parameter:
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
        2      2 + 4        4       4 + 4     20    a bf16 gradient and its fp32 sum
 
-RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. For
-each token a layer saves
+RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. With a
+fused attention kernel (on a GPU in bf16), and without --compile, a layer saves for each token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two norms                       512
@@ -39,33 +40,35 @@ each token a layer saves
     and in fp32:
     n_heads + 2             log sum exp(scores) for each head, 1 / rms for each norm   10
 
-(From log sum exp, backward computes the attention probabilities again, so that they need not be
-saved.) In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes on a GPU. With --recompute full
-(activation checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in
-bf16: 256 bytes), and backward repeats its forward. The repetition stops as soon as it has the input
-of down_proj, the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it
+(From log sum exp, the kernel's backward computes the attention probabilities again, so that they
+need not be saved. In fp32, PyTorch has no such kernel on GPUs for heads that share keys.) In bf16
+these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. With --recompute full (activation
+checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in bf16: 256
+bytes), and backward repeats its forward. The repetition stops as soon as it has the input of
+down_proj, the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it
 does not stop.)
 
-(RoPE's tables, which all layers share, are not counted. On a CPU, which has no fused norm, each of
-the two norms also saves its normalised input in fp32, and a bf16 input as fp32: a layer of tiny
-saves 6,184 bytes in bf16, 10,280 in fp32.)
+(RoPE's tables, which all layers share, are not counted. A CPU has a fused attention, but no fused
+norm: each of the two norms also saves its normalised input in fp32, and a bf16 input as fp32. So a
+layer of tiny saves 6,184 bytes in bf16, 10,280 in fp32.)
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward
-(2 for the gradient of the input, 2 for that of the weight).
-(The embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
-average (nearly), so one product of attention costs it 2 x dim x seq/2 = seq x dim. There are seven:
+(2 for the gradient of the input, 2 for that of the weight). (The embedding's cost none: it is
+looked up.) In causal attention a token attends to seq/2 tokens on average (nearly), so one matrix
+product of attention costs a token 2 x dim x seq/2 = seq x dim. There are seven:
 
     forward 2     scores S = q k^T, output o = P v
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
                   (P = softmax(S); dP is the gradient of P, and so on)
 
-Tiny has 804,224 - 257 x 128 - 9 x 128 = 770,176 weights in matrices without the embedding:
+Tiny has 804,224 parameters; without the embedding's 257 x 128 and those of nine norms, 9 x 128, its
+matrices have 804,224 - 257 x 128 - 9 x 128 = 770,176 weights:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
 A layer of tiny has 184,320 weights in matrices, of which down_proj has 352 x 128 = 45,056.
-Recomputation repeats the 2 forward FLOPs of a layer's weights but down_proj's, and the two products
-of attention:
+Recomputation repeats the 2 forward FLOPs of each weight of a layer, except those of down_proj, and
+the two products of attention:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
@@ -121,7 +124,7 @@ ADAMW = dict(betas=(0.9, 0.95), fused=True)  # Llama's betas, not PyTorch's defa
 
 
 def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
-    """AdamW on the masters."""
+    """AdamW on the masters. (`Optimizer.step` sets its learning rate.)"""
     return torch.optim.AdamW(decay_groups(optimizer.masters, optimizer.config), **ADAMW)
 
 
@@ -163,7 +166,7 @@ def set_up_layers(model: Decoder, config: "Config", **options: Any):
 class Config(RunConfig):
     """Flags of the trainer.
 
-    Each is a `flag(default, help, allowed values)`: see common/flags.py. Those of device, dtype,
+    Each is a `flag(default, help, ...)`: see common/flags.py. Those of device, dtype,
     directory and checkpoints are in `RunConfig`.
     """
 
@@ -188,8 +191,8 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak towards a tenth of it. (It would get there at
-    step --steps; the last step is number --steps - 1.)
+    """Linear warm-up, then a cosine from the peak towards a tenth of it. (Steps count from 0, so
+    the last one is just short of it.)
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -279,24 +282,26 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    # Allocate and initialise, from seed and names only
+    # Allocate and initialise: each weight is a function of the seed and its name
     materialize(model, config.seed, device, dtype)
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ... (with --resume, the steps that a checkpoint has not yet done). The objects
-    # are for checkpoints
+    # Yields 0, 1, ... (with --resume, the steps that a checkpoint has not yet done). `run` needs
+    # the objects to save, restore and describe them
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
+        # At least 1, so that a batch without any target has the loss 0 / 1
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens.to(device).split(config.micro_batch_size)
         ys = targets.to(device).split(config.micro_batch_size)
         loss = 0.0
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # a sum over tokens: scale once ...
-            micro_loss.backward()  # ... then only sum
+            micro_loss.backward()  # ... then only sum: this adds to the gradients
             loss = loss + micro_loss.detach()
 
+        # The L2 norm of all gradients together
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)  # nan would spoil all weights
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))

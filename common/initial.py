@@ -1,15 +1,15 @@
-"""Initial values: a rank draws each parameter of its model whole, from the same seed as all ranks,
-and keeps its part.
+"""Initial values: each parameter is drawn whole, as a function of the seed and its name. So all
+layouts begin with the same weights.
 
-In steps 1 to 3 that part is all of it: there `full_shape(param)` is `param.shape`, and the loop
-over shards in `materialize` does nothing. (ZeRO 3 then cuts the parameter itself.) From step 4 on,
-`layout_of(param)` says what a rank keeps: layout.py.
+In steps 1 to 3 a rank keeps the whole parameter (ZeRO 3 then cuts it by itself). From step 4 on, it
+keeps the shard that the parameter's record names (layout.py).
 """
 
 import hashlib
 import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from common.model import Decoder
 
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
-    function of seed, name, shape and number of layers, whatever the layout. (On a CPU with other
-    instructions the last bits can differ: launch.py compares the ranks' CPUs.)
+    function of seed, name, shape and the model's number of layers, whatever the layout. (On a CPU
+    with other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
     n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
@@ -32,6 +32,7 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     std = 0.02
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std = 0.02 / (2 * n_layers) ** 0.5
+    # A seed for each name. (Python's own hash of a str differs in each process)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # PyTorch's generator for CPUs uses only the low 32 bits of a seed
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
@@ -43,25 +44,26 @@ def materialize(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    only: Collection[str] | None = None,
+    names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those that `only` names, or all.
-    (Step 3 names those of a unit: in stage 3 only one unit is ever whole in memory.)
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (Step 3
+    names those of a unit, so that, while weights are drawn, only one unit is whole.)
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
     parameters after this call. (Hooks on modules may come before.)
     """
     chosen = []
     for name, param in model.named_parameters():
-        if only is None or name in only:
+        if names is None or name in names:
             chosen.append((name, param))
     drawn = draw_all(chosen, model.config.n_layers, seed)
     for (_, param), value in zip(chosen, drawn, strict=True):
+        part = value
         shard = layout_of(param).shard
-        if shard is not None:  # from step 4 on: keep this rank's part
-            value = shard_of(value, shard)
-        filled = nn.Parameter(value.to(device, dtype))
-        filled.parallel_layout = layout_of(param)
+        if shard is not None:  # from step 4 on
+            part = shard_of(value, shard)
+        filled = nn.Parameter(part.to(device, dtype))
+        filled.parallel_layout = layout_of(param)  # its record: see layout.py
         replace_param(model, param, filled)
     materialize_buffers(model, device)  # only step 7 has any
 
@@ -83,17 +85,14 @@ def materialize_buffers(model: nn.Module, device: torch.device):
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield the initial values of whole parameters, in fp32, in order: `draw` for each, in up to 8
-    threads. (Only for speed: one draws some 100 million numbers a second, and llama3-8b has 8
-    billion.)
+    """Yield `draw` of each whole parameter, in fp32, in order. Up to 8 threads draw, only for
+    speed: one draws some 100 million numbers a second, and llama3-8b has 8 billion.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(named), threads):  # not all at once, which would fill memory
-            drawing = []
-            for name, param in named[start : start + threads]:
-                value = torch.empty(full_shape(param))
-                drawing.append(pool.submit(draw, value, name, n_layers, seed))
-            for future in drawing:
-                yield future.result()
+            group = named[start : start + threads]
+            values = [torch.empty(full_shape(param)) for _, param in group]
+            names = [name for name, _ in group]
+            yield from pool.map(draw, values, names, repeat(n_layers), repeat(seed))
