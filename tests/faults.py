@@ -64,8 +64,8 @@ FAULTS = [
     ),
     Fault(
         "common.initial",
-        "value = shard_of(value, shard)",
-        'value = draw(torch.empty(param.shape), "", model.config.n_layers, seed)',
+        "part = shard_of(value, shard)",
+        'part = draw(torch.empty(param.shape), "", model.config.n_layers, seed)',
         "test_step01::test_materialize_cuts_shards_from_whole_matrices",
         "all ranks draw the same shard",
     ),
