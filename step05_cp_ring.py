@@ -217,10 +217,10 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[Part]:
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Cast x [batch, kv_heads, seq, d] to fp32 or wider, and repeat each kv head for its query
-    heads.
+    """Repeat each kv head of x [batch, kv_heads, seq, d] for its query heads -> [batch, heads, seq,
+    d].
     """
-    return x.to(wide(x.dtype)).repeat_interleave(heads // x.shape[1], dim=1)
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -241,9 +241,12 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     queries], both wide.
     """
     heads = q.shape[1]
-    scores = scaled_scores(q.to(wide(q.dtype)), repeat_heads(k, heads), causal)
+    q = q.to(wide(q.dtype))
+    k = repeat_heads(k.to(q.dtype), heads)
+    v = repeat_heads(v.to(q.dtype), heads)
+    scores = scaled_scores(q, k, causal)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ repeat_heads(v, heads), lse
+    return (scores - lse[..., None]).exp() @ v, lse
 
 
 def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
@@ -289,13 +292,13 @@ def part_gradients(
     root = math.sqrt(q.shape[-1])
     q = q.to(wide(q.dtype))
     do = do.to(q.dtype)
-    repeated_k = repeat_heads(k, heads)
-    repeated_v = repeat_heads(v, heads)
-    p = (scaled_scores(q, repeated_k, causal) - lse[..., None]).exp()  # P
-    d_p = do @ repeated_v.mT  # dP
+    k = repeat_heads(k.to(q.dtype), heads)
+    v = repeat_heads(v.to(q.dtype), heads)
+    p = (scaled_scores(q, k, causal) - lse[..., None]).exp()  # P
+    d_p = do @ v.mT  # dP
     big_d = (do * o).sum(-1, keepdim=True)  # D
     ds = p * (d_p - big_d)  # dS
-    dq = (ds @ repeated_k) / root
+    dq = (ds @ k) / root
     dk = (ds.mT @ q) / root
     dv = p.mT @ do
     # A kv head serves several query heads: its gradient is the sum over them.
