@@ -297,8 +297,6 @@ class Run:
         (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
         (self.out / "metrics.jsonl").write_text(rows)
 
-    # Checkpoints
-
     def introduce(self, rows: dict[str, Row]):
         """Print the devices, the mesh, the data and the number of parameters; with several ranks
         also how each is sharded.
