@@ -422,7 +422,7 @@ CONTEXT: dict[str, ContextMode] = {
 class Config(step04.Config):
     """Context parallelism."""
 
-    cp: int = flag(1, "ranks that share each sequence")
+    cp: int = flag(1, "ranks that share each sequence", least=1)
     cp_mode: str = flag(
         "zigzag",
         "how sequences are sharded, and how shards attend to one another",
