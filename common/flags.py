@@ -11,7 +11,7 @@
 makes --steps, --lr, and --optimizer, whose values are the keys of the dict OPTIMIZERS, beside the
 flags of RunConfig. The first line of the class's docstring is their title in --help.
 
-FROM STEP 2 ON: NEEDS. Some flags do something only beside certain values of others. In step 7
+From step 2 on: NEEDS. Some flags do something only beside certain values of others. In step 7
 
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
 
