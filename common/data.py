@@ -8,8 +8,8 @@ length, the global batch size and the step: never on ranks or layout.
 
 The last twentieth of the windows (at least one) is held out: no step trains on their targets.
 (`Data.held_out` returns them. The steps do not call it; an optional tool does, which computes the
-loss of a trained model on them.) Each epoch goes through the other n windows once, in
-a random order of its own, drawn from (seed, epoch):
+loss of a trained model on them.) Each epoch goes through the other n windows once, in a random
+order of its own, drawn from (seed, epoch):
 
     sample i    the window at place i mod n in the order of epoch i // n
     step s      samples s B to s B + B - 1            (B: the global batch size; all count from 0)
@@ -28,7 +28,7 @@ equally many.)
 readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger.
 Each rank holds all tokens in memory, two bytes for each (while text is read, four or more). Of a
 .bin file of token ids it holds none, because the file is mapped into memory. So write a large
-corpus to such a file first, as readers.py describes it; from numpy, ids.tofile("corpus.bin") does.
+corpus to such a file first, with numpy: ids.astype(np.uint16).tofile("corpus.bin"); see readers.py.
 (At the start each rank reads the whole file once, for its largest id, and up to 2**27 tokens of it
 again, for its fingerprint.)
 """

@@ -11,12 +11,12 @@
 makes --steps, --lr, and --optimizer, whose values are the keys of the dict OPTIMIZERS, beside the
 flags of RunConfig. The first line of the class's docstring is their title in --help.
 
-From step 2 on: NEEDS. Some flags do something only beside certain values of others. In step 7
+From step 2 on: NEEDS. Some flags do something only beside certain values of others. In step 7, for
+example, this one does something only beside --balance bias:
 
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
 
-does something only beside --balance bias. If --bias-rate is given beside another balance, even with
-its own default value, the run ends:
+If it is given beside another balance, even with its own default value, the run ends:
 
     $ python step07_moe_ep.py --bias-rate 0.001
     error: --bias-rate has no effect without --balance bias: leave it out
