@@ -472,10 +472,12 @@ BALANCE: dict[str, type[MoE]] = {
 class Config(step06.Config):
     """Mixture of experts and expert parallelism."""
 
-    experts: int = flag(8, "MLPs in each layer that has experts")
-    experts_per_token: int = flag(2, "how many of them a token visits")
+    experts: int = flag(8, "MLPs in each layer that has experts", least=1)
+    experts_per_token: int = flag(2, "how many of them a token visits", least=1)
     expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
-    moe_every: int = flag(1, "every moe_every-th layer has experts; the others have an MLP")
+    moe_every: int = flag(
+        1, "every moe_every-th layer has experts; the others have an MLP", least=1
+    )
     dense_layers: int = flag(
         0, "layers at the start that have an MLP; --moe-every counts from there"
     )
@@ -484,7 +486,7 @@ class Config(step06.Config):
         0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
     )
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
-    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
+    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts", least=1)
 
 
 def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):

@@ -5,8 +5,7 @@
             run.require_finite(step, loss=..., grad_norm=...)   before the update
             run.record(step, tokens, loss=..., ...)             after it
 
-With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`, and skip the
-rest, also of this docstring.
+(With step 1, read only this much of the docstring, and what common/__init__.py names.)
 
 The run's directory has
 
