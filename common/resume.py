@@ -1,12 +1,13 @@
-"""Which checkpoint a run resumes from, and which flags must stay as they were.
+"""Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
 
-A flag must stay unless it is in one of two sets. So all stay that decide what is computed: model,
-batch, learning rate, and also --steps, on which the learning rate depends.
+Every flag that decides what is computed must stay the same: those of the model, the batch and the
+learning rate, also --steps, on which the learning rate depends. FREE has the others. They say where
+and how the ranks do the work, so they change the results only by rounding. Three need a word:
 
-    FREE    where the run computes, in which dtype, what it reads and writes, when it gives up.
-            (--dataset is free as a path: its tokens are compared, by their fingerprint.)
-    WORK    how the ranks divide and do the work, and what they keep in memory. (But
-            --micro-batch-size must stay if experts have an auxiliary loss: see `may_differ`.)
+    --dataset            is free as a path: its tokens are compared, by their fingerprint.
+    --dtype              is free, too, but then the run goes on in another precision: its losses
+                         differ visibly.
+    --micro-batch-size   must stay if experts have an auxiliary loss: see `may_differ`.
 
 A flag that only one of the two scripts has is not compared. If another flag has changed, the run
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
@@ -16,20 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
-from common.checkpoint import Checkpoint, candidates, find
+from common.checkpoint import Checkpoint
 from common.flags import spelled
 from common.ranks import Ranks
+from common.storage import candidates, find_sound
 
-FREE = {"dataset", "out", "resume", "save_every", "timeout", "profile", "device", "dtype"}
-WORK = {
-    "micro_batch_size",  # but see `may_differ`
+FREE = {
+    # What the run reads and writes, and when it gives up
+    "dataset",
+    "out",
+    "resume",
+    "save_every",
+    "timeout",
+    "profile",
+    # Where it computes, and in which dtype
+    "device",
+    "dtype",
+    # How the ranks divide and do the work, and what they keep in memory
+    "ranks",  # no flag, but their number, which `Run` adds
+    "micro_batch_size",
     "recompute",
     "compile",
     "sync",
     "bucket_mb",
     "zero",
     "keep",
-    "ranks",  # no flag, but their number, which `Run` adds
     "tp",
     "sp",
     "cp",
@@ -44,40 +56,43 @@ WORK = {
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     """The checkpoint that --resume selects, the same on all ranks; None to start anew.
 
-    `resume`: ""      None
-              "auto"  the newest sound one in --out; None if --out has no checkpoint
+    `resume`: "auto"  the newest sound one in --out; None if --out has no checkpoint
+              ""      None
               a path  that run's newest sound one, or that checkpoint
 
-    Raises UserError if a path has none; if all are damaged; or if --out has checkpoints, and
-    `resume` is neither --out nor its newest (checkpoints of two runs would lie in one directory). A
-    collective.
+    Raises UserError if a path has none; if all are damaged; or if --out already has checkpoints and
+    `resume` is "" or another run: the checkpoints of two runs would be mixed. An older checkpoint
+    of --out is refused, too. A collective.
     """
     if resume == "auto":
-        return find(out, ranks)
-    own = candidates(out, ranks)
-    continues_own = False
-    if resume != "":
-        if not candidates(Path(resume), ranks):
-            raise UserError(f"--resume {resume}: no checkpoint is there")
-        allowed = [path.resolve() for path in (out, *own[:1])]
-        continues_own = Path(resume).resolve() in allowed
-    if own and not continues_own:
-        raise UserError(
-            f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
-            "another --out"
-        )
+        return find_sound(out, ranks)
+    in_out = candidates(out, ranks)
+    refusal = (
+        f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
+        "another --out"
+    )
     if resume == "":
+        if in_out:
+            raise UserError(refusal)
         return None
-    return find(Path(resume), ranks)
+    where = Path(resume)
+    if not candidates(where, ranks):
+        raise UserError(f"--resume {resume}: no checkpoint is there")
+    if in_out:
+        newest = in_out[0]
+        if where.resolve() not in (out.resolve(), newest.resolve()):
+            raise UserError(refusal)
+    return find_sound(where, ranks)
 
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that `check_flags` lets change: they do not change what is computed, but for
-    rounding. (Of --dataset it compares the tokens.)
+    rounding (and --dtype). Of --dataset it compares the tokens, above 2**27 a sample of them.
     """
-    names = FREE | WORK
-    # Step 7's auxiliary loss is a mean over each micro-batch, so the size of a micro-batch decides
-    # what is computed
+    names = set(FREE)
+    # Step 7's auxiliary loss is computed from each micro-batch's own counts, so the size of a
+    # micro-batch decides what is computed. (Any other value of --balance is taken to have such a
+    # loss: for one that has none, keeping the size does no harm)
     if flags.get("balance", "none") not in ("none", "bias"):
         names.remove("micro_batch_size")
     return names

@@ -44,7 +44,7 @@ import torch
 from tqdm import tqdm
 
 from common import UserError
-from common.checkpoint import Checkpoint, pieces_of, save
+from common.checkpoint import Checkpoint, pieces_of
 from common.comm import Mesh
 from common.flags import flag
 from common.meter import Meter, flops_per_token
@@ -59,6 +59,7 @@ from common.report import (
     progress,
 )
 from common.resume import check_flags, choose_checkpoint
+from common.storage import save_checkpoint
 from common.watch import HangWatch, Signals
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -320,7 +321,8 @@ class Run:
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         folder = self.out / f"checkpoints/step-{done:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        save(folder, self.content(done), pieces, self.ranks, previous=self.last_checkpoint)
+        content = self.content(done)
+        save_checkpoint(folder, content, pieces, self.ranks, previous=self.last_checkpoint)
         self.last_checkpoint = folder
 
     def content(self, done: int) -> dict[str, Any]:

@@ -12,10 +12,12 @@ Each rank restores its own. So the layout and the number of ranks must be those 
 from typing import Any
 
 from common import UserError
-from common.checkpoint import files_of, read
+from common.checkpoint import files_of, read_file
 from common.flags import spelled
-from common.resume import WORK
 from common.trainer import Run
+
+# What decides which state a rank has
+KEEP = ("ranks", "sync", "zero", "tp", "cp", "pp", "schedule", "chunks", "ep")
 
 
 class StatefulRun(Run):
@@ -36,9 +38,9 @@ class StatefulRun(Run):
         if folder is None:  # the run begins
             return done
         files = files_of(folder)
-        saved = read(files[self.rank % len(files)])
-        names = sorted(WORK & self.flags.keys())
-        changed = [name for name in names if saved["flags"].get(name) != self.flags[name]]
+        saved = read_file(files[self.rank % len(files)])
+        before = saved["flags"]
+        changed = [name for name in KEEP if before.get(name) != self.flags.get(name)]
         for part, state in saved.get("state", {}).items():
             if part not in self.parts:
                 raise UserError(f"--resume {folder}: this script has no {part}, whose state it has")

@@ -1,4 +1,4 @@
-"""Checkpoints: common/checkpoint.py, resume.py and ranks.py. Read them after step 3.
+"""Checkpoints: common/checkpoint.py, storage.py, resume.py and ranks.py. Read them after step 3.
 
 Small exact cases come first, then runs that are resumed in other layouts, damaged, and interrupted.
 """
@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +18,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common import UserError, checkpoint
-from common.checkpoint import (
-    Checkpoint,
-    Piece,
-    Place,
-    candidates,
-    find,
-    place_of,
-    save,
-    write,
-)
+from common import UserError, storage
+from common.checkpoint import Checkpoint, Piece, Place, place_of, write_file
 from common.layout import Shard, note_layout, shard_of
 from common.ranks import Ranks
 from common.resume import check_flags, choose_checkpoint
+from common.storage import candidates, find_sound, name_checkpoint, save_checkpoint
 from tests.equal import STEP1, close, close_together, draw, train
 from tests.pool import RankError
 
@@ -71,6 +64,14 @@ CUTS = {
 }
 
 
+def checkpoint_of(pieces: dict[Place, dict[str, Tensor]]) -> Checkpoint:
+    """A checkpoint with these pieces of a tensor "weight"."""
+    saved = Checkpoint.__new__(Checkpoint)
+    saved.folder = Path("X")
+    saved.pieces = dict(weight=pieces)
+    return saved
+
+
 @cases("n", [1, 3])
 @cases("cut", CUTS.values(), ids=CUTS)
 def test_a_piece_is_assembled_from_those_of_any_layout(cut, n):
@@ -78,11 +79,21 @@ def test_a_piece_is_assembled_from_those_of_any_layout(cut, n):
     values that it would have saved itself.
     """
     whole = draw("whole", 0, 10, 7)
-    saved = Checkpoint.__new__(Checkpoint)
-    saved.pieces = dict(weight=saved_pieces(whole, cut, n))
+    saved = checkpoint_of(saved_pieces(whole, cut, n))
     for name, other in CUTS.items():
         for place, tensors in saved_pieces(whole, other, 2).items():
             close(saved.values_at("weight", "master", place), tensors["master"], name)
+
+
+@cases("missing", range(6))
+def test_a_missing_piece_is_an_error(missing):
+    """Without one of six pieces, a whole tensor is not filled up with zeros."""
+    whole = draw("whole", 0, 10, 7)
+    pieces = saved_pieces(whole, CUTS["rows"], 3)
+    del pieces[list(pieces)[missing]]
+    saved = checkpoint_of(pieces)
+    with pytest.raises(UserError, match="--resume X: its files have only a part of weight"):
+        saved.values_at("weight", "master", piece_of(whole).place)
 
 
 def piece_of(master: Tensor) -> Piece:
@@ -99,7 +110,7 @@ def save_by_hand(folder: Path, n: int):
     """Write files of n ranks, each with its own "weight RANK"."""
     for rank in range(n):
         pieces = {f"weight {rank}": piece_of(weight_of(rank))}
-        write(folder / f"rank-0000{rank}.pt", dict(rank=rank, ranks=n), pieces)
+        write_file(folder / f"rank-0000{rank}.pt", dict(rank=rank, ranks=n), pieces)
 
 
 # --- Resumed runs
@@ -173,7 +184,7 @@ def test_saving_removes_what_is_older_than_the_checkpoint_before(tmp_path):
     saves = {4: "1-best 2 3 4 9", 6: "1-best 4 6 9", 12: "1-best 12 6 9", 15: "1-best 12 15"}
     for step, expected in saves.items():
         saved = folder / f"step-{step:08d}"
-        save(saved, {}, {}, Ranks(), previous)
+        save_checkpoint(saved, {}, {}, Ranks(), previous)
         found = sorted(path.name.removeprefix("step-").lstrip("0") for path in folder.iterdir())
         close(found, expected.split(), f"folders after step {step}")
         previous = saved
@@ -183,7 +194,7 @@ def test_a_run_removes_no_checkpoint_of_the_run_that_it_resumes(tmp_path):
     """Those of another directory, from which it began, all stay, and so does its own."""
     other = saved_run(tmp_path / "other", "step-00000004", "step-00000008") / "checkpoints"
     own = tmp_path / "own/checkpoints/step-00000006"
-    save(own, {}, {}, Ranks(), other / "step-00000008")
+    save_checkpoint(own, {}, {}, Ranks(), other / "step-00000008")
     assert own.exists() and (other / "step-00000004").exists()
 
 
@@ -210,7 +221,7 @@ def test_where_resume_looks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     close(choose_checkpoint("auto", Path("OUT"), Ranks()), None, "auto in an empty place")
     newest = Path("OUT/checkpoints/step-00000004")
-    save(newest, {}, {}, Ranks())
+    save_checkpoint(newest, {}, {}, Ranks())
     Path("link").symlink_to("OUT")
     for name in ("auto", "OUT", "link", str(newest), f"link/checkpoints/{newest.name}"):
         found = choose_checkpoint(name, Path("OUT"), Ranks())
@@ -276,7 +287,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
     for seed in range(200):
         shutil.copytree(older, newer)
         way = damage(newer, random.Random(seed))
-        found = find(tmp_path, Ranks())
+        found = find_sound(tmp_path, Ranks())
         assert found == older or way == "bytes", f"{seed}: {way} was not noticed"
         for rank in range(2):
             saved = Checkpoint(found)
@@ -285,19 +296,19 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
         shutil.rmtree(newer)
     (older / "rank-00000.pt").write_bytes(b"")
     with pytest.raises(UserError, match=r"no checkpoint in .* is sound: .* another --out"):
-        find(tmp_path, Ranks())
+        find_sound(tmp_path, Ranks())
 
 
 def train_and_die(options: dict[str, Any]):
     """Train; when rank 1 saves step 4, it writes half of its file, and is killed."""
 
     def write_half(path: Path, content: dict, pieces: dict):
-        write(path, content, pieces)
+        write_file(path, content, pieces)
         if content["rank"] == 1 and content["step"] == 4:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(checkpoint, "write", write_half):
+    with mock.patch.object(storage, "write_file", write_half):
         train(STEP3, options)
 
 
@@ -317,6 +328,21 @@ def test_a_rank_killed_while_saving_costs_only_that_checkpoint(pools, tmp_path):
     close(names, ["step-00000002", "step-00000004"], "folders")
 
 
+def test_a_file_that_is_seen_late_is_waited_for(tmp_path):
+    """On a network's disk rank 0 may see rank 1's file some time after it was written."""
+    hidden = tmp_path / ".step-00000002"
+    hidden.mkdir()
+    (hidden / "rank-00000.pt").touch()
+    threading.Timer(0.3, (hidden / "rank-00001.pt").touch).start()
+    name_checkpoint(hidden, tmp_path / "step-00000002", 2)
+    assert (tmp_path / "step-00000002/rank-00001.pt").exists()
+
+
+# A rank that does not see a file then gives up at once
+impatient = mock.patch.object(storage, "PATIENCE", 0.0)
+
+
+@impatient
 def train_apart(options: dict[str, Any]):
     """Train with a directory of its own for each rank, as nodes without a shared disk have."""
     train(STEP3, options | dict(out=f"{options['out']}/{os.environ['RANK']}"))
@@ -324,18 +350,19 @@ def train_apart(options: dict[str, Any]):
 
 def test_without_a_shared_disk_no_checkpoint_gets_a_name(pools, tmp_path):
     """The first save ends the run with one line."""
-    text = "--out: cannot save .*: rank 0: the file of rank 1 is not there: nodes must share"
+    text = "--out: cannot save .*: rank 0: rank-00001.pt is not there: nodes must share"
     with pytest.raises(RankError, match=text):
         pools(2).run(train_apart, dict(save_every=2, out=str(tmp_path)))
     close(list(tmp_path.glob("*/checkpoints/step-*")), [], "checkpoints")
 
 
+@impatient
 def find_below(folder: str, names: list[str]) -> Path | None:
     """Find a checkpoint from a working directory that is another one on each rank."""
     before = os.getcwd()
     os.chdir(Path(folder) / names[int(os.environ["RANK"])])
     try:
-        return find(Path("out"), Ranks())
+        return find_sound(Path("out"), Ranks())
     finally:
         os.chdir(before)
 
@@ -344,9 +371,10 @@ def test_files_that_a_rank_does_not_see_are_no_damage(pools, tmp_path):
     """Rank 0 works in a, rank 1 in b, where there is no such folder: one line names the rank, and
     no checkpoint is skipped.
     """
-    save(tmp_path / "a/out/checkpoints/step-00000002", {}, {}, Ranks())
+    save_checkpoint(tmp_path / "a/out/checkpoints/step-00000002", {}, {}, Ranks())
     (tmp_path / "b").mkdir()
-    with pytest.raises(RankError, match=r"step-00000002, as rank 0 sees it: rank 1: No such file"):
+    text = "step-00000002, as rank 0 sees it: rank 1: rank-00000.pt is not there"
+    with pytest.raises(RankError, match=text):
         pools(2).run(find_below, str(tmp_path), ["a", "b"])
 
 
@@ -355,11 +383,11 @@ def test_a_full_disk_is_an_oserror(tmp_path):
     path = tmp_path / "rank-00000.pt"
     path.symlink_to("/dev/full")  # a file that is always full
     with pytest.raises(OSError, match="No space left on device"):
-        write(path, {}, {})
+        write_file(path, {}, {})
 
 
 def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
-    """torch.save can raise a RuntimeError after the file's OSError; `write` raises the first."""
+    """torch.save can raise a RuntimeError after the file's OSError, which `write_file` raises."""
 
     def fail(content: dict, file: Any):
         try:
@@ -368,7 +396,7 @@ def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
             raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904 (torch does not say `from`)
 
     with mock.patch.object(torch, "save", fail), pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "rank-00000.pt", {}, {})
+        write_file(tmp_path / "rank-00000.pt", {}, {})
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
@@ -376,16 +404,17 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
     before stays.
     """
     folder = tmp_path / "checkpoints"
-    save(folder / "step-00000002", {}, {}, Ranks())
+    before = folder / "step-00000002"
+    save_checkpoint(before, {}, {}, Ranks())
 
     def write_half(path: Path, *content: Any):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"half")
         raise OSError(28, "No space left")
 
-    full = mock.patch.object(checkpoint, "write", write_half)
+    full = mock.patch.object(storage, "write_file", write_half)
     with full, pytest.raises(UserError, match=r"--out: .*step-00000004: rank 0: No space left"):
-        save(folder / "step-00000004", {}, {}, Ranks(), previous=folder / "step-00000002")
+        save_checkpoint(folder / "step-00000004", {}, {}, Ranks(), previous=before)
     close([path.name for path in folder.iterdir()], ["step-00000002"], "folders")
 
 

@@ -32,7 +32,7 @@ from common.comm import Mesh, all_reduce
 from common.flags import flag
 from common.layout import layout_of, note_layout
 from common.model import Decoder
-from common.resume import WORK
+from common.resume import FREE
 from step03_zero import ZERO, Zero1, Zero2, Zero3
 
 
@@ -79,7 +79,7 @@ class Zero3Replicas(Zero1Replicas, Zero3):
 ZERO["1+replicas"] = Zero1Replicas
 ZERO["2+replicas"] = Zero2Replicas
 ZERO["3+replicas"] = Zero3Replicas
-WORK.add("replicas")  # it may change when a run resumes
+FREE.add("replicas")  # it may change when a run resumes
 
 
 @dataclass

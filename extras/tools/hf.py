@@ -34,12 +34,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from common import UserError
-from common.checkpoint import pieces_of, save
+from common.checkpoint import pieces_of
 from common.flags import Parser, spelled
 from common.initial import materialize
 from common.model import PRESETS, Decoder, ModelConfig, wide
 from common.ranks import Ranks
 from common.shapes import model_shape
+from common.storage import save_checkpoint
 from extras.start import start
 from extras.tools.saved import build_model, load_model
 from step01_single_gpu import Config, Optimizer
@@ -180,7 +181,7 @@ def import_model(folder: Path, out: Path, seq_len: int):
         own.copy_(other)
     content = dict(step=0, flags=flags, fingerprint="", history=[])
     pieces = pieces_of(model, Optimizer(model, Config()))  # no step was taken: no moments
-    save(out / "checkpoints/step-00000000", content, pieces, Ranks())
+    save_checkpoint(out / "checkpoints/step-00000000", content, pieces, Ranks())
     words = " ".join(f"{spelled(name)} {value}" for name, value in flags.items())
     print(f"resume it with {words} --resume {out}")
 

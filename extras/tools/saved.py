@@ -8,12 +8,13 @@ import torch
 
 import step07_moe_ep as step07
 from common import UserError
-from common.checkpoint import Checkpoint, find
+from common.checkpoint import Checkpoint
 from common.comm import Mesh
 from common.initial import materialize
 from common.model import Decoder
 from common.ranks import Ranks
 from common.shapes import model_shape
+from common.storage import find_sound
 from extras.__main__ import techniques, with_flags
 
 
@@ -41,7 +42,7 @@ def load_model(
     `run`: a run directory, of which the newest sound checkpoint is read, or a checkpoint. Raises
     UserError if there is none.
     """
-    folder = find(run, Ranks())
+    folder = find_sound(run, Ranks())
     if folder is None:
         raise UserError(f"{run}: no checkpoint is there; a run saves some with --save-every")
     saved = Checkpoint(folder)

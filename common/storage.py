@@ -1,0 +1,158 @@
+"""The directory of a run's checkpoints: saving a checkpoint, removing old ones, finding the newest
+sound one.
+
+    OUT/checkpoints/.step-00000100/rank-00000.pt     while the ranks write their files
+        step-00000100/rank-00000.pt, ...             when all have
+
+A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
+run that is killed while it saves leaves no checkpoint of which only a part was written. A run
+keeps, in its own directory, the last two that it has saved or resumed; while it saves, one more.
+
+DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
+checksums, and its content says how many files there are. So before a run resumes, the ranks share
+the files out among them, read them all, and find out whether some are damaged or missing. If so,
+they try the next older checkpoint. (If none is left, or if --resume names the damaged one itself,
+the run ends.)
+
+THE DISK OF A NETWORK. What one rank has written, another may see only some seconds later. So rank 0
+says which checkpoints and files there are, and a rank that does not see one of them looks again for
+up to a minute. If it is not there then, the nodes do not share the directory, and the run ends.
+"""
+
+import shutil
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from common import UserError
+from common.checkpoint import Piece, files_of, read_file, write_file
+from common.ranks import Ranks
+
+PATIENCE = 60.0  # seconds in which a rank looks again for a file
+
+# --- Saving ---------------------------------------------------------------------------------------
+
+
+def wait_for(paths: list[Path]):
+    """Return when this rank sees all these files. Raises OSError if it does not within a minute."""
+    give_up = time.monotonic() + PATIENCE
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > give_up:
+                raise OSError(f"{path.name} is not there: nodes must share this folder")
+            time.sleep(0.1)
+
+
+def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
+    """Give a checkpoint its name when all files are there. Raises OSError if one does not come."""
+    wait_for([hidden / f"rank-{rank:05d}.pt" for rank in range(n_ranks)])
+    shutil.rmtree(folder, ignore_errors=True)  # of the same step, if a damaged one is there
+    hidden.rename(folder)
+
+
+def remove_older(folder: Path, previous: Path):
+    """Remove the checkpoints beside `folder` that are older than `previous`. If `previous` is not
+    beside it, but another run's, or a copy with another name, remove nothing.
+    """
+    paths = [path.resolve() for path in checkpoints_of(folder.parent)]  # newest first
+    if previous.resolve() in paths:
+        for path in paths[paths.index(previous.resolve()) + 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_hidden(parent: Path):
+    """Remove unfinished checkpoints, also those that killed runs have left."""
+    for path in parent.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def save_checkpoint(
+    folder: Path,
+    content: dict[str, Any],
+    pieces: dict[str, Piece],
+    ranks: Ranks,
+    previous: Path | None = None,
+):
+    """Save a checkpoint in `folder`. A collective. Raises UserError if any rank cannot write.
+
+    `content`: as for `write_file`. `previous`: the checkpoint before, which this run has saved, or
+    resumed. It stays; older ones go. (A newer one that could not be read when the run resumed may
+    be sound: perhaps a disk was out of reach. It stays until a `previous` is newer.)
+    """
+    hidden = folder.with_name(f".{folder.name}")
+    path = hidden / f"rank-{ranks.rank:05d}.pt"
+    content = content | dict(rank=ranks.rank, ranks=ranks.world)
+    try:
+        ranks.attempt(remove_hidden, folder.parent, first_only=True)
+        ranks.attempt(write_file, path, content, pieces)
+        ranks.attempt(name_checkpoint, hidden, folder, ranks.world, first_only=True)
+        if previous is not None:
+            ranks.attempt(remove_older, folder, previous, first_only=True)
+    except UserError as error:
+        remove_hidden(folder.parent)
+        raise UserError(f"--out: cannot save {folder}: {error}") from error
+
+
+# --- Finding a sound checkpoint -------------------------------------------------------------------
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first. (A folder with another name, such as a copy that a
+    user keeps, is not removed, and resumed only if --resume names it.)
+    """
+    return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
+
+
+def candidates(where: Path, ranks: Ranks) -> list[Path]:
+    """The checkpoints of a run directory, newest first; or `where`, if it is a checkpoint.
+
+    All ranks return what rank 0 sees.
+    """
+    paths = [where] if files_of(where) else checkpoints_of(where / "checkpoints")
+    return ranks.gather(paths)[0]
+
+
+def find_sound(where: Path, ranks: Ranks) -> Path | None:
+    """The newest sound checkpoint of a run (or `where`, if that is a checkpoint); None if the run
+    has none.
+
+    A collective: all ranks return the same. Reports damaged ones. Raises UserError if there are
+    checkpoints, but none is sound; or if a rank does not see rank 0's files, which is no damage.
+    """
+    folders = candidates(where, ranks)
+    for folder in folders:
+        paths = ranks.gather(files_of(folder))[0]
+        try:
+            ranks.attempt(wait_for, paths)
+        except UserError as error:
+            raise UserError(f"--resume: {folder}, as rank 0 sees it: {error}") from error
+        found = ranks.gather(problem_of(paths, ranks))
+        problems = [problem for problem in found if problem]
+        if not problems:
+            return folder
+        if ranks.rank == 0:
+            text = " ".join(problems[0].split())
+            print(f"{folder} is skipped: {text}", file=sys.stderr, flush=True)
+    if folders:
+        raise UserError(
+            f"--resume: no checkpoint in {where} is sound: name another run directory or "
+            "checkpoint, or start anew in another --out"
+        )
+    return None
+
+
+def problem_of(paths: list[Path], ranks: Ranks) -> str:
+    """What is wrong with a checkpoint's files, or "". Each rank checks some of them."""
+    for number in range(ranks.rank, len(paths), ranks.world):
+        path = paths[number]
+        try:
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()  # compares checksums
+            content = read_file(path)
+            if broken or (content["rank"], content["ranks"]) != (number, len(paths)):
+                return f"{path.name} is damaged, or another file is missing"
+        except Exception as error:  # of almost any type, if bytes are random
+            return f"{path.name} is damaged: {error}"
+    return "" if paths else "it is empty"
