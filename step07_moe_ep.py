@@ -46,7 +46,7 @@ parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not
 
     group        made of         rank 0's            what its ranks share         used for
     dp           dp              0 4 8 12            the global batch             sharding it
-    data         dp x cp         0 2 4 6 8 10 12 14  all weights but experts'     sums of gradients
+    data         dp x cp         0 2 4 6 8 10 12 14  all weights except experts'  sums of gradients
     sequence     cp x tp         0 1 2 3             each micro-batch             sums of counts
     ep           ep neighbours   0 1 2 3 4 5 6 7     the experts: they together   exchanges of rows
                                                      hold every expert once

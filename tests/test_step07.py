@@ -546,6 +546,7 @@ TP = dict(tp=2, ep=2, experts=2, global_batch_size=8)
 S = 524_288
 OVER_TP = (4 * 4 * S + 4 * S) // 2 + 8_192 + 4_616 + 4 * 2 * 128 * 4
 OVER_TP_AGAIN = OVER_TP + 4 * 2 * S // 2  # 6 S in a layer
+COUNTS = 4 * 2 * 8  # over tp, with --balance bias: of 2 experts in 4 layers
 SENT = [
     # step, flags, and what a rank sends for one micro-batch: the docstrings' worked numbers
     ("step04_tp_sp", dict(tp=2, global_batch_size=8), dict(tp=9_437_184 + 8_192 + 4_616)),
@@ -555,7 +556,7 @@ SENT = [
     (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), sequence=4 * 24)),
     (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), sequence=4 * 48)),
     (S7, TP, dict(tp=OVER_TP)),
-    (S7, TP | dict(recompute="full"), dict(tp=OVER_TP_AGAIN)),
+    (S7, TP | dict(recompute="full", balance="bias"), dict(tp=OVER_TP_AGAIN + COUNTS)),
 ]
 ONE_STEP = TINY | dict(dtype="fp32", steps=1, global_batch_size=4, micro_batch_size=4)
 
