@@ -539,11 +539,13 @@ def train(config: Config, run: Run):
         xs = own_xs.split(config.micro_batch_size)
         ys = own_ys.split(config.micro_batch_size)
         sync.begin(len(xs))
-        loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
-        sync.finish()  # sums over ranks
+        # This runs forward and backward of all micro-batches
+        loss = pipeline.step(xs, ys, n_targets)
+        sync.finish()  # this sums over ranks
         # Over tp this sums the gradients of norms (SP) and of routers
         sum_partial_gradients(model, optimizer.gradients(), mesh)
-        sum_tied(model, optimizer.gradients(), mesh["pp"])  # where two stages hold the same matrix
+        # Over pp this sums the gradients of a matrix that two stages hold
+        sum_tied(model, optimizer.gradients(), mesh["pp"])
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
