@@ -177,12 +177,12 @@ class Config(RunConfig):
     dataset: str = flag(
         "", "file or folder of text, .bin, or Hugging Face data set; default: Python's own sources"
     )
-    steps: int = flag(200, "training steps of the whole schedule")
-    global_batch_size: int = flag(32, "sequences of a training step, all ranks together")
-    micro_batch_size: int = flag(4, "sequences of a forward and backward")
+    steps: int = flag(200, "training steps of the whole schedule", least=1)
+    global_batch_size: int = flag(32, "sequences of a training step, all ranks together", least=1)
+    micro_batch_size: int = flag(4, "sequences of a forward and backward", least=1)
     optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
     lr: float = flag(3e-3, "peak learning rate")
-    warmup_steps: int = flag(20, "steps of linear warm-up, before the cosine to a tenth", least=0)
+    warmup_steps: int = flag(20, "steps of linear warm-up, before the cosine to a tenth")
     weight_decay: float = flag(0.1, "on matrices, not on norms")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping")
     seed: int = flag(0, "of initial weights and data order")

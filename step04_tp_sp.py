@@ -486,7 +486,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
 class Config(step03.Config):
     """Tensor and sequence parallelism."""
 
-    tp: int = flag(1, "ranks that share each matrix")
+    tp: int = flag(1, "ranks that share each matrix", least=1)
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     zero: str = flag(
         "0",

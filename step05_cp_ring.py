@@ -90,7 +90,7 @@ For tiny in fp32 on 4 ranks:
 A rank's bytes grow like s, its FLOPs of attention like s^2/n: in zigzag, with many tokens on each
 rank, all messages but the last dkv can hide behind computation. (`part_attention` stores all scores
 of a part, which a fused kernel does not. For real lengths on a GPU there is an optional technique,
---cp-mode flash, the same ring with such a kernel: README, "Launch each step".)
+--cp-mode flash, the same ring with such a kernel: README, "Around the course".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -422,7 +422,7 @@ CONTEXT: dict[str, ContextMode] = {
 class Config(step04.Config):
     """Context parallelism."""
 
-    cp: int = flag(1, "ranks that share each sequence")
+    cp: int = flag(1, "ranks that share each sequence", least=1)
     cp_mode: str = flag(
         "zigzag",
         "how sequences are sharded, and how shards attend to one another",

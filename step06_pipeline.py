@@ -5,8 +5,9 @@
 
 (Here a model of 6 layers.) Micro-batches pass through the stages. Neighbours exchange only x and
 its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the sequence; with sequence
-parallelism, 1/tp of that.) The price is idle time: at the start later ranks wait for the first x,
-and at the end earlier ranks wait for the last dx.
+parallelism, 1/tp of that.) The price is idle time: late ranks wait at the start, until the first x
+has come down to them, and have nothing left to do at the end; early ranks wait in between, for dx
+to come back.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
@@ -47,14 +48,14 @@ forward to its backward a micro-batch is *in flight*, and the rank holds its act
 all m are in flight at once; in 1F1B, on rank r, at most p - r.
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
-and the loss. And messages take no time here, while the loops below wait for each. (The interleaved
-schedule, in the second part of this file, can hide many of them behind work.)
+and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
+in the second part, does not wait at once, and so can hide many behind work.)
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
 is the dx to send. The simple way keeps x and y from the forward to the backward:
 
     x = received.requires_grad_()
-    y = run(x)                           forward ends here; y is sent
+    y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
 `Stage` keeps, in place of y, only the last node of its graph.
@@ -71,14 +72,20 @@ other their gradient of that matrix, once a step. For tiny in fp32, pp 4 and 8 m
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step06_pipeline
-`python -m common.schedules 4 6 1` draws the two schedules above. `python -m common.schedules 4 8 2`
-draws them for 8 micro-batches, and a third one with 2 stages on each rank, explained below.
+`python -m common.schedules 4 6 1` (ranks, micro-batches, stages on each rank) draws the two
+schedules above. `python -m common.schedules 4 8 2` draws them for 8 micro-batches, and a third one
+with 2 stages on each rank: the second part, behind `train`, explains it.
 
-PyTorch's own way, in torch.distributed.pipelining: stage = PipelineStage(module, rank, p, device),
-then schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False), because
-gradients of a loss that is scaled once must not be divided by m again; schedule.step(x) on the
-first rank, schedule.step(target=y) on the last. Its ScheduleGPipe is AFAB; there is also
-ScheduleInterleaved1F1B.
+PyTorch's own way, in torch.distributed.pipelining:
+
+    stage = PipelineStage(module, rank, p, device)
+    schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False)
+    schedule.step(x)            on the first rank
+    schedule.step()             on those between
+    schedule.step(target=y)     on the last
+
+scale_grads=False, because the loss is scaled once: gradients must not be divided by m again. Its
+ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
 `self.group.size - self.group.rank`, one more. The losses stay right, but a rank holds one
@@ -102,7 +109,15 @@ from common.flags import AT_LEAST_2, flag
 from common.launch import main
 from common.layout import global_norm, layout_of, note_layout
 from common.model import IGNORE, Decoder, rope_tables, wide
-from common.schedules import COSTS, Action, add_messages, consumer, interleaved, round_robin
+from common.schedules import (
+    COSTS,
+    Action,
+    Instruction,
+    add_messages,
+    consumer,
+    interleaved,
+    round_robin,
+)
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
@@ -135,7 +150,9 @@ class Stage:
         self.graphs: dict[int, tuple] = {}  # micro-batch -> (input, the graph's last node)
 
     def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
-        """A new training step: tokens and targets of its micro-batches, int64 [batch, seq]."""
+        """A new training step: tokens and targets of its micro-batches, int64 [batch, seq], and the
+        number of target tokens of the global batch, on all ranks.
+        """
         self.xs = xs
         self.ys = ys
         self.n_targets = n_targets
@@ -181,11 +198,8 @@ class Stage:
         x, edge = self.graphs.pop(i)
         with record_function(f"B{i}.{self.number}"):
             # ... then only sum: this adds to the gradients. `edge` stands for y
-            if self.is_last:
-                torch.autograd.backward((edge,))
-            else:
-                torch.autograd.backward((edge,), (dy,))
-        return x.grad
+            torch.autograd.backward((edge,), (dy,))
+        return x.grad  # None for tokens
 
 
 def dtype_of(model: Decoder) -> torch.dtype:
@@ -208,14 +222,17 @@ def keep_stages(model: Decoder, stages: list[range]):
     trunk = model.model
     n_layers = model.config.n_layers
     tied = model.config.tied
-    kept = {number for layers in stages for number in layers}
+    kept = set()
+    for layers in stages:
+        kept.update(layers)
     has_first = 0 in kept
     has_last = n_layers - 1 in kept
     for number in range(n_layers):
         if number not in kept:
             del trunk.layers[str(number)]
-    on_two_ranks = tied and has_first != has_last  # this rank has one of the two
-    if on_two_ranks:  # global_norm counts the two as one
+    # If this rank has one of the two stages, and not both, a tied matrix is on two ranks, and
+    # global_norm counts the two as one
+    if tied and has_first != has_last:
         note_layout(trunk.embed_tokens.weight, stage_copies=2)
     if not has_first and not (tied and has_last):
         trunk.embed_tokens = None
@@ -226,10 +243,10 @@ def keep_stages(model: Decoder, stages: list[range]):
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
-    their terms.
+    their terms. (a + b and b + a have the same bits, so the two copies stay equal.)
 
     Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
-    have the same number in dp, so the two shards have the same elements.
+    have the same number in data (dp x cp), so the two shards have the same elements.
     """
     if TIED not in gradients or layout_of(model.get_parameter(TIED)).stage_copies == 1:
         return
@@ -241,9 +258,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
 
 
 def first_contact(group: Group, device: torch.device):
-    """With NCCL, batch_isend_irecv must not be a group's first operation, unless all its ranks take
-    part, and the first message of a schedule is between two neighbours. So all ranks all-reduce
-    first, which connects them.
+    """With NCCL, all ranks of a group must take part in its first operation. A schedule's first
+    message is between two ranks only. So all ranks all-reduce first, which connects them.
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
 
@@ -258,17 +274,18 @@ def empty_x(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
 
 
 def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
-    """The layers of a stage: equally many for each, or one more. Raises UserError."""
+    """The layers of a stage: equally many for each, or one more. Raises UserError if there are
+    fewer layers than stages.
+    """
     if n_layers < n_stages:
-        advice = "lower --pp (or --chunks of --schedule interleaved)"
+        advice = "lower --pp (or --chunks, or use --schedule 1f1b)"
         raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: {advice}")
     return range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
 
 
 class Pipeline:
-    """One stage on each rank. `execute` is a schedule, written as a loop: here AFAB (all forward,
-    all backward); subclasses write another. Loops communicate by six methods, all of which call
-    `send_receive`.
+    """One stage on each rank. A subclass has `execute`, a schedule that is written as a loop. Loops
+    communicate by six methods, with Megatron-LM's names, all of which call `send_receive`.
     """
 
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
@@ -292,10 +309,63 @@ class Pipeline:
         self.execute()
         return self.stage.loss
 
-    def execute(self):
-        """All forwards, then all backwards in the same order. (GPipe, Huang et al. 2019, has the
-        backwards in reverse order.)
+    def recv_forward(self, i: int) -> Tensor | None:
+        """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
+        return self.send_receive(self.group.rank - 1, receive_micro_batch=i)
+
+    def send_forward(self, y: Tensor):
+        """Send y to the next rank. (The last rank sends nothing.)"""
+        self.send_receive(self.group.rank + 1, send=y)
+
+    def recv_backward(self, i: int) -> Tensor | None:
+        """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
+        return self.send_receive(self.group.rank + 1, receive_micro_batch=i)
+
+    def send_backward(self, dx: Tensor | None):
+        """Send dx to the previous rank. (The first rank sends nothing.)"""
+        self.send_receive(self.group.rank - 1, send=dx)
+
+    def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
+        """Send y and receive the dy of micro-batch i, together."""
+        return self.send_receive(self.group.rank + 1, send=y, receive_micro_batch=i)
+
+    def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
+        """Send dx and receive the x of micro-batch i, together."""
+        return self.send_receive(self.group.rank - 1, send=dx, receive_micro_batch=i)
+
+    def send_receive(
+        self, peer: int, send: Tensor | None = None, receive_micro_batch: int | None = None
+    ) -> Tensor | None:
+        """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
+        nothing, and return None.
+
+        `receive_micro_batch`: receive one, of the size of this micro-batch's x (the last one may
+        have fewer sequences). The number gives only the size: messages of two ranks arrive in the
+        order in which they were sent.
         """
+        if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
+            return None
+        sends = []
+        receives = []
+        received = None
+        if send is not None:
+            sends.append((send, peer))
+        if receive_micro_batch is not None:
+            received = self.buffer(receive_micro_batch)
+            receives.append((received, peer))
+        exchange(sends, receives, self.group).wait()
+        return received
+
+    def buffer(self, i: int) -> Tensor:
+        """Memory to receive the x or dy of micro-batch i."""
+        return empty_x(self.xs[i], self.model, self.sp_ranks)
+
+
+class AllForwardAllBackward(Pipeline):
+    """AFAB. (GPipe, Huang et al. 2019, has the backwards in reverse order.)"""
+
+    def execute(self):
+        """All forwards, then all backwards in the same order."""
         m = len(self.xs)
         for i in range(m):
             x = self.recv_forward(i)
@@ -306,57 +376,6 @@ class Pipeline:
             dx = self.stage.backward(i, dy)
             self.send_backward(dx)
 
-    def recv_forward(self, i: int) -> Tensor | None:
-        """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
-        return self.send_receive(self.group.rank - 1, receive_like=i)
-
-    def send_forward(self, y: Tensor):
-        """Send y to the next rank. (The last rank sends nothing.)"""
-        self.send_receive(self.group.rank + 1, send=y)
-
-    def recv_backward(self, i: int) -> Tensor | None:
-        """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
-        return self.send_receive(self.group.rank + 1, receive_like=i)
-
-    def send_backward(self, dx: Tensor | None):
-        """Send dx to the previous rank. (The first rank sends nothing.)"""
-        self.send_receive(self.group.rank - 1, send=dx)
-
-    def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
-        """Send y and receive the dy of micro-batch i, together."""
-        return self.send_receive(self.group.rank + 1, send=y, receive_like=i)
-
-    def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
-        """Send dx and receive the x of micro-batch i, together."""
-        return self.send_receive(self.group.rank - 1, send=dx, receive_like=i)
-
-    def send_receive(
-        self, peer: int, send: Tensor | None = None, receive_like: int | None = None
-    ) -> Tensor | None:
-        """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
-        nothing, and return None.
-
-        `receive_like`: receive one, of the size of this micro-batch's x (the last one may have
-        fewer sequences). The number gives only the size: messages of two ranks arrive in the order
-        in which they were sent.
-        """
-        if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
-            return None
-        sends = []
-        receives = []
-        received = None
-        if send is not None:
-            sends.append((send, peer))
-        if receive_like is not None:
-            received = self.buffer(receive_like)
-            receives.append((received, peer))
-        exchange(sends, receives, self.group).wait()
-        return received
-
-    def buffer(self, i: int) -> Tensor:
-        """Memory to receive the x or dy of micro-batch i."""
-        return empty_x(self.xs[i], self.model, self.sp_ranks)
-
 
 class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN
@@ -365,13 +384,13 @@ class OneForwardOneBackward(Pipeline):
 
     def execute(self):
         """At most p - rank micro-batches are in flight. In the steady part a rank sends y and
-        receives dy together, then sends dx and receives x together: there x is always the input of
-        micro-batch i.
+        receives dy together, then sends dx and receives x together.
         """
         m = len(self.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
-        # Warm-up: forward, until the first micro-batch is on the last rank
+        # Warm-up: forward, until the first micro-batch is on the last rank. (Then rank 0 of 4 has
+        # done 3 forwards. The next one, 3 in the picture, already belongs to the steady part)
         for i in range(warm_up):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
@@ -383,7 +402,7 @@ class OneForwardOneBackward(Pipeline):
             y = self.stage.forward(i, x)
             dy = self.send_forward_recv_backward(y, i - warm_up)
             dx = self.stage.backward(i - warm_up, dy)
-            if i + 1 < m:
+            if i + 1 < m:  # x: the input of the next forward
                 x = self.send_backward_recv_forward(dx, i + 1)
             else:
                 self.send_backward(dx)
@@ -394,16 +413,16 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --schedule -> what makes a pipeline from (config, model, mesh, positions); `step` of the pipeline
-# runs a training step. (The end of this file adds "interleaved", for which --chunks is.)
-SCHEDULES: dict[str, Callable] = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
+# --schedule -> what makes a pipeline from (config, model, mesh, positions). (The second part adds
+# "interleaved", which uses --chunks.)
+SCHEDULES: dict[str, Callable] = {"afab": AllForwardAllBackward, "1f1b": OneForwardOneBackward}
 
 
 @dataclass
 class Config(step05.Config):
     """Pipeline parallelism."""
 
-    pp: int = flag(1, "ranks that share the layers")
+    pp: int = flag(1, "ranks that share the layers", least=1)
     schedule: str = flag("1f1b", "order of the work", SCHEDULES)
     chunks: int = flag(
         2, "stages on each rank", least=2, needs={"schedule": ["interleaved"], "pp": AT_LEAST_2}
@@ -414,7 +433,8 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)  # new: pp
+    # new: pp. It comes first, so its ranks are farthest apart: pp sends least
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -435,7 +455,7 @@ def train(config: Config, run: Run):
         ys = own_ys.split(config.micro_batch_size)
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # new: forward and backward of all micro-batches
-        sync.finish()  # sums over ranks
+        sync.finish()  # this sums gradients over the ranks of dp and cp
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
         all_reduce(loss, mesh["data"]).wait()
@@ -450,26 +470,28 @@ def train(config: Config, run: Run):
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 
-# --- For a second evening: schedules with several stages on a rank. Such a schedule is no loop, but
-# a list of actions for each rank. One class, at the end, runs any lists.
+# --- The second part, for a second evening: several stages on each rank. As a loop, such a schedule
+# would be hard to read. So it is data: for each rank a list of actions, such as "the forward of
+# micro-batch 1 through stage 2", written F1.2. First read common/schedules.py, which makes lists
+# and adds messages to them. `ListPipeline`, at the end, runs any lists.
 
 
 def make_interleaved(
     config: Config, model: Decoder, mesh: Mesh, positions: Tensor
 ) -> "ListPipeline":
-    """Interleaved 1F1B, with v = `--chunks` stages on each rank: rank r of p has stages r, r + p,
-    r + 2p, ...
+    """Interleaved 1F1B, with v = `--chunks` stages on each rank (Megatron-LM's model chunks): rank
+    r of p has stages r, r + p, r + 2p, ...
 
     The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
-    (p-1)/(v m) of the working time. For 2 ranks, 4 micro-batches and 2 stages a rank that is 1/8,
-    and with 1F1B 1/4. The last picture that `python -m common.schedules 2 4 2` draws (a character
-    is half as long as in those above, because the stages are: 3 are idle beside 24 of work):
+    (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. Here a
+    character is half a unit of the pictures above, because a stage is half as long:
 
-        rank 0    01012.aa3bb2aa3bb.cc.ddccdd
-        rank 1    .010aa1bb2aa3bb2cc3ddccdd..
+        1F1B           rank 0    0011....aaaa22bbbb33cccc..dddd    6 idle beside 24
+                       rank 1    ..00aaaa11bbbb22cccc33dddd....
+        interleaved    rank 0    01012.aa3bb2aa3bb.cc.ddccdd       3 idle beside 24
+                       rank 1    .010aa1bb2aa3bb2cc3ddccdd..
 
-    It does not show which of the rank's two stages works. Rank 0's list begins with (F1.2: the
-    forward of micro-batch 1 through stage 2)
+    The picture does not show which of the rank's two stages works. Rank 0's list begins with
 
         F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 
@@ -484,7 +506,9 @@ def make_interleaved(
     v = config.chunks if p > 1 else 1  # a single rank has a single stage
     m = count_micro_batches(config, mesh["dp"])
     lists = [interleaved(p, m, v, rank) for rank in range(p)]
-    return ListPipeline(config, model, mesh, positions, lists, round_robin(p, v))
+    rank_of_stage = round_robin(p, v)
+    programs = add_messages(lists, rank_of_stage, COSTS)
+    return ListPipeline(config, model, mesh, positions, programs, rank_of_stage)
 
 
 SCHEDULES["interleaved"] = make_interleaved
@@ -497,7 +521,7 @@ def count_micro_batches(config: Config, dp: Group) -> int:
 
 
 class ListPipeline:
-    """Runs lists of actions, with any number of stages on a rank.
+    """Runs programs, lists of actions with their messages, with any number of stages on a rank.
 
     LISTS CAN DEADLOCK. An example:
 
@@ -510,8 +534,9 @@ class ListPipeline:
 
     MESSAGES CAN DEADLOCK, too. `exchange` does not wait for its messages, but with NCCL those of a
     group are one queue: behind a send that waits for its receive, no receive begins. So assume that
-    a send blocks until it is received. Below, both ranks work in the order of 1F1B, and stand at
-    their last word for ever: rank 0 sends F1's output, rank 1 sends B0's, and nobody receives.
+    a send blocks until it is received. Each rank below follows 1F1B, and both hang in their last
+    operation: rank 0 in the send of F1's output, rank 1 in the send of B0's, because neither has
+    begun to receive.
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send
@@ -530,22 +555,18 @@ class ListPipeline:
         model: Decoder,
         mesh: Mesh,
         positions: Tensor,
-        lists: list[list[Action]],
+        programs: list[list[Instruction]],
         rank_of_stage: list[int],
-        costs: dict[str, float] = COSTS,
     ):
-        """The first four as `Pipeline`. `lists`: the actions of each rank, for all stages.
-        `rank_of_stage`: which rank has stage 0, 1, ... `costs`: units of time that an action of
-        each kind takes; `add_messages` puts messages in the order that they give.
-
-        Raises UserError if there are fewer layers than stages.
+        """The first four as `Pipeline`. `programs`: each rank's, from `add_messages`.
+        `rank_of_stage`: which rank has stage 0, 1, ... Raises UserError if there are fewer layers
+        than stages.
         """
         self.model = model
         self.group = mesh["pp"]
         self.sp_ranks = config.tp if config.sp else 1
         self.n_stages = len(rank_of_stage)
-        self.n_micro_batches = len({action.micro_batch for action in lists[0]})
-        self.program = add_messages(lists, rank_of_stage, costs)[self.group.rank]
+        self.program = programs[self.group.rank]
         self.stages: dict[int, Stage] = {}  # this rank's stages by number
         for number, rank in enumerate(rank_of_stage):
             if rank == self.group.rank:
@@ -555,9 +576,7 @@ class ListPipeline:
         first_contact(self.group, positions.device)
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """As `Pipeline.step`, with several stages. ValueError, if the lists are for another m."""
-        if len(xs) != self.n_micro_batches:
-            raise ValueError(f"the lists have {self.n_micro_batches} micro-batches, not {len(xs)}")
+        """As `Pipeline.step`, with several stages."""
         self.xs = xs
         for stage in self.stages.values():
             stage.begin(xs, ys, n_targets)
@@ -565,31 +584,34 @@ class ListPipeline:
         return sum(stage.loss for stage in self.stages.values())
 
     def execute(self):
-        """Run the program. An action waits for its input, and a send for the previous send to the
-        same peer.
+        """Run the program. An action waits for its input. A send waits for the previous send to the
+        same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # inputs[a]: the tensor that action a will use, and the message that brings it here
-        # (Pending() if this rank computed it). If a is this rank's, "compute" uses it; if a peer's,
-        # "send" sends it there
+        # For an action of this rank: its input, and the message that brings it
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
+        # For an action of another rank: the input that this rank has computed for it
+        outputs: dict[Action, Tensor] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
-            if verb == "compute":
+            if verb == "receive":
+                buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
+                inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
+            elif verb == "send":  # what `action`, of the peer, will use
+                if peer in sending:
+                    sending[peer].wait()
+                sending[peer] = exchange([(outputs.pop(action), peer)], [], self.group)
+            else:
                 # No entry: the first stage's forward has tokens, the last one's backward the loss
                 received, pending = inputs.pop(action, (None, Pending()))
                 pending.wait()
                 output = self.compute(action, received)
                 next_action = consumer(action, self.n_stages)
-                if next_action is not None:
-                    inputs[next_action] = output, Pending()
-            elif verb == "send":  # what `action`, of the peer, will use
-                if peer in sending:
-                    sending[peer].wait()
-                tensor, _ = inputs.pop(action)
-                sending[peer] = exchange([(tensor, peer)], [], self.group)
-            else:  # receive
-                buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
-                inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
+                if next_action is None:
+                    continue
+                if next_action.stage in self.stages:
+                    inputs[next_action] = output, Pending()  # it is here already
+                else:
+                    outputs[next_action] = output
         for pending in sending.values():
             pending.wait()
 

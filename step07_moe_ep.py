@@ -443,15 +443,15 @@ BALANCE: dict[str, type[MoE]] = {"loss": LossBalancedMoE, "none": MoE}
 class Config(step06.Config):
     """Mixture of experts and expert parallelism."""
 
-    experts: int = flag(8, "MLPs in each layer that has experts")
-    experts_per_token: int = flag(2, "how many of them a token visits")
+    experts: int = flag(8, "MLPs in each layer that has experts", least=1)
+    experts_per_token: int = flag(2, "how many of them a token visits", least=1)
     expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
     balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
     aux_loss_coeff: float = flag(
         0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
     )
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
-    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
+    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts", least=1)
 
 
 def check_experts(config: Config, mesh: Mesh):

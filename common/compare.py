@@ -9,13 +9,15 @@
     20 steps; largest difference: 4.6e-05; none above 0.001
 
 Two layouts of one training have the same losses and gradient norms, up to rounding, whose effects
-grow from step to step. So only the first steps are judged (--first 20). A relative difference above
-0.001 there (--bound)
+grow from step to step. So only the first steps are judged (--first 20). If both runs have the same
+model, data and optimizer flags, a relative difference above 0.001 in these steps (--bound) means:
 
-    in fp32, with the same flags, is almost certainly a bug;
-    in fp32, if the loss jumps, or in step 7, where rounding may choose another expert, may be
-        rounding: --dtype fp64 decides;
-    in bf16 says nothing: compare runs with --dtype fp32.
+    dtype of both runs    meaning
+    fp64                  a bug
+    fp32                  almost certainly a bug. But if the loss suddenly rises (an unstable run),
+                          or in step 7, where rounding may choose another expert, it may be
+                          rounding: compare runs with --dtype fp64
+    bf16                  nothing: compare runs with --dtype fp32
 
 Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
 Flags that may decide what is computed, such as --seed, are printed if they differ, but a difference
@@ -33,18 +35,16 @@ from common.resume import may_differ
 
 
 def other_flags(reference: str, run: str) -> list[str]:
-    """Flags that may decide what is computed, and differ between two runs: "--seed: 0 and 1".
-
-    None stands for a script that has no such flag.
+    """Flags that may decide what is computed, and differ between two runs: "--seed: 0 and 1"; or
+    "--experts: None and 8", if the reference's script has no such flag.
     """
     reference_flags = json.loads((Path(reference) / "config.json").read_text())
     flags = json.loads((Path(run) / "config.json").read_text())
-    # What a resumed run may change (resume.py) has at most an effect on rounding, and is not
-    # reported. Two exceptions: dtype, whose effect is large, and dataset, because here no
-    # fingerprint shows whether two paths have the same tokens
-    free = (may_differ(flags) & may_differ(reference_flags)) - {"dataset", "dtype"}
+    # Flags that a resumed run may change (resume.py) are not reported, except dtype (rounding of
+    # another size) and dataset (no fingerprint here shows whether two paths have the same tokens)
+    not_reported = (may_differ(flags) & may_differ(reference_flags)) - {"dataset", "dtype"}
     differing = []
-    for name in sorted((flags.keys() | reference_flags.keys()) - free):
+    for name in sorted((flags.keys() | reference_flags.keys()) - not_reported):
         before = reference_flags.get(name)
         after = flags.get(name)
         if before != after:
@@ -70,8 +70,8 @@ def relative(value: float | None, reference: float | None) -> float:
 
 
 def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
-    """The rows of the steps up to `first`. Both runs must have them, or both must have ended in the
-    same, earlier step. Raises ValueError.
+    """The rows of the steps up to `first`. If one run is shorter than `first`, the other must be as
+    short. Raises ValueError.
     """
     pairs = list(zip(reference_rows[:first], rows[:first], strict=False))
     if first < 1 or not pairs:
@@ -90,7 +90,7 @@ def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: flo
     """
     pairs = pair_up(reference_rows, rows, first)
     largest = 0.0
-    first_above = None
+    above = []  # the steps whose difference is above the bound
     print("  step   reference        loss  loss diff.  norm diff.  (relative)")
     for reference, row in pairs:
         loss_difference = relative(row.get("loss"), reference.get("loss"))
@@ -101,13 +101,13 @@ def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: flo
         )
         larger = max(loss_difference, norm_difference)
         largest = max(largest, larger)
-        if larger > bound and first_above is None:
-            first_above = row["step"]
+        if larger > bound:
+            above.append(row["step"])
     verdict = f"none above {bound}"
-    if first_above is not None:
-        verdict = f"first above {bound} in step {first_above}"
+    if above:
+        verdict = f"first above {bound} in step {above[0]}"
     print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {verdict}")
-    return first_above is None
+    return not above
 
 
 def main():

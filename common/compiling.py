@@ -11,15 +11,19 @@ from torch import Tensor
 from common.model import Decoder, DecoderLayer, summed_cross_entropy
 
 
-def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
+def with_grads_put_aside(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    While it traces a layer, torch.compile also looks at the `.grad` of each weight. If the weight
-    is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it compiles the layer only as
-    several smaller graphs, with slow Python between them. Weights have a `.grad` in step 1 from the
-    second micro-batch on, and with step 2's buckets from the first. So it is put aside while the
-    layer runs. (With --recompute, backward calls this function, too: the `.grad` is back before
-    backward adds to it.)
+    The problem: while torch.compile traces a layer, it also looks at the `.grad` of each weight. If
+    the weight is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it stops there (a *graph
+    break*): the layer becomes several smaller graphs, with slow Python between them. Weights have a
+    `.grad` in step 1 from the second micro-batch on, and with step 2's buckets from the first.
+
+    The cure: each `.grad` is put aside while the layer runs.
+
+    With --recompute, backward calls this function, too. The `.grad` is back before backward adds to
+    it. In fp32, where weight and `.grad` have one dtype, nothing would have to be put aside. It
+    does no harm there.
     """
     # Listed at each call: from step 3 on, weights are drawn, as new parameters, after
     # `compile_model`
@@ -35,10 +39,10 @@ def without_gradients(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -
 
 
 def compile_model(model: Decoder):
-    """Compile the forward of each layer, and the loss. (Step 4's own loss, for a vocabulary that tp
-    shards, stays as it is.)
+    """Wrap the forward of each layer, and the loss, in torch.compile, which compiles them when they
+    are first called. (Step 4's own loss, for a vocabulary that tp shards, stays as it is.)
     """
     for layer in model.model.layers.values():
-        layer.forward = partial(without_gradients, layer, torch.compile(layer.forward))
+        layer.forward = partial(with_grads_put_aside, layer, torch.compile(layer.forward))
     if model.loss is summed_cross_entropy:
         model.loss = torch.compile(model.loss)

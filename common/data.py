@@ -6,9 +6,10 @@ length, the global batch size and the step: never on ranks or layout.
     the targets. With seq 4:    window 0: inputs stream[0:4], targets stream[1:5]
                                 window 1: inputs stream[4:8], targets stream[5:9]
 
-The last twentieth of the windows (at least one) is held out: no step trains on them, and
-`Data.held_out` returns them to optional tools. Each epoch goes through the other n windows once, in
-a random order of its own, drawn from (seed, epoch):
+The last twentieth of the windows (at least one) is held out: no step trains on their targets.
+(`Data.held_out` returns them. The steps do not call it; an optional tool does, which computes the
+loss of a trained model on them.) Each epoch goes through the other n windows once, in a random
+order of its own, drawn from (seed, epoch):
 
     sample i    the window at place i mod n in the order of epoch i // n
     step s      samples s B to s B + B - 1            (B: the global batch size; all count from 0)
@@ -25,10 +26,11 @@ on its share.
 equally many.)
 
 readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger.
-Each rank holds all of it in memory, two bytes a token (while it is read, four or more). A .bin file
-of token ids is mapped, so that a rank holds nothing of it: convert a large corpus. (At the start
-each rank reads the whole file once, for its largest id, and up to 2**27 tokens of it again, for
-its fingerprint.)
+Each rank holds all tokens in memory, two bytes for each (while text is read, four or more). Of a
+.bin file of token ids it holds none, because the file is mapped into memory. So write a large
+corpus to such a file first, with numpy: ids.astype(np.uint16).tofile("corpus.bin"); see readers.py.
+(At the start each rank reads the whole file once, for its largest id, and up to 2**27 tokens of it
+again, for its fingerprint.)
 """
 
 import hashlib
@@ -41,16 +43,18 @@ from torch import Tensor
 
 from common import UserError
 from common.model import ModelConfig
-from common.readers import READERS, kind_of
+from common.readers import read_source
 
 END = 256  # the token that ends a document
 BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
 
 
 def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
-    """Texts -> (tokens, replaced). tokens: one stream of ids, uint16: the bytes of each text, then
-    END. replaced, for a warning: how many U+FFFD the texts have. `read_txt` puts them where bytes
-    are not UTF-8; a text may also have its own.
+    """Texts -> (tokens, replaced).
+
+    tokens: one stream of ids, uint16: the bytes of each text, then END. replaced, for a warning:
+    how often U+FFFD, the sign for bytes that are not UTF-8, occurs. (`read_txt` puts it there; a
+    text may also have its own.)
     """
     streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
     replaced = 0
@@ -80,8 +84,7 @@ class Data:
         self.shape = shape
         self.batch_size = batch_size
         self.seed = seed
-        reader = READERS[kind_of(source)]
-        description, contents = reader(source)
+        description, contents = read_source(source)
         warning = ""
         if isinstance(contents, np.ndarray):
             self.tokens = contents
@@ -99,8 +102,9 @@ class Data:
         name = self.source or "(default)"
         if self.n_train < 1:
             raise UserError(
-                f"--dataset {name}: {len(self.tokens)} tokens are too few for two sequences of "
-                f"{self.shape.seq_len}"
+                f"--dataset {name}: {len(self.tokens)} tokens are too few: two windows of "
+                f"{self.shape.seq_len} + 1 tokens, which share one, need "
+                f"{2 * self.shape.seq_len + 1}"
             )
         largest = int(self.tokens.max())  # numpy reads a mapped file piece by piece
         if largest >= self.shape.vocab_size:
@@ -130,13 +134,14 @@ class Data:
 
     def fingerprint(self) -> str:
         """A short hash of the stream. Ranks compare it with one another, and a resumed run with the
-        saved one, to know that they read the same tokens.
+        saved one: if two differ, so do the tokens.
 
-        SHA-256 of its length and of the first BLOCK tokens (as stored) of each of 64 nearly equal
-        parts. Up to 64 BLOCK = 2**27 tokens (256 MiB in uint16) that is the whole stream, and of a
-        longer one a sample.
+        SHA-256 of the stream's length and of the first BLOCK ids of each of 64 nearly equal parts.
+        Up to 64 BLOCK = 2**27 tokens that is the whole stream. Of a longer one it is a sample: a
+        difference elsewhere is not noticed.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):
-            digest.update(part[:BLOCK])
+            # As uint32, whatever the file's dtype: the same ids have the same fingerprint
+            digest.update(part[:BLOCK].astype(np.uint32))
         return digest.hexdigest()[:16]

@@ -1,22 +1,28 @@
 """Flags: a dataclass with a field for each flag, made from the command line.
 
     @dataclass
-    class Config(step06.Config):
-        "Mixture of experts and expert parallelism."
+    class Config(RunConfig):
+        "Flags of the trainer."
 
-        experts: int = flag(8, "MLPs in each layer that has experts")
-        balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
-        bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
+        steps: int = flag(200, "training steps of the whole schedule", least=1)
+        lr: float = flag(3e-3, "peak learning rate")
+        optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
 
-makes --experts, --balance, whose values are the keys of the dict BALANCE, and --bias-rate, beside
-the flags of step 6. The first line of the class's docstring is their title in --help. `needs` says
-that --bias-rate does something only beside --balance bias. If it is given beside another value,
-even as the default, the run ends:
+makes --steps, --lr, and --optimizer, whose values are the keys of the dict OPTIMIZERS, beside the
+flags of RunConfig. The first line of the class's docstring is their title in --help.
 
-    $ python step07_moe_ep.py --bias-rate 0.01
+From step 2 on: NEEDS. Some flags do something only beside certain values of others. In step 7, for
+example, this one does something only beside --balance bias:
+
+    bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
+
+If it is given beside another balance, even with its own default value, the run ends:
+
+    $ python step07_moe_ep.py --bias-rate 0.001
     error: --bias-rate has no effect without --balance bias: leave it out
 
-(A flag that a step does not have is not needed: --sync needs --zero 0, but not in step 2.)
+A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2 has no --zero,
+so --sync works there.
 """
 
 import argparse
@@ -35,20 +41,17 @@ def flag(
     default: Any,
     help: str,
     choices: Collection[str] = (),
-    least: float | None = None,
+    least: float = 0,
     needs: dict[str, Collection] | None = None,
 ) -> Any:
     """A field of a Config.
 
     help     what --help says of the flag
     choices  the allowed values of a str; or a menu, a dict from each to what it selects
-    least    the smallest value of a number; by default 1 for an int whose default is above 0
-             (--steps 0 would be a mistake), and 0 for other numbers
+    least    the smallest value of a number
     needs    another flag -> the values of it beside which this flag does something:
              {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
-    if least is None:
-        least = 1 if type(default) is int and default > 0 else 0
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -67,8 +70,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: Parser, cls: type):
-    """Add the flags of `cls`, grouped by the class that has them: those of `cls` itself before
-    those of its bases.
+    """Add the flags of `cls`, grouped by the class that declares them: `cls` itself first, then its
+    bases. A flag that two classes declare is listed once, with the subclass.
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     kinds = get_type_hints(cls)
@@ -87,6 +90,8 @@ def add_flags(parser: Parser, cls: type):
             if kinds[name] is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif field.metadata["choices"]:
+                # argparse does not get the choices: its message differs between versions of Python.
+                # `check_value` checks them
                 options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
             else:
                 options["type"] = kinds[name]

@@ -5,10 +5,12 @@ every step without this file.
     (nothing)            the source code of Python's standard library, without its tests and IDLE
                          (its text, and so the losses, may differ between two installations)
     a.txt                one document (line ends become LF)
-    a.jsonl, a.jsonl.gz  a document from each line, {"text": "..."}
+    a.jsonl              a document from each line, {"text": "..."}
+    a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders, all of the same kind, one of those
-                         above (hidden files are skipped, links to folders not followed)
+    a folder             every file in it and in its subfolders, which must all be of one of these
+                         four kinds (hidden files and hidden folders are skipped, links to folders
+                         are not followed)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
@@ -17,7 +19,6 @@ and N shows whether a.bin is complete.
 """
 
 import gzip
-import itertools
 import json
 import os
 import re
@@ -37,8 +38,8 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet", ".bin")
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 
-# What a reader returns: a description of the source, and its documents or an array of token ids.
-Contents = tuple[str, Iterable[str] | np.ndarray]
+# What a reader returns: a description of the source, and its documents or an array of token ids
+Source = tuple[str, Iterable[str] | np.ndarray]
 
 
 def suffix_of(path: Path) -> str:
@@ -53,7 +54,8 @@ def kind_of(source: str) -> str:
     """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
 
     A path that exists must be a folder or a file of a known kind. Another value is looked up on the
-    hub if it has the form of a name there, and none of SUFFIXES: "trian.jsonl" is a mistake.
+    hub if it has the form of a name there, and none of SUFFIXES. So a mistyped file name such as
+    "trian.jsonl" is an error, and is not looked up.
     """
     if not source:
         return ""
@@ -120,13 +122,13 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     """
     # OSError comes from the system or gzip, EOFError from gzip, ValueError from json, pyarrow or us
     damaged = (OSError, EOFError, zlib.error, ValueError)
-    number = 0
+    number = 1
     try:
         for text in texts:
-            number += 1
             if not isinstance(text, str):
-                raise ValueError(f"a document needs a string `text`, not {text!r:.40}")
+                raise ValueError(f"a document needs a string `text`, not {repr(text)[:40]}")
             yield text
+            number += 1
     except damaged as error:
         raise UserError(
             f"--dataset {source}: unreadable near document {number}: {error}"
@@ -146,18 +148,24 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     """
     paths = []
     for where, inside, names in os.walk(folder):
-        # os.walk enters only these
+        # In place: os.walk then enters only the folders that are left in this list, in its order
         inside[:] = sorted(name for name in inside if name not in skipped and name[0] != ".")
         paths += [Path(where, name) for name in sorted(names) if name[0] != "."]
     return paths
 
 
-def read_library(source: str) -> Contents:
+def source_texts(paths: list[Path]) -> Iterator[str]:
+    """Yield the texts of files of source code."""
+    for path in paths:
+        yield from read_txt(path)
+
+
+def read_library(source: str) -> Source:
     """Read the source code of Python's standard library. (`source` is not used: it is "".)"""
     paths = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = in_random_order([path for path in paths if path.suffix == ".py"])
-    texts = itertools.chain.from_iterable(map(read_txt, paths))
-    return f"{len(paths):,} files of Python's standard library", checked(texts, "(default)")
+    description = f"{len(paths):,} files of Python's standard library"
+    return description, checked(source_texts(paths), "(default)")
 
 
 def texts_of(paths: list[Path]) -> Iterator[str]:
@@ -167,9 +175,9 @@ def texts_of(paths: list[Path]) -> Iterator[str]:
         yield from checked(reader(path), path)
 
 
-def read_files(source: str) -> Contents:
-    """Read a file, or all files of a folder. Raises UserError unless all are of one kind, which
-    FORMATS has.
+def read_files(source: str) -> Source:
+    """Read a file, or all files of a folder. Raises UserError unless all are of one kind of
+    FORMATS.
     """
     paths = files_in(source) if Path(source).is_dir() else [Path(source)]
     examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
@@ -184,7 +192,7 @@ def read_files(source: str) -> Contents:
     return names, texts_of(in_random_order(paths))
 
 
-def read_hub(source: str) -> Contents:
+def read_hub(source: str) -> Source:
     """Read a data set of the Hugging Face hub, `NAME` or `NAME:CONFIG`.
 
     Raises UserError if the hub is out of reach, or has no such data set, configuration, column or
@@ -207,7 +215,7 @@ def read_hub(source: str) -> Contents:
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
 
-def read_bin(source: str) -> Contents:
+def read_bin(source: str) -> Source:
     """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
     description = Path(source + ".json")
     about = {"dtype": "uint16"}
@@ -225,7 +233,7 @@ def read_bin(source: str) -> Contents:
 
 
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
-READERS: dict[str, Callable[[str], Contents]] = {
+READERS: dict[str, Callable[[str], Source]] = {
     "": read_library,  # no --dataset
     ".txt": read_files,
     ".jsonl": read_files,
@@ -235,3 +243,8 @@ READERS: dict[str, Callable[[str], Contents]] = {
     ".bin": read_bin,
     "hub": read_hub,
 }
+
+
+def read_source(source: str) -> Source:
+    """Read the value of --dataset. Raises UserError if it cannot be read."""
+    return READERS[kind_of(source)](source)

@@ -1,10 +1,10 @@
-"""For the second half of step 6: pipeline schedules as data. Each rank has a list of actions, which
+"""For the second part of step 6: pipeline schedules as data. Each rank has a list of actions, which
 can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
-a function: of p (ranks), m (micro-batches), v (stages on each rank) and one rank's number it makes
-that rank's list. There are three: `afab` and `one_f_one_b`, with v = 1, and `interleaved`. They
-differ in `warm_up`, the number of forwards before forwards and backwards alternate.
+a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
+on each rank. There are three: `afab` and `one_f_one_b`, for v = 1, and `interleaved`. They differ
+in `warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. (A stage is then
@@ -40,7 +40,7 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
     remaining backwards.
 
     Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second
-    one, and so on (in backward: last stage first). On rank 0 of 2, with stages 0 and 2, the
+    one, and so on (in backward: last stage first). With 2 ranks, rank 0 has stages 0 and 2; its
     forwards of 4 micro-batches are
 
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
@@ -60,10 +60,10 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
         for stage in reversed(stages):
             backwards += [Action("B", i, stage) for i in micro_batches]
     actions = forwards[:warm_up]
-    remaining = deque(backwards)
-    for forward in forwards[warm_up:]:
-        actions += [forward, remaining.popleft()]
-    return actions + list(remaining)
+    steady = forwards[warm_up:]
+    for forward, backward in zip(steady, backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(steady) :]
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -82,7 +82,7 @@ def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B with v stages on each rank (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-    Training on GPU Clusters", section 2.2).
+    Training on GPU Clusters Using Megatron-LM", section 2.2).
 
     Raises UserError if m is no multiple of p. (Meant for v > 1: with one stage on each rank, plain
     1F1B has fewer micro-batches in flight.)
@@ -91,9 +91,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # (v-1) p forwards bring a micro-batch to this rank's last stage. Then 1F1B would do one more
-    # for each later rank. Here there are two for each, so that an output has time to travel. (If
-    # messages took no time, one would give the same bubble.)
+    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would then
+    # do one more forward for each later rank. Here we do two, so that an output may travel while
+    # both ranks work on something else. (If messages took no time, one would give the same bubble)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -113,7 +113,7 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 def producer(action: Action, n_stages: int) -> Action | None:
     """The action whose output this one needs, or None: the forward of the stage before, or the
     backward of the next stage. The last stage's backward needs its own forward, which ends with
-    the loss.
+    the loss. (On other stages that follows: their dy cannot come before.)
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
@@ -134,15 +134,19 @@ class Span(NamedTuple):
 
 
 def simulate(
-    lists: list[list[Action]], ranks: list[int], costs: dict[str, float], message: float = 0
+    lists: list[list[Action]],
+    rank_of_stage: list[int],
+    costs: dict[str, float],
+    message: float = 0,
 ) -> list[Span]:
-    """When each action of a schedule runs, sorted by its end.
+    """When each action of a schedule runs, sorted by its end. Each rank runs its list in order, and
+    starts an action as soon as the rank is free and the action's input is there.
 
-    `lists`: each rank's actions. `ranks`: the rank of each stage. `message`: the time of a message
-    between two ranks. Raises ValueError if the lists deadlock.
+    `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
+    message between two ranks. Raises ValueError if the lists deadlock.
     """
     ends: dict[Action, float] = {}  # when an action ended
-    idle_from = [0.0] * len(lists)  # when each rank has finished its last action
+    free_at = [0.0] * len(lists)  # when each rank has finished what it has run so far
     queues = [deque(actions) for actions in lists]
     spans = []
     while any(queues):
@@ -150,16 +154,18 @@ def simulate(
         for rank, queue in enumerate(queues):
             while queue:
                 action = queue[0]
-                start = idle_from[rank]
-                needed = producer(action, len(ranks))
+                start = free_at[rank]
+                needed = producer(action, len(rank_of_stage))
                 if needed is not None:
-                    if needed not in ends:  # not simulated yet: see to the other ranks first
+                    if needed not in ends:  # its rank has not come to it: go on with the next rank
                         break
-                    crosses = ranks[needed.stage] != rank
-                    start = max(start, ends[needed] + (message if crosses else 0))
+                    arrival = ends[needed]
+                    if rank_of_stage[needed.stage] != rank:
+                        arrival += message
+                    start = max(start, arrival)
                 queue.popleft()
                 ends[action] = start + costs[action.kind]
-                idle_from[rank] = ends[action]
+                free_at[rank] = ends[action]
                 spans.append(Span(ends[action], rank, start, action))
         if len(spans) == n_before:
             raise ValueError(f"these wait for ever: {[queue[0] for queue in queues if queue]}")
@@ -167,9 +173,11 @@ def simulate(
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: compute `action`, when its input is there; or begin to receive,
-    from `peer`, what `action` will use on this rank; or send, to `peer`, what `action` will use
-    there.
+    """One line of a rank's program. A message has the name of the action that uses it.
+
+        compute a         run action a, when its input is there
+        receive a, peer   begin to receive, from `peer`, the input of this rank's action a
+        send a, peer      send, to `peer`, the input of its action a
 
     "send F0.2" and "receive F0.2" are the two ends of one message, the output of F0.1, from the
     rank of stage 1 to that of stage 2.
@@ -181,14 +189,15 @@ class Instruction(NamedTuple):
 
 
 def add_messages(
-    lists: list[list[Action]], ranks: list[int], costs: dict[str, float]
+    lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, float]
 ) -> list[list[Instruction]]:
     """Each rank's program: its list of actions, with the sends and receives that these actions
     need.
 
-    Go through all actions in the order in which they end in a simulation. Append each to its rank's
-    program. If another rank needs the output, append a send to this program, and a receive to that
-    rank's program.
+    The idea: one order of all actions and messages, of all ranks, that every program follows. Then
+    no circle of waiting ranks can arise. The loop goes through all actions in the order in which
+    they end in a simulation. It appends each to its rank's program. If another rank needs the
+    output, it appends a send to this program, and a receive to that rank's program.
 
     An example: the program of rank 1, of 2, interleaved with 2 stages a rank, for 2 micro-batches.
     Its stages are 1 and 3. (F1.2: the forward of micro-batch 1 through stage 2.)
@@ -204,31 +213,36 @@ def add_messages(
     message, with one number.
 
         1. In each program the numbers increase.
-        2. What an action or a message needs has a smaller number: the action that made its input
+        2. The sends of one rank to another, and that rank's receives from it, come in the same
+           order, by 1. Messages arrive in the order of their sends, so each meets its own receive.
+        3. What an action or a message needs has a smaller number: the action that made its input
            ended earlier (all costs are above 0), and its message was numbered right after that.
 
     Suppose that some ranks wait for ever, and take the smallest number that is not done. All ranks
-    that take part in it have come to it, by 1, and what it needs is done, by 2. So it can go on: a
+    that take part in it have come to it, by 1, and what it needs is done, by 3. So it can go on: a
     contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
-    for span in simulate(lists, ranks, costs):
+    for span in simulate(lists, rank_of_stage, costs):
         programs[span.rank].append(Instruction("compute", span.action))
-        next_action = consumer(span.action, len(ranks))
+        next_action = consumer(span.action, len(rank_of_stage))
         if next_action is None:
             continue
-        peer = ranks[next_action.stage]
+        peer = rank_of_stage[next_action.stage]
         if peer != span.rank:
             programs[span.rank].append(Instruction("send", next_action, peer))
             programs[peer].append(Instruction("receive", next_action, span.rank))
     return programs
 
 
-def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = COSTS) -> str:
+# --- Drawing --------------------------------------------------------------------------------------
+
+
+def draw(lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, int] = COSTS) -> str:
     """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
-    letter, an action of another kind `-`, idle `.`.
+    letter, idle `.`. (If a schedule has actions of another kind, they are `-`.)
     """
-    spans = simulate(lists, ranks, costs)
+    spans = simulate(lists, rank_of_stage, costs)
     length = int(spans[-1].end)
     rows = [["."] * length for _ in lists]
     for span in spans:
@@ -246,22 +260,26 @@ def draw(lists: list[list[Action]], ranks: list[int], costs: dict[str, int] = CO
 def main():
     """Draw the schedules for the sizes on the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.schedules")
-    for name in ("ranks", "micro_batches", "chunks"):
+    for name in ("ranks", "micro_batches", "stages_on_a_rank"):
         parser.add_argument(name, type=int)
     sizes = parser.parse_args()
     p = sizes.ranks
     m = sizes.micro_batches
-    v = sizes.chunks
+    v = sizes.stages_on_a_rank
     if min(p, m, v) < 1:
         parser.error("give numbers from 1 on")
     if v > 1 and m % p:
-        parser.error("with several chunks, micro_batches must be a multiple of ranks")
-    print("afab", draw([afab(p, m, 1, rank) for rank in range(p)], round_robin(p, 1)), sep="\n")
+        parser.error("with several stages on a rank, micro_batches must be a multiple of ranks")
+    lists = [afab(p, m, 1, rank) for rank in range(p)]
+    print("afab")
+    print(draw(lists, round_robin(p, 1)))
     lists = [one_f_one_b(p, m, 1, rank) for rank in range(p)]
-    print("1f1b", draw(lists, round_robin(p, 1)), sep="\n")
+    print("1f1b")
+    print(draw(lists, round_robin(p, 1)))
     if v > 1:
         lists = [interleaved(p, m, v, rank) for rank in range(p)]
-        print("interleaved", draw(lists, round_robin(p, v)), sep="\n")
+        print("interleaved")
+        print(draw(lists, round_robin(p, v)))
 
 
 if __name__ == "__main__":

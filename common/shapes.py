@@ -1,5 +1,10 @@
 """The value of --model: a preset of common/model.py, perhaps with changes. You can follow every
 step without this file.
+
+    tiny                      the preset
+    tiny,n_layers=8,dim=256   the preset with 8 layers and dim 256
+
+All other fields keep the preset's values: in the second line ffn_dim is still tiny's 352.
 """
 
 from dataclasses import fields, replace
@@ -8,9 +13,11 @@ from typing import Any
 from common import UserError
 from common.model import PRESETS, ModelConfig
 
+BOOLS = {"True": True, "False": False}
+
 
 def model_shape(text: str) -> ModelConfig:
-    """A preset, perhaps with changes: "tiny" or "tiny,n_layers=8,dim=256". Raises UserError."""
+    """The shape that a value of --model describes. Raises UserError."""
     preset, *changes = text.split(",")
     if preset not in PRESETS:
         raise UserError(f"--model {preset}: choose from {', '.join(PRESETS)}")
@@ -21,10 +28,9 @@ def model_shape(text: str) -> ModelConfig:
         if name not in kinds:
             raise UserError(f"--model {text}: {name!r} is none of {', '.join(kinds)}")
         kind = kinds[name]
-        read = read_bool if kind is bool else kind  # int or float
         try:
-            values[name] = read(value)
-        except ValueError:
+            values[name] = BOOLS[value] if kind is bool else kind(value)  # int or float
+        except (KeyError, ValueError):
             expected = "True or False" if kind is bool else f"of type {kind.__name__}"
             raise UserError(f"--model {text}: {name} must be {expected}, not {value!r}") from None
     shape = replace(PRESETS[preset], **values)
@@ -32,23 +38,18 @@ def model_shape(text: str) -> ModelConfig:
     return shape
 
 
-def read_bool(value: str) -> bool:
-    """True or False. Raises ValueError."""
-    if value not in ("True", "False"):
-        raise ValueError
-    return value == "True"
-
-
 def check_shape(shape: ModelConfig, text: str):
     """Raise UserError unless a decoder can have this shape. `text`: the value of --model. (data.py
     checks that the tokens fit the vocabulary.)
     """
     for name, value in vars(shape).items():
-        if not isinstance(value, bool) and not 0 < value < float("inf"):  # false for nan, too
+        # nan fails every comparison, so it is refused, too
+        if not isinstance(value, bool) and not 0 < value < float("inf"):
             raise UserError(f"--model {text}: {name} is {value}, and must be above 0, and finite")
     if shape.dim % (2 * shape.n_heads):  # RoPE rotates pairs of a head's channels
         raise UserError(
-            f"--model {text}: dim / n_heads, here {shape.dim} / {shape.n_heads}, must be even"
+            f"--model {text}: dim / n_heads, here {shape.dim} / {shape.n_heads}, must be a whole, "
+            "even number"
         )
     if shape.n_heads % shape.n_kv_heads:
         raise UserError(

@@ -5,8 +5,7 @@
             run.require_finite(step, loss=..., grad_norm=...)   before the update
             run.record(step, tokens, loss=..., ...)             after it
 
-With step 1, read `choose_device`, `Run.steps`, `Run.require_finite` and `Run.record`, and skip the
-rest, also of this docstring.
+(With step 1, read only this much of the docstring, and what common/__init__.py names.)
 
 The run's directory has
 
@@ -296,8 +295,6 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
         (self.out / "metrics.jsonl").write_text(rows)
-
-    # Checkpoints
 
     def introduce(self, rows: dict[str, Row]):
         """Print the devices, the mesh, the data and the number of parameters; with several ranks

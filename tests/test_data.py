@@ -106,7 +106,7 @@ def test_held_out_windows_are_the_last_twentieth(numbered):
 def test_two_windows_are_the_fewest(numbered):
     """One window to train on and one to hold out are enough; with fewer, an error says so."""
     assert numbered(seq_len=86).batch(1)[0].shape == (3, 86)
-    with pytest.raises(UserError, match=r"--dataset .* are too few for two sequences of 87"):
+    with pytest.raises(UserError, match=r"--dataset .*173 tokens are too few: .* need 175$"):
         numbered(seq_len=87)
 
 
@@ -174,7 +174,8 @@ GOOD = lines(*(dict(text=f"a text with the number {i}") for i in range(9)))
 FILES = [  # name, content, a part of the error
     ("wide.txt", "a text in UTF-16".encode("utf-16"), "convert it to UTF-8"),
     ("table.csv", b"text\nhello\n", "this kind of file cannot be read"),
-    ("half.jsonl", GOOD[:-9], "near document 8: Unterminated string"),
+    ("half.jsonl", GOOD[:-9], "near document 9: Unterminated string"),
+    ("words.jsonl", b"a plain text", "near document 1: Expecting value"),
     ("column.jsonl", lines(dict(body="hello")), "a document needs a string `text`, not None"),
     ("list.jsonl", lines(["text"]), "a document needs a string `text`, not None"),
     ("plain.jsonl.gz", GOOD, "Not a gzipped file"),
@@ -198,7 +199,9 @@ def test_too_little_text_is_refused(tmp_path):
     """An empty file and blank lines have no tokens, which is no damage."""
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "b.jsonl").write_bytes(b"\n\n")
-    assert "0 tokens are too few for two sequences of 8" in refused(tmp_path)
+    assert "0 tokens are too few: two windows of 8 + 1 tokens, which share one, need 17" in refused(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize("names", ["a.txt b.jsonl", "a.txt notes.md", "a.csv", "a.txt b.bin", ""])
@@ -270,8 +273,8 @@ def test_what_a_data_set_lacks_is_named(monkeypatch):
 
 @pytest.mark.parametrize("block, place", [(2**21, 0), (2**21, 999), (10, 500), (10, 990)])
 def test_a_changed_token_changes_the_fingerprint(monkeypatch, numbered, block, place):
-    """So does one token more. With blocks of 10, only the first 10 of each 15 or 16 tokens are
-    read, as in a large file (500 and 990 are).
+    """So does one token more, but not another dtype. With blocks of 10, only the first 10 of each
+    15 or 16 tokens are read, as in a large file (500 and 990 are).
     """
     monkeypatch.setattr(data, "BLOCK", block)
     ids = np.arange(1000, dtype=np.uint16) % 250
@@ -279,7 +282,7 @@ def test_a_changed_token_changes_the_fingerprint(monkeypatch, numbered, block, p
     changed[place] += 1
     stream = numbered()
     found = set()
-    for tokens in ids, changed, np.append(ids, ids[:1]):
+    for tokens in ids, ids.astype(np.uint32), changed, np.append(ids, ids[:1]):
         stream.tokens = tokens
         found.add(stream.fingerprint())
     assert len(found) == 3

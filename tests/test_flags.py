@@ -15,11 +15,11 @@ RULES = {"adamw": 1, "sgd": 2}
 class Base:
     """Flags of a trainer."""
 
-    steps: int = flag(200, "how many steps, at 100%")
+    steps: int = flag(200, "how many steps, at 100%", least=1)
     lr: float = flag(0.1, "learning rate")
-    warmup: int = flag(20, "steps of warm-up", least=0)
+    warmup: int = flag(20, "steps of warm-up")
     optimizer: str = flag("adamw", "update rule", RULES)
-    tp: int = flag(1, "ranks that share a matrix")
+    tp: int = flag(1, "ranks that share a matrix", least=1)
     out: str = flag("", "directory")
 
 

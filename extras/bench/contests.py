@@ -91,7 +91,9 @@ class Config:
     """Flags of a contest."""
 
     model: str = flag("tiny", "preset of the shape, perhaps with changes")
-    rounds: int = flag(8, "turns of each contestant that are timed, after one that watches memory")
+    rounds: int = flag(
+        8, "turns of each contestant that are timed, after one that watches memory", least=1
+    )
 
 
 class Turn(NamedTuple):

@@ -48,7 +48,7 @@ LEAST = 20.0  # seconds that a row needs
 class Config:
     """Flags of the measurement."""
 
-    ranks: int = flag(0, "GPUs to use; 0: 1, 2, 4 or 8, as many as there are", least=0)
+    ranks: int = flag(0, "GPUs to use; 0: 1, 2, 4 or 8, as many as there are")
     model: str = flag("smollm-1.7b", "preset of the shape, perhaps with changes")
     gpu: str = flag("h100-80", "whose constants dry run and planner use", GPUS)
     minutes: float = flag(12.0, "for everything")

@@ -75,7 +75,8 @@ TASKS: dict[int, dict[str, str]] = {
         "orders": "common.schedules:order_with_warm_up common.schedules:afab "
         "common.schedules:one_f_one_b common.schedules:interleaved",
         "stage": "Stage.compute_output Stage.forward Stage.backward",
-        "messages": "Pipeline.send_receive Pipeline.execute OneForwardOneBackward.execute",
+        "messages": "Pipeline.send_receive AllForwardAllBackward.execute "
+        "OneForwardOneBackward.execute",
         "programs": "common.schedules:add_messages ListPipeline.execute",
         "keep": "keep_stages sum_tied",
         "loop": "",

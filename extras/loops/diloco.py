@@ -93,7 +93,7 @@ class OuterStep:
 class Config(step01.Config):
     """DiLoCo."""
 
-    inner_steps: int = flag(10, "steps from one outer step to the next")
+    inner_steps: int = flag(10, "steps from one outer step to the next", least=1)
     outer_lr: float = flag(0.7, "learning rate of the outer step")
     outer_momentum: float = flag(0.9, "Nesterov momentum of the outer step")
 

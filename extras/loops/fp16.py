@@ -83,7 +83,7 @@ class Config(step06.Config):
 
     dtype: str = flag("fp16", "of weights and computation", DTYPES)
     loss_scale: float = flag(65536.0, "the first factor of the loss, a power of two")
-    growth_steps: int = flag(2000, "good steps in a row after which the factor is doubled")
+    growth_steps: int = flag(2000, "good steps in a row after which the factor is doubled", least=1)
 
 
 def train(config: Config, run: Run):

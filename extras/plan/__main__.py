@@ -37,9 +37,9 @@ class Config(Experts):
     """The run to plan."""
 
     model: str = flag("llama3-8b", f"the shape: {NAMES}; with changes: llama3-8b,n_layers=40")
-    gpus: int = flag(8, "number of GPUs: at most 8, or a multiple of 8")
+    gpus: int = flag(8, "number of GPUs: at most 8, or a multiple of 8", least=1)
     gpu: str = flag("h100-80", "kind of GPU", GPUS)
-    seq_len: int = flag(0, "tokens of a sequence; 0: the model's own number", least=0)
+    seq_len: int = flag(0, "tokens of a sequence; 0: the model's own number")
     global_batch_size: int = flag(
         0, "sequences of a step; 0: about 4M tokens, a multiple of --gpus"
     )

@@ -28,15 +28,15 @@ RECOMPUTE = ("none", "selective", "full")
 class Flags:
     """The flags of step 7 that decide memory and time, with the defaults of step 7."""
 
-    pp: int = flag(1, "ranks that share the layers")
-    cp: int = flag(1, "ranks that share each sequence")
-    tp: int = flag(1, "ranks that share each matrix")
-    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts")
-    zero: int = flag(0, "ZeRO stage: 0 shards nothing, 3 shards everything", least=0)
-    micro_batch_size: int = flag(4, "sequences per forward and backward")
+    pp: int = flag(1, "ranks that share the layers", least=1)
+    cp: int = flag(1, "ranks that share each sequence", least=1)
+    tp: int = flag(1, "ranks that share each matrix", least=1)
+    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts", least=1)
+    zero: int = flag(0, "ZeRO stage: 0 shards nothing, 3 shards everything")
+    micro_batch_size: int = flag(4, "sequences per forward and backward", least=1)
     global_batch_size: int = flag(0, "sequences per step, all ranks together; 0: the plan's")
     schedule: str = flag("1f1b", "order of the work in a pipeline", ORDERS)
-    chunks: int = flag(2, "stages on each rank", needs={"schedule": ["interleaved"]})
+    chunks: int = flag(2, "stages on each rank", least=1, needs={"schedule": ["interleaved"]})
     recompute: str = flag("none", "what backward computes again", RECOMPUTE)
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
 

@@ -18,7 +18,7 @@ class Experts:
     """
 
     experts: int = flag(0, "experts in each layer that has them; 0: no layer has experts")
-    experts_per_token: int = flag(2, "how many of them a token visits", needs=NEEDS)
+    experts_per_token: int = flag(2, "how many of them a token visits", least=1, needs=NEEDS)
     expert_dim: int = flag(0, "width of an expert; 0: that of the model's MLP", needs=NEEDS)
     shared_experts: int = flag(0, "more experts, which every token visits", needs=NEEDS)
     dense_layers: int = flag(0, "layers at the start that have none", needs=NEEDS)

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from common.comm import Mesh
 from common.model import Decoder
-from common.schedules import COSTS, afab, interleaved, one_f_one_b, round_robin
+from common.schedules import (
+    COSTS,
+    add_messages,
+    afab,
+    interleaved,
+    one_f_one_b,
+    round_robin,
+)
 from step06_pipeline import Config, ListPipeline, Stage, count_micro_batches
 
 
@@ -46,6 +53,7 @@ class OrderedPipeline(ListPipeline):
         """As `Pipeline`."""
         order = ORDERS[config.schedule]
         lists, ranks = order.lists(config.pp, count_micro_batches(config, mesh["dp"]))
-        super().__init__(config, model, mesh, positions, lists, ranks, order.costs)
+        programs = add_messages(lists, ranks, order.costs)
+        super().__init__(config, model, mesh, positions, programs, ranks)
         for number, stage in self.stages.items():
             self.stages[number] = self.stage_type(model, stage.layers, positions, number)

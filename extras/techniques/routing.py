@@ -68,9 +68,11 @@ class Flags(step07.Config):
     aux_loss_coeff: float = flag(0.01, "coefficient of the auxiliary loss", needs=WITH_LOSS)
     bias_rate: float = flag(0.001, "change of a bias in a step", needs=WITH_BIAS)
     capacity_factor: float = flag(1.25, "an expert's limit, in mean loads", needs=WITH_CAPACITY)
-    expert_groups: int = flag(4, "groups of experts", needs=WITH_GROUPS)
-    groups_per_token: int = flag(2, "groups that a token's experts come from", needs=WITH_GROUPS)
-    shared_experts: int = flag(1, "experts that every token visits", needs=WITH_SHARED)
+    expert_groups: int = flag(4, "groups of experts", least=1, needs=WITH_GROUPS)
+    groups_per_token: int = flag(
+        2, "groups that a token's experts come from", least=1, needs=WITH_GROUPS
+    )
+    shared_experts: int = flag(1, "experts that every token visits", least=1, needs=WITH_SHARED)
 
 
 class CapacityMoE(LossBalancedMoE):

@@ -89,5 +89,6 @@ class Flags(step03.Config):
     replicas: int = flag(
         2,
         "ranks of dp x cp that hold the same shard",
+        least=1,
         needs={"zero": ["1+replicas", "2+replicas", "3+replicas"]},
     )

@@ -40,7 +40,8 @@ def train_and_save(*arguments: Any):
 
 def test_one_process_reads_what_eight_ranks_saved(pools, tmp_path, text_file, capsys):
     """The held-out loss is that of a model that one process trained, experts' biases included."""
-    step, run = "step07_moe_ep", tmp_path / "run"
+    step = "step07_moe_ep"
+    run = tmp_path / "run"
     flags = dict(balance="bias", bias_rate=0.1, dataset=text_file, dtype="fp64")
     layout = dict(pp=2, tp=2, ep=2, zero="2", save_every=2, out=str(run))
     pools(8).run(train_and_save, step, flags | layout)
@@ -74,7 +75,8 @@ def test_text_becomes_tokens_as_the_runs_data_did(tmp_path, text_file, capsys):
     """A run on a .bin takes the tokenizer beside it. What has no ids there is one line."""
     for n in 280, 300:
         tokens.main(f"--dataset {text_file} --train {n} --out {tmp_path}/{n}".split())
-    run, more = f"{tmp_path}/run", ["--dataset", f"{tmp_path}/300.bin"]
+    run = f"{tmp_path}/run"
+    more = ["--dataset", f"{tmp_path}/300.bin"]
     flags = dict(model=f"{SHAPE},vocab_size=280", dataset=f"{tmp_path}/280.bin", out=run)
     trained("step01_single_gpu", flags | dict(save_every=1))
     sample.main([run, "3 é", "--tokens", "9"])

@@ -63,8 +63,8 @@ tc -n {name} qdisc add dev eth0 root tbf {speed}
 class Config:
     """Flags of the cluster."""
 
-    nodes: int = flag(2, "number of nodes")
-    ranks_per_node: int = flag(1, "processes that torchrun starts on each node")
+    nodes: int = flag(2, "number of nodes", least=1)
+    ranks_per_node: int = flag(1, "processes that torchrun starts on each node", least=1)
     gbit: float = flag(1.0, "speed of a node's cable in Gbit/s, each way")
 
 

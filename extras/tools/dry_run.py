@@ -291,7 +291,7 @@ def config_type(step: Any) -> type:
     class Config(with_flags(step.Config, techniques())):
         """The dry run."""
 
-        ranks: int = flag(1, "ranks of the run, of which this process is one")
+        ranks: int = flag(1, "ranks of the run, of which this process is one", least=1)
         rank: int = flag(0, "which of them")
         gpu: str = flag("h100-80", "the GPU whose peak and bandwidth bound the time", GPUS)
         json: bool = flag(False, "print JSON instead of tables")

@@ -32,10 +32,10 @@ from extras.tools.tokens import decode, encode, tokenizer_of
 class Config:
     """Flags of the tool."""
 
-    tokens: int = flag(100, "how many tokens to draw", least=0)
+    tokens: int = flag(100, "how many tokens to draw")
     temperature: float = flag(0.8, "divides the logits; 0: take the most probable token")
     seed: int = flag(0, "of the draws")
-    sequences: int = flag(64, "how many held-out sequences to take the loss of")
+    sequences: int = flag(64, "how many held-out sequences to take the loss of", least=1)
     dataset: str = flag("", "whose tokens to use; default: the run's")
 
 
@@ -84,9 +84,9 @@ def main(argv: list[str]):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags, model = load_model(Path(run), device)
     shape = model.config
-    if not config.dataset and "dataset" not in flags:
+    dataset = config.dataset or flags.get("dataset")
+    if dataset is None:
         raise UserError(f"{run} was imported, and has no data yet: give --dataset")
-    dataset = config.dataset or flags["dataset"]
     tokenizer = tokenizer_of(dataset)
     ids = encode(tokenizer, text)
     if not ids or max(ids) >= shape.vocab_size:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from common import UserError
 from common.data import END
 from common.flags import flag, parse
-from common.readers import READERS, kind_of
+from common.readers import read_source
 from extras.start import start
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # names of end tokens, the usual first
@@ -51,7 +51,7 @@ class Config:
     )
     out: str = flag("", "the three files' path and name, without their suffixes")
     tokenizer: str = flag("", "apply the tokenizer of this tokenizer.json")
-    train: int = flag(0, "train a tokenizer with so many tokens; 0: use --tokenizer", least=0)
+    train: int = flag(0, "train a tokenizer with so many tokens; 0: use --tokenizer")
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -119,7 +119,7 @@ def end_of(tokenizer: Tokenizer) -> int:
 
 def documents(dataset: str) -> Iterator[str]:
     """The texts of a value of --dataset. Raises UserError if it holds token ids."""
-    _, texts = READERS[kind_of(dataset)](dataset)
+    _, texts = read_source(dataset)
     if isinstance(texts, np.ndarray):
         raise UserError(f"--dataset {dataset}: it has token ids already, and no text")
     for text in texts:
@@ -165,8 +165,9 @@ def main(argv: list[str]):
         tokenizer = load_tokenizer(config.tokenizer)
     else:
         if config.train < 257:
-            need = "the 256 bytes and the end token are 257 tokens already"
-            raise UserError(f"--train {config.train}: {need}")
+            raise UserError(
+                f"--train {config.train}: the 256 bytes and the end token are 257 tokens already"
+            )
         tokenizer = train_tokenizer(documents(config.dataset), config.train)
     end = end_of(tokenizer)
     facts = write_ids(tqdm(documents(config.dataset), unit=" documents"), tokenizer, end, out)
