@@ -560,7 +560,8 @@ def train(config: Config, run: Run):
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 
-# --- For a second evening: --balance bias. It keeps experts equally busy without a loss.
+# --- The second part, for a second evening: --balance bias. It keeps experts equally busy without a
+# loss.
 
 
 class BiasBalancedMoE(MoE):

@@ -102,7 +102,7 @@ def test_a_step_is_a_docstring_a_mechanism_and_train(step):
     """
     text = FILES[step].read_text()
     doc, *body, start = ast.parse(text).body
-    before, _, second = text.partition("\n# --- For a second evening: ")
+    before, _, second = text.partition("\n# --- The second part, for a second evening: ")
     assert bool(second) == (step in ("step06_pipeline", "step07_moe_ep"))
     train = [part for part in body if part.lineno <= before.count("\n")][-1]
     assert isinstance(doc, ast.Expr)
