@@ -1,23 +1,24 @@
-"""Step 7: mixture of experts and expert parallelism. Each rank holds some of many MLPs.
+"""Step 7: mixture of experts. A layer has many MLPs; each rank holds some of them.
 
 THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
 each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
 Transformer").
 
-    p = softmax(W x)    chosen: the K largest p (with --balance bias: p + bias)
+    p = softmax(W x)    chosen: the K largest p
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-WHAT IS EXCHANGED. Four tokens of one micro-batch (on two ranks, neighbours along cp or tp), K = 2,
-four experts. Each choice of a token is a row: e0:t1 is a copy of x of token t1, for expert e0, and
-e0(t1) is what e0 makes of it; s is a score, another one for each row.
+WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each layer, and gets
+the tokens that chose them. Four tokens of one micro-batch (on two ranks, neighbours along cp or
+tp), K = 2, four experts. Each choice of a token is a row: e0:t1 is a copy of x of token t1, for
+expert e0, and e0(t1) is what e0 makes of it; each s is the score of its own row.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e0 e3
     sorted: for rank 0 | 1          e0:t0 e0:t1 | e2:t1 e3:t0        e0:t3 e1:t2 | e2:t2 e3:t3
     received: from rank 0 | 1       e0:t0 e0:t1 | e0:t3 e1:t2        e2:t1 e3:t0 | e2:t2 e3:t3
-    by expert: first | second       e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
-    outputs: of the first | second  e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
+    by expert: the rank's 1st | 2nd e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
+    outputs: of its 1st | 2nd       e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
     returned: from rank 0 | 1       e0(t0) e0(t1) | e2(t1) e3(t0)    e0(t3) e1(t2) | e2(t2) e3(t3)
     out                             t0 = s e3(t0) + s e0(t0)         t2 = s e2(t2) + s e1(t2)
                                     t1 = s e0(t1) + s e2(t1)         t3 = s e0(t3) + s e3(t3)
@@ -28,49 +29,30 @@ reverse: it sorts by rank, then sends. (The sorting is `transpose_blocks`.) In b
 gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So ranks
 first tell one another how many rows will come.
 
-WHY tokens travel, and weights stay: so that a rank needs memory only for its own experts. In the
-launch below (pp 2, cp 2, tp 2, ep 2) it also sends less. A layer of 8 experts in tiny has 8 x
-135,168 = 1,081,344 weights. A rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so
-512 rows of 128 numbers. With ep 2 it sends about half of these, 32,768 numbers, four times (rows
-and outputs, in forward and in backward): 131,072 in all. If weights travelled in each micro-batch,
-it would send 540,672 numbers in forward alone, the half that the other rank lacks. (With many
-tokens on a rank, or small experts, weights would be cheaper.)
+WHY do tokens travel, and not weights? A rank then needs memory for its own experts only. Often it
+also sends less: in the launch below (pp 2, cp 2, tp 2, ep 2) a rank would have to send its 4
+experts, 540,672 numbers, to the other rank in each forward of a layer. But of a micro-batch a rank
+routes only 4 x 256 / (cp 2 x tp 2) = 256 tokens, so 512 rows of 128 numbers. About half of these
+are for the other rank's experts: 32,768 numbers, sent four times (rows and outputs, in forward and
+in backward), 131,072 in all. (With many tokens on a rank, or small experts, weights would be
+cheaper.)
 
-BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
-wait. So each layer adds the gradient of a load-balancing auxiliary loss (--balance loss; Switch
-Transformer's, for K choices of a token). Let f_e be the fraction of a micro-batch's choices that
-are e, and P_e the mean p_e of its tokens. A micro-batch has the term
+GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
+pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
+other tokens of the same sequence (those of tp because of sequence parallelism: --no-sp is refused).
+So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the mesh ("MoE
+parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it, so step 4's
+`enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with dp 4, cp 2, tp 2, ep 8:
 
-    aux_loss_coeff * E * sum_e f_e P_e
+    group        made of         rank 0's            what its ranks share         used for
+    dp           dp              0 4 8 12            the global batch             sharding it
+    data         dp x cp         0 2 4 6 8 10 12 14  all weights except experts'  sums of gradients
+    sequence     cp x tp         0 1 2 3             each micro-batch             sums of counts
+    ep           ep neighbours   0 1 2 3 4 5 6 7     the experts: they together   exchanges of rows
+                                                     hold every expert once
+    expert_data  every ep-th     0 8                 the same experts             sums of gradients
 
-and the training step adds the mean of these terms over all micro-batches, of all ranks of dp.
-
-In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
-0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.
-
-f comes from counts, so it has no gradient. The gradient of the router's logit of e for a token,
-(W x)_e, is a positive number times p_e (f_e - sum_j p_j f_j): the update pushes the logit down
-where f_e is above the token's own average of f, and elsewhere up.
-
-Each layer adds its own auxiliary loss; the loss that you see excludes them. f_e and P_e are those
-of a micro-batch, so two layouts train alike only if their --micro-batch-size is the same. (And
-where two p are almost equal, rounding may decide, in any layout, which expert is chosen.) --balance
-bias uses no loss: see `BiasBalancedMoE`.
-
-GROUPS. Within a stage (the ranks with the same place along pp) every rank has different tokens: dp
-other sequences, cp and tp other tokens of a sequence (tp because of sequence parallelism: --no-sp
-is refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
-mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
-so the operators of step 4 around an MLP (there called f and g) are gone. On 16 ranks:
-
-    group        rank 0's, if dp 4 cp 2 tp 2 ep 8    its ranks ...              so over it we ...
-    dp           0 4 8 12                            have different sequences   shard the batch
-    data         0 2 4 6 8 10 12 14  (dp x cp)       hold the same weights,     sum their gradients
-                                                     except of experts
-    sequence     0 1 2 3             (cp x tp)       share each micro-batch     sum counts for f_e
-    ep           0 1 2 3 4 5 6 7     (neighbours)    hold all experts together  exchange rows
-    expert_data  0 8                                 hold the same experts      sum their gradients
-    stage        0 1 2 ... 15        (dp x cp x tp)  hold the same layers       sum counts (bias)
+(The counts of `sequence` are for BALANCE, below.)
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
@@ -78,26 +60,53 @@ expert_data adds them. ZeRO, too, shards a parameter over the group that sums it
 over expert_data, the others over data. (Gradients of routers are also summed over tp, as those of
 norms in step 4.)
 
-THE LAW. A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
+THE LAW. A rank holds 3 dim width E/ep weights of experts in each layer (tiny, ep 2: 540,672).
+
+A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If each rank's choices are
 spread evenly over the experts, it sends over ep, in each layer and for each micro-batch,
 
     forward     (ep-1)/ep of 2 T K dim elements, and of 8 E bytes of counts
     backward    (ep-1)/ep of 2 T K dim elements
 
-With --recompute full forward counts twice. With --balance loss each forward, the repeated one too,
-also all-reduces 8 E bytes of counts over `sequence`; with --balance bias a layer does so over
-`stage`, once in a training step. For tiny as launched below, in fp32, in each layer and for each
-micro-batch:
+With --recompute full, forward's bytes are sent twice. With --balance loss each forward, the
+repeated one too, also all-reduces 8 E bytes of counts over `sequence`.
+
+Over tp a layer with experts sends (tp-1)/tp x 4 S, not step 4's 8 S: only attention's operators
+stay. (S as there; with --recompute full 6 S, not 11 S.) Once in a training step the gradient of
+each router, E x dim elements, is all-reduced over tp. For tiny as launched below, in fp32, in each
+layer and for each micro-batch:
 
     ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
     ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
     sequence        2 x 3/4 x 8 bytes x 8 experts         = 96
+    tp              1/2 x 4 x (4 x 128 x 128 x 4)         = 524,288
 
 With 2 layers on a rank and 8 micro-batches, `sent` is 16 x 96 = 1,536 over `sequence`, and near
 16 x 524,320 = 8,389,120 over ep, because choices are not spread evenly. The gradients of 4 experts
 in each of 2 layers, 2 x 4 x 135,168 x 4 = 4,325,376 bytes, are all-reduced once in a training step
 over expert_data, which has 2 ranks: so a rank sends 2 x 1/2 x 4,325,376 bytes.
+
+BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
+wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
+choices of a token). Let f_e be the fraction of a micro-batch's choices that are e, and P_e the mean
+p_e of its tokens. A micro-batch has, in each layer, the term
+
+    aux_loss_coeff * E * sum_e f_e P_e
+
+The gradients of a step are those of its loss plus the mean of these terms over all micro-batches,
+of all ranks of dp. (The loss that you see excludes them.)
+
+In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
+0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.
+
+f comes from counts, so it has no gradient. The auxiliary loss gives the router's logit of e for a
+token, (W x)_e, the gradient c p_e (f_e - sum_j p_j f_j), with c > 0. So the update pushes the logit
+down if f_e is above the mean of f under this token's p, and up if it is below.
+
+f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
+--micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
+layout, which expert is chosen.) The second part of this file has --balance bias, without a loss.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
 You should see the losses of one process (on GPUs, with --dtype fp32 for both; a step takes some
@@ -105,9 +114,9 @@ seconds if 8 processes share 2 cores):
     python step07_moe_ep.py --out runs/one --steps 20
     python -m common.compare runs/one runs/step07_moe_ep
 
-PyTorch's own way: parallelize_module(experts, mesh["ep"], ExpertParallel()) in torchtitan. PyTorch
-itself has the pieces: F.grouped_mm, and all_to_all_single_autograd in
-torch.distributed._functional_collectives.
+PyTorch's own way: parallelize_module(experts, device_mesh["ep"], ExpertParallel()), with
+torchtitan's ExpertParallel. PyTorch itself has the pieces: F.grouped_mm, and
+all_to_all_single_autograd in torch.distributed._functional_collectives.
 
 Try this: in `combine`, send `out_RD` as it is, without `transpose_blocks`. Rank 1 of the figure
 then returns e2(t1) e2(t2) to rank 0, which expects e2(t1) e3(t0).
@@ -128,7 +137,7 @@ from common.data import Data
 from common.flags import flag
 from common.launch import main
 from common.layout import global_norm, note_layout
-from common.model import IGNORE, Decoder, ModelConfig, wide
+from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
@@ -146,131 +155,7 @@ from step06_pipeline import SCHEDULES, sum_tied
 # In the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
 # leaving_GL[r, i]: how many of our rows go to rank r's i-th expert.
 # arriving_GL[r, i]: how many rows come from rank r for our i-th expert.
-
-
-def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix.
-
-    rows [n, in], weight [experts, out, in] -> [n, out].
-
-    The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
-    1, else R.
-    """
-    # In bf16 one call for all experts, which on a recent GPU is one kernel. It wants rows of in and
-    # of out numbers to be multiples of 16 bytes. `ends`: where each expert's rows end
-    if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
-        ends = counts.cumsum(0).to(torch.int32)
-        return F.grouped_mm(rows, weight.mT, offs=ends)
-    parts = rows.split(counts.tolist())
-    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
-
-
-class ExpertLinear(nn.Module):
-    """One linear layer for each expert: `weight` [experts, out, in]."""
-
-    def __init__(self, experts: int, n_in: int, n_out: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, in], sorted by expert, and their numbers, int64 [experts] -> [n, out]."""
-        return expert_product(rows, self.weight, counts)
-
-
-class Experts(nn.Module):
-    """Several SwiGLU MLPs, each of which gets its own rows of the input."""
-
-    def __init__(self, experts: int, dim: int, ffn_dim: int):
-        super().__init__()
-        self.gate_proj = ExpertLinear(experts, dim, ffn_dim)
-        self.up_proj = ExpertLinear(experts, dim, ffn_dim)
-        self.down_proj = ExpertLinear(experts, ffn_dim, dim)
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts]
-        -> [n, dim].
-        """
-        gate = self.gate_proj(rows, counts)
-        up = self.up_proj(rows, counts)
-        return self.down_proj(F.silu(gate) * up, counts)
-
-
-class MoE(nn.Module):
-    """Router and experts, which replace an MLP. Nothing keeps the experts equally busy (--balance
-    none).
-    """
-
-    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
-        super().__init__()
-        self.router = nn.Linear(dim, config.experts, bias=False)
-        self.experts = Experts(config.experts, dim, ffn_dim)  # `shard_moe` keeps this rank's
-        self.top_k = config.experts_per_token
-        self.ep = mesh["ep"]
-
-    def probabilities(self, x_TD: Tensor) -> Tensor:
-        """x [T, D] -> p [T, E], in wide(x.dtype): in bf16 many p would be equal."""
-        precise = wide(x_TD.dtype)
-        return F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
-
-    def choose(self, p_TE: Tensor) -> Tensor:
-        """The ids of each token's experts, int64 [T, K]."""
-        return p_TE.topk(self.top_k).indices
-
-    def score(self, p_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """The weights of the chosen experts' outputs, [T, K]."""
-        scores_TK = p_TE.gather(1, ids_TK)
-        if self.top_k > 1:  # with K = 1, p / p is 1: the model's loss would not reach the router
-            scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
-        return scores_TK
-
-    def through_experts(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
-        outputs [T, K, D].
-        """
-        # In the flat list, choice i belongs to token i // K. On rank 0 of the figure ids are
-        # [[3, 0], [0, 2]], flat 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
-        order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
-        token_N = order_N // self.top_k  # the token of each choice
-        out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
-        # In the order of choices again: row i of the sorted ones is choice order_N[i]
-        by_choice_ND = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND)
-        return by_choice_ND.unflatten(0, ids_TK.shape)
-
-    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows [N, D], sorted by expert -> their experts' outputs [N, D], on whatever ranks these
-        are.
-        """
-        if self.ep.size == 1:  # this rank holds all
-            return self.experts(sorted_ND, counts_E)
-        leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, self.ep)
-        rows_RD = dispatch(sorted_ND, self.ep, leaving_GL, arriving_GL)
-        out_RD = self.experts(rows_RD, counts_L)
-        return combine(out_RD, self.ep, leaving_GL, arriving_GL)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
-        the same shape.
-        """
-        x_TD = x.flatten(0, 1)
-        p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())  # a choice has no gradient
-        scores_TK = self.score(p_TE, ids_TK)
-        counts_E = count_choices(ids_TK, p_TE.shape[-1])
-        out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
-        weighted_TKD = out_TKD * scores_TK[..., None]
-        out_TD = weighted_TKD.sum(1).to(x.dtype)
-        return self.after_forward(out_TD.view_as(x), p_TE, counts_E)
-
-    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Where a subclass looks at the choices, to balance them. Returns `out`, the layer's output
-        [batch, seq, dim], with the same numbers.
-
-        p [T, E]: all probabilities. counts int64 [E]: how many of this rank's choices each got.
-        """
-        return out
-
-    def end_step(self):
-        """Called after each update of the weights."""
+# (Rank 0 of the figure: both are [[2, 0], [1, 1]].)
 
 
 def count_choices(ids_TK: Tensor, experts: int) -> Tensor:
@@ -325,6 +210,23 @@ class SendRows(torch.autograd.Function):
         return send_rows(grad, group, received_GL, sent_GL), None, None, None
 
 
+def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
+    of each of our experts, int64 [L], on the device.
+
+    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
+    them.
+    """
+    leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
+    arriving_GL = torch.empty_like(leaving_GL)
+    all_to_all(arriving_GL, leaving_GL, group).wait()
+    counts_L = arriving_GL.sum(0)
+    # Split sizes: the CPU waits for the GPU here, once for both. (On a GPU with a kernel for
+    # grouped_mm nothing else waits, if `expert_product` uses it.)
+    leaving_GL, arriving_GL = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return leaving_GL, arriving_GL, counts_L
+
+
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
     sorted by expert.
@@ -342,32 +244,139 @@ def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tenso
     return SendRows.apply(by_rank_RD, group, arriving_GL, leaving_GL)
 
 
-def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
-    of each of our experts, int64 [L], on the device.
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix.
 
-    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
-    them.
+    rows [n, in], weight [experts, out, in] -> [n, out].
+
+    The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
+    1, else R.
     """
-    leaving_GL = counts_E.view(group.size, -1)
-    arriving_GL = torch.empty_like(leaving_GL)
-    all_to_all(arriving_GL, leaving_GL, group).wait()
-    counts_L = arriving_GL.sum(0)
-    # Split sizes: the CPU waits for the GPU here, once for both. (In bf16, on a GPU with a kernel
-    # for grouped_mm, nothing else waits.)
-    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return leaving_on_cpu, arriving_on_cpu, counts_L
+    # In bf16 one call serves all experts, and on a recent GPU it is one kernel. For it `in` and
+    # `out` must be multiples of 8 (16 bytes). `ends`: where each expert's rows end
+    if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, weight.mT, offs=ends)
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
+
+
+class ExpertLinear(nn.Module):
+    """One linear layer for each expert: `weight` [experts, out, in]."""
+
+    def __init__(self, experts: int, n_in: int, n_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, in], sorted by expert, and their numbers, int64 [experts] -> [n, out]."""
+        return expert_product(rows, self.weight, counts)
+
+
+class Experts(nn.Module):
+    """Several SwiGLU MLPs, each of which gets its own rows of the input."""
+
+    def __init__(self, experts: int, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate_proj = ExpertLinear(experts, dim, ffn_dim)
+        self.up_proj = ExpertLinear(experts, dim, ffn_dim)
+        self.down_proj = ExpertLinear(experts, ffn_dim, dim)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts]
+        -> [n, dim].
+        """
+        gate = self.gate_proj(rows, counts)
+        up = self.up_proj(rows, counts)
+        return self.down_proj(F.silu(gate) * up, counts)
+
+
+class MoE(nn.Module):
+    """Router and experts, which replace an MLP. Nothing keeps the experts equally busy (--balance
+    none).
+    """
+
+    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
+        super().__init__()
+        self.router = nn.Linear(dim, config.experts, bias=False)
+        self.experts = Experts(config.experts, dim, ffn_dim)  # `shard_moe` keeps this rank's
+        self.top_k = config.experts_per_token
+        self.ep_group = mesh["ep"]
+
+    def probabilities(self, x_TD: Tensor) -> Tensor:
+        """x [T, D] -> p [T, E], in wide(x.dtype): in bf16 many p would be equal."""
+        precise = wide(x_TD.dtype)
+        return F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
+
+    def choose(self, p_TE: Tensor) -> Tensor:
+        """The ids of each token's experts, int64 [T, K]."""
+        return p_TE.topk(self.top_k).indices
+
+    def score(self, p_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """The weights of the chosen experts' outputs, [T, K]."""
+        scores_TK = p_TE.gather(1, ids_TK)
+        if self.top_k > 1:  # with K = 1, p / p is 1: the model's loss would not reach the router
+            scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
+        return scores_TK
+
+    def through_experts(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
+        outputs [T, K, D].
+        """
+        # In the flat list, choice i belongs to token i // K. On rank 0 of the figure ids are
+        # [[3, 0], [0, 2]], flat 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
+        order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
+        token_N = order_N // self.top_k  # the token of each choice
+        out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
+        place_N = order_N.argsort()  # the place of each choice among the sorted ones: 3 0 1 2
+        return out_ND[place_N].unflatten(0, ids_TK.shape)
+
+    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows [N, D], sorted by expert -> their experts' outputs [N, D], wherever the experts
+        are.
+        """
+        if self.ep_group.size == 1:  # this rank holds all
+            return self.experts(sorted_ND, counts_E)
+        leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, self.ep_group)
+        rows_RD = dispatch(sorted_ND, self.ep_group, leaving_GL, arriving_GL)
+        out_RD = self.experts(rows_RD, counts_L)
+        return combine(out_RD, self.ep_group, leaving_GL, arriving_GL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
+        the same shape.
+        """
+        x_TD = x.flatten(0, 1)
+        p_TE = self.probabilities(x_TD)
+        ids_TK = self.choose(p_TE.detach())  # a choice has no gradient
+        scores_TK = self.score(p_TE, ids_TK)
+        counts_E = count_choices(ids_TK, p_TE.shape[-1])
+        out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
+        weighted_TKD = out_TKD * scores_TK[..., None]
+        out_TD = weighted_TKD.sum(1).to(x.dtype)
+        return self.after_forward(out_TD.view_as(x), p_TE, counts_E)
+
+    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Where a subclass looks at the choices, to balance them. Returns `out`, the layer's output
+        [batch, seq, dim], with the same numbers.
+
+        p [T, E]: all probabilities. counts int64 [E]: how many of this rank's choices each got.
+        """
+        return out
+
+    def end_step(self):
+        """Called after each update of the weights."""
 
 
 def keep_choices() -> tuple:
     """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
-    saved. Computed again, a p may be rounded differently, and choose another expert than forward
-    did: then the rows would no longer fit.
+    saved. Computed again, p may be rounded differently, so that another expert is chosen than in
+    forward: then the rows would no longer fit.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
 
-class AddLoss(torch.autograd.Function):
+class AddGradientOfLoss(torch.autograd.Function):
     """Return x, and in backward give `loss` the gradient 1, as if it were a part of the step's
     loss.
 
@@ -392,7 +401,13 @@ class LossBalancedMoE(MoE):
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
-        self.sequence = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
+        self.sequence_group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
+        sequences = config.global_batch_size // mesh["dp"].size  # of this rank
+        if sequences % config.micro_batch_size:
+            raise UserError(
+                f"--micro-batch-size must divide the {sequences} sequences of a rank: the "
+                "auxiliary loss is a mean over equal micro-batches"
+            )
         # The step has global_batch_size / micro_batch_size micro-batches, on all ranks of dp
         # together, and gradients are only summed. So the loss of each is divided by their number,
         # as a token's loss is by the number of targets
@@ -406,7 +421,7 @@ class LossBalancedMoE(MoE):
         it adds up p_e over its own tokens, and divides by the tokens of the whole micro-batch.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
-        all_reduce(total_E, self.sequence).wait()
+        all_reduce(total_E, self.sequence_group).wait()
         n_choices = total_E.sum()  # tokens x K
         f_E = total_E.to(p_TE.dtype) / n_choices
         n_tokens = n_choices / self.top_k
@@ -416,7 +431,137 @@ class LossBalancedMoE(MoE):
 
     def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
-        return AddLoss.apply(out, self.coeff * self.aux_loss(p_TE, counts_E))
+        aux_loss = self.aux_loss(p_TE, counts_E)
+        return AddGradientOfLoss.apply(out, self.coeff * aux_loss)
+
+
+# --balance -> the layer. (The end of this file adds "bias", for which --bias-rate is.)
+BALANCE: dict[str, type[MoE]] = {"loss": LossBalancedMoE, "none": MoE}
+
+
+@dataclass
+class Config(step06.Config):
+    """Mixture of experts and expert parallelism."""
+
+    experts: int = flag(8, "MLPs in each layer that has experts", least=1)
+    experts_per_token: int = flag(2, "how many of them a token visits", least=1)
+    expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
+    balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
+    aux_loss_coeff: float = flag(
+        0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
+    )
+    bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
+    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts", least=1)
+
+
+def check_experts(config: Config, mesh: Mesh):
+    """Raise UserError unless the flags of experts fit one another and the ranks."""
+    ranks = mesh.world // config.pp
+    if config.experts % config.ep:
+        raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
+    if ranks % config.ep:
+        raise UserError(f"--ep {config.ep} must divide dp x cp x tp, which is {ranks}")
+    if config.experts_per_token > config.experts:
+        raise UserError(
+            f"--experts-per-token {config.experts_per_token} exceeds --experts {config.experts}"
+        )
+    if config.tp > 1 and not config.sp:
+        raise UserError(
+            "--no-sp: with experts, ranks of tp must route different tokens: leave it out"
+        )
+
+
+def make_groups(mesh: Mesh, config: Config):
+    """Create the groups ep, expert_data and sequence of the table GROUPS, on every rank."""
+    # A grid for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]]. A row
+    # holds all experts, and a column has the same ones. The ranks of a row are neighbours: they
+    # differ in tp first, then in cp, then in dp. (For `queue` see `add_groups` in common/comm.py)
+    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
+        mesh.add_groups("ep", grid, queue="activations")
+        mesh.add_groups("expert_data", grid.T, queue="gradients")
+    mesh.join("sequence", "cp", "tp", queue="activations")
+
+
+def shard_moe(moe: MoE, mesh: Mesh):
+    """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
+    # Ranks of tp route different tokens, so each has only a term of the router's gradient
+    note_layout(moe.router.weight, data_group="data", partial_over="tp")
+    for linear in moe.experts.children():
+        linear.weight = shard_param(linear.weight, 0, mesh["ep"])
+        # shard_param has noted a shard over ep, by which global_norm knows that ranks of ep hold
+        # different experts. This notes over which ranks the gradient is summed
+        note_layout(linear.weight, data_group="expert_data")
+
+
+def shard_experts(model: Decoder, mesh: Mesh, config: Config):
+    """Check the flags, create the groups of experts, and replace MLPs (with step 4's operators
+    around them) by this rank's experts. Raises UserError.
+    """
+    check_experts(config, mesh)
+    make_groups(mesh, config)
+    width = config.expert_dim or model.config.ffn_dim
+    for layer in model.model.layers.values():
+        with torch.device("meta"):
+            moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
+        shard_moe(moe, mesh)
+        layer.mlp = moe
+
+
+def train(config: Config, run: Run):
+    """The whole run: all kinds of parallelism, applied to the plain model one after another."""
+    device, dtype = choose_device(config)
+    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
+    # ep is no dimension: `make_groups` makes its groups of the dp x cp x tp ranks of a stage
+    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
+    # Step 2: a rank has these sequences
+    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+    shape = model_shape(config.model)
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    # Step 4: a rank has these rows and columns of each matrix
+    shard_tensors(model, mesh, config.sp)
+    # Step 5: it has these tokens of each sequence
+    positions = shard_context(model, mesh, config).to(device)
+    # new: it has these experts
+    shard_experts(model, mesh, config)
+    # Step 6: it has these layers
+    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
+    moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
+    set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
+    # Step 3: with --zero 1, 2 or 3 it updates this shard of its parameters
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = data.batch(step)
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
+        xs = own_xs.split(config.micro_batch_size)
+        ys = own_ys.split(config.micro_batch_size)
+        sync.begin(len(xs))
+        # This runs forward and backward of all micro-batches
+        loss = pipeline.step(xs, ys, n_targets)
+        sync.finish()  # this sums over ranks
+        # Over tp this sums the gradients of norms (SP) and of routers
+        sum_partial_gradients(model, optimizer.gradients(), mesh)
+        # Over pp this sums the gradients of a matrix that two stages hold
+        sum_tied(model, optimizer.gradients(), mesh["pp"])
+        all_reduce(loss, mesh["data"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()
+
+        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        lr = learning_rate(step, config)
+        optimizer.step(lr)
+        optimizer.zero_grad()
+        for moe in moes:  # new
+            moe.end_step()  # new: with --balance bias it moves its biases
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+# --- The second part, for a second evening: --balance bias. It keeps experts equally busy without a
+# loss.
 
 
 class BiasBalancedMoE(MoE):
@@ -427,11 +572,15 @@ class BiasBalancedMoE(MoE):
     each step it grows by --bias-rate for experts with less than the mean load, and shrinks for
     those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). The bias
     is no parameter, because it has no gradient. It is a buffer, saved with the parameters.
+
+    THE LAW. Once in a training step each layer all-reduces 8 E bytes of counts over data (dp x cp),
+    then over tp: all ranks of a stage route different tokens of the step.
     """
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
-        self.stage = mesh["stage"]  # the ranks that route different tokens of a step (dp x cp x tp)
+        self.data_group = mesh["data"]
+        self.tp_group = mesh["tp"]
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
         # This rank's choices in a step
@@ -454,157 +603,15 @@ class BiasBalancedMoE(MoE):
 
     def end_step(self):
         """Move each bias by the rate."""
-        all_reduce(self.load_E, self.stage).wait()
+        all_reduce(self.load_E, self.data_group).wait()
+        all_reduce(self.load_E, self.tp_group).wait()
         mean_load = self.load_E.double().mean()
         direction = torch.sign(mean_load - self.load_E)
         self.bias += self.rate * direction.to(self.bias.dtype)
         self.load_E.zero_()
 
 
-BALANCE: dict[str, type[MoE]] = {
-    "loss": LossBalancedMoE,
-    "bias": BiasBalancedMoE,
-    "none": MoE,
-}
-
-
-@dataclass
-class Config(step06.Config):
-    """Mixture of experts and expert parallelism."""
-
-    experts: int = flag(8, "MLPs in each layer that has experts", least=1)
-    experts_per_token: int = flag(2, "how many of them a token visits", least=1)
-    expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
-    moe_every: int = flag(
-        1, "every moe_every-th layer has experts; the others have an MLP", least=1
-    )
-    dense_layers: int = flag(
-        0, "layers at the start that have an MLP; --moe-every counts from there"
-    )
-    balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
-    aux_loss_coeff: float = flag(
-        0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
-    )
-    bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
-    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts", least=1)
-
-
-def check_experts(config: Config, mesh: Mesh, shape: ModelConfig):
-    """Raise UserError unless the flags of experts fit one another, the model and the ranks."""
-    ranks = mesh.world // config.pp
-    if config.experts % config.ep or ranks % config.ep:
-        raise UserError(
-            f"--ep {config.ep} must divide --experts {config.experts}, and dp x cp x tp, {ranks}"
-        )
-    if config.experts_per_token > config.experts:
-        raise UserError(
-            f"--experts-per-token {config.experts_per_token} exceeds --experts {config.experts}"
-        )
-    if config.dense_layers + config.moe_every > shape.n_layers:
-        raise UserError(
-            f"--dense-layers {config.dense_layers} and --moe-every {config.moe_every} leave no "
-            f"layer with experts ({shape.n_layers} in all): lower them, or use step06_pipeline.py"
-        )
-    sequences = config.global_batch_size // mesh["dp"].size  # of this rank
-    # An entry of BALANCE that others add may have this loss, too
-    averaged = issubclass(BALANCE[config.balance], LossBalancedMoE)
-    if averaged and sequences % config.micro_batch_size:
-        raise UserError(
-            f"--micro-batch-size must divide the {sequences} sequences of a rank: the auxiliary "
-            "loss is a mean over equal micro-batches"
-        )
-    if config.tp > 1 and not config.sp:
-        raise UserError(
-            "--no-sp: with experts, ranks of tp must route different tokens: leave it out"
-        )
-
-
-def make_groups(mesh: Mesh, config: Config):
-    """Create the groups of the table GROUPS: ep, expert_data, sequence and stage. (For `queue` see
-    `add_groups` in common/comm.py.)
-
-    (A group is created by a collective, so each rank also creates those of other ranks.)
-    """
-    # A grid for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]]
-    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
-        # A row holds all experts, on neighbours: along tp first, then cp, dp
-        mesh.add_groups("ep", grid, queue="activations")
-        mesh.add_groups("expert_data", grid.T, queue="gradients")  # a column has the same experts
-    mesh.join("sequence", "cp", "tp", queue="activations")
-    mesh.join("stage", "dp", "cp", "tp", queue="gradients")
-
-
-def shard_moe(moe: MoE, mesh: Mesh):
-    """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # Ranks of tp route different tokens, so each has only a term of the router's gradient
-    note_layout(moe.router.weight, data_group="data", partial_over="tp")
-    for linear in moe.experts.children():
-        linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        # shard_param has noted a shard over ep, by which global_norm knows that ranks of ep hold
-        # different experts. This notes over which ranks the gradient is summed
-        note_layout(linear.weight, data_group="expert_data")
-
-
-def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Check the flags, create the groups of experts, and replace MLPs (with step 4's operators
-    around them) by this rank's experts. Raises UserError.
-    """
-    check_experts(config, mesh, model.config)
-    make_groups(mesh, config)
-    width = config.expert_dim or model.config.ffn_dim
-    first = config.dense_layers + config.moe_every - 1  # with --moe-every 2: layers 1, 3, ...
-    for number in range(first, model.config.n_layers, config.moe_every):
-        with torch.device("meta"):
-            moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
-        shard_moe(moe, mesh)
-        model.model.layers[str(number)].mlp = moe
-
-
-def train(config: Config, run: Run):
-    """The whole run: all kinds of parallelism, applied to the plain model one after another."""
-    device, dtype = choose_device(config)
-    dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    # ep is no dimension: `make_groups` cuts its groups from the dp x cp x tp ranks of a stage
-    mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
-    # step 2: these sequences
-    own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
-    shape = model_shape(config.model)
-    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    with torch.device("meta"):
-        model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns
-    positions = shard_context(model, mesh, config).to(device)  # step 5: these tokens
-    shard_experts(model, mesh, config)  # new: these experts
-    pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)  # step 6: these layers
-    moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
-    set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
-    # step 3: with --zero 1, 2 or 3 this shard of the update
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
-
-    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
-        tokens, targets = data.batch(step)
-        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
-        own_xs, own_ys = own_tokens(tokens, targets, own, positions)
-        xs = own_xs.split(config.micro_batch_size)
-        ys = own_ys.split(config.micro_batch_size)
-        sync.begin(len(xs))
-        loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
-        sync.finish()  # sums over ranks
-        # Over tp: of norms (SP) and routers
-        sum_partial_gradients(model, optimizer.gradients(), mesh)
-        sum_tied(model, optimizer.gradients(), mesh["pp"])  # where two stages hold the same matrix
-        all_reduce(loss, mesh["data"]).wait()
-        all_reduce(loss, mesh["pp"]).wait()
-
-        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
-        lr = learning_rate(step, config)
-        optimizer.step(lr)
-        optimizer.zero_grad()
-        for moe in moes:  # new
-            moe.end_step()  # new: --balance bias moves its biases
-        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+BALANCE["bias"] = BiasBalancedMoE
 
 
 if __name__ == "__main__":

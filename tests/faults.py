@@ -214,7 +214,7 @@ FAULTS = [
         "step07_moe_ep",
         "grad.new_ones((), dtype=ctx.dtype)",
         "2 * grad.new_ones((), dtype=ctx.dtype)",
-        "test_step07::test_add_loss",
+        "test_step07::test_add_gradient_of_loss",
         "the auxiliary loss counts twice, as if recomputation added it again",
     ),
     Fault(

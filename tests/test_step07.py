@@ -35,6 +35,7 @@ cases = pytest.mark.parametrize
 S7 = "step07_moe_ep"
 Config = step.Config
 FP64, BF16 = torch.float64, torch.bfloat16
+TINY = {name: getattr(PRESETS["tiny"], name) for name in SHAPE}
 
 
 # --- The layer by its definition, and step 1 with it ----------------------------------------------
@@ -84,10 +85,9 @@ def train(config: Config, run: Run):
 
     def with_experts(shape: ModelConfig) -> Decoder:
         model = Decoder(shape)
-        first = config.dense_layers + config.moe_every - 1
-        for number in range(first, shape.n_layers, config.moe_every):
-            width = config.expert_dim or shape.ffn_dim
-            model.model.layers[str(number)].mlp = Plain(shape.dim, width, config)
+        width = config.expert_dim or shape.ffn_dim
+        for block in model.model.layers.values():
+            block.mlp = Plain(shape.dim, width, config)
         return model
 
     with mock.patch.object(step01, "Decoder", with_experts):
@@ -111,7 +111,8 @@ def filled(module: nn.Module) -> nn.Module:
 
 def layer(dim: int = 6, width: int = 10, **flags: Any) -> step.MoE:
     """An MoE layer in fp64, in groups of one rank."""
-    alone = {name: Group(name, 0, 1, None) for name in ("ep", "sequence", "stage")}
+    names = ("dp", "tp", "data", "ep", "sequence")
+    alone = {name: Group(name, 0, 1, None) for name in names}
     flags = config(**flags)
     return filled(step.BALANCE[flags.balance](dim, width, flags, alone))
 
@@ -226,7 +227,7 @@ def test_aux_loss():
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp", queue="gradients")
     moe = layer()
-    moe.sequence = mesh["sequence"]
+    moe.sequence_group = mesh["sequence"]
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
     expected = 5 * (chosen.double().mean((0, 1)) / 2 * p.mean((0, 1))).sum()
@@ -246,12 +247,12 @@ def test_aux_loss():
 
 
 @task("balance", 2)
-def test_add_loss():
+def test_add_gradient_of_loss():
     """The output is x, and dx is dy. The gradient of the loss is 1, whatever dy is."""
     x = draw("x", 0, 2, 3, dtype=BF16).requires_grad_()
     dy = draw("dy", 0, 2, 3, dtype=BF16)
     loss = torch.tensor(2.0, requires_grad=True)
-    y = step.AddLoss.apply(x, loss)
+    y = step.AddGradientOfLoss.apply(x, loss)
     y.backward(dy)
     close(y, x, "the output")
     close(x.grad, dy, "the gradient of x")
@@ -405,8 +406,8 @@ def test_experts_on_several_ranks(name):
 # --- Which rank has which experts -----------------------------------------------------------------
 
 
-def sharded(sizes: dict, **flags: Any) -> tuple[Mesh, nn.ModuleDict]:
-    """The mesh, and five layers on the meta device, sharded over tp and ep."""
+def sharded(sizes: dict, shape: dict, **flags: Any) -> tuple[Mesh, nn.ModuleDict]:
+    """The mesh, and the layers of a model on the meta device, sharded over tp and ep."""
     mesh = Mesh(**dict(pp=1, dp=1, cp=1, tp=1) | sizes)
     settings = config(**dict(experts=8, pp=mesh["pp"].size) | flags)
 
@@ -414,7 +415,7 @@ def sharded(sizes: dict, **flags: Any) -> tuple[Mesh, nn.ModuleDict]:
         shard_tensors(model, mesh, settings.sp)
         step.shard_experts(model, mesh, settings)
 
-    model = decoder(shard, None, n_layers=5, seq_len=16)
+    model = decoder(shard, None, **shape)
     return mesh, model.model.layers
 
 
@@ -422,7 +423,7 @@ def sharded(sizes: dict, **flags: Any) -> tuple[Mesh, nn.ModuleDict]:
 @task("groups", 2)
 def test_groups():
     """A rank has 4 of 8 experts, summed over expert_data; its router is summed over data and tp."""
-    mesh, layers = sharded(dict(dp=2, tp=2), ep=2)
+    mesh, layers = sharded(dict(dp=2, tp=2), TINY, ep=2)
     moe = layers["1"].mlp
     router = ParamLayout(data_group="data", partial_over="tp")
     close(layout_of(moe.router.weight), router, "the record of the router")
@@ -431,13 +432,14 @@ def test_groups():
     record = ParamLayout(shard=shard, data_group="expert_data")
     for name, param in moe.experts.named_parameters():
         close((len(param), layout_of(param)), (4, record), f"{name}: length and record")
+    held = sum(param.numel() for param in moe.experts.parameters())
+    close(held, 540_672, "weights of experts in a layer: the law's number")
 
 
 MISTAKES = [
-    (dict(ep=3, experts=6), "--ep 3"),  # does not divide 4 ranks
-    (dict(ep=4, experts=6), "--experts 6"),
+    (dict(ep=3, experts=6), "--ep 3 must divide dp x cp x tp, which is 4"),
+    (dict(ep=4, experts=6), "--ep 4 must divide --experts 6"),
     (dict(experts=3, experts_per_token=4), "--experts-per-token 4"),
-    (dict(dense_layers=4, moe_every=2), "--dense-layers 4"),  # of 5 layers
     (dict(micro_batch_size=4), "--micro-batch-size"),  # does not divide 6 sequences
     (dict(tp=2, sp=False), "--no-sp"),
 ]
@@ -449,7 +451,7 @@ MISTAKES = [
 def test_a_mistake_is_one_line(flags, flag):
     """Every rank raises a UserError of one line before anything is sent."""
     with Tape() as tape, pytest.raises(UserError, match=flag) as error:
-        sharded(dict(dp=2, tp=2), **flags)
+        sharded(dict(dp=2, tp=2), dict(seq_len=16), **flags)
     close(str(error.value).count("\n"), 0, "further lines")
     close(tape.started, [], "collectives")
 
@@ -460,14 +462,13 @@ def test_a_mistake_is_one_line(flags, flag):
 EXPERTS = dict(experts=4, aux_loss_coeff=0.3)
 TWO = EXPERTS | dict(micro_batch_size=2)
 FOUR = EXPERTS | dict(micro_batch_size=4)
-UNEVEN = EXPERTS | dict(micro_batch_size=3, tied=True, n_layers=4, moe_every=2, dense_layers=1)
-UNEVEN |= dict(expert_dim=20)
+OTHER_WIDTH = EXPERTS | dict(micro_batch_size=3, tied=True, n_layers=4, expert_dim=20)
 LAYOUTS = [
     (4, TWO, dict(tp=2, ep=2, zero="1")),  # dp is 2, and the ranks of tp share the experts
     (4, TWO, dict(tp=2, ep=4, sync="naive")),
     (4, EXPERTS, dict(ep=2, zero="3", recompute="full")),
     (4, TWO, dict(cp=2, ep=4, zero="2")),
-    (4, UNEVEN, dict(pp=2, cp=2, ep=2, schedule="interleaved")),
+    (4, OTHER_WIDTH, dict(pp=2, cp=2, ep=2, schedule="interleaved")),
     (4, TWO | dict(experts_per_token=1), dict(tp=2)),
     (8, FOUR, dict(pp=2, cp=2, tp=2, ep=4)),
     # And dp is 2
@@ -539,6 +540,13 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
 BUSY = dict(cp=4, ep=2, experts=2)
 FORWARD = 262_144 + 8  # over ep, in a layer: rows and counts
 BACKWARD = 262_144
+# Over tp, with dp 2: 4 layers of 4 S, head and embedding. Then what the loss takes, and all-reduces
+# of 9 norms, the squared norm, and 4 routers of 2 experts
+TP = dict(tp=2, ep=2, experts=2, global_batch_size=8)
+S = 524_288
+OVER_TP = (4 * 4 * S + 4 * S) // 2 + 8_192 + 4_616 + 4 * 2 * 128 * 4
+OVER_TP_AGAIN = OVER_TP + 4 * 2 * S // 2  # 6 S in a layer
+COUNTS = 4 * 2 * 8  # over tp, with --balance bias: of 2 experts in 4 layers
 SENT = [
     # step, flags, and what a rank sends for one micro-batch: the docstrings' worked numbers
     ("step04_tp_sp", dict(tp=2, global_batch_size=8), dict(tp=9_437_184 + 8_192 + 4_616)),
@@ -547,14 +555,15 @@ SENT = [
     ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 18)),  # the first rank
     (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), sequence=4 * 24)),
     (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), sequence=4 * 48)),
+    (S7, TP, dict(tp=OVER_TP)),
+    (S7, TP | dict(recompute="full", balance="bias"), dict(tp=OVER_TP_AGAIN + COUNTS)),
 ]
-TINY = {name: getattr(PRESETS["tiny"], name) for name in SHAPE}
-TINY |= dict(dtype="fp32", steps=1, global_batch_size=4, micro_batch_size=4)
+ONE_STEP = TINY | dict(dtype="fp32", steps=1, global_batch_size=4, micro_batch_size=4)
 
 
 def sent_in_a_step(name: str, flags: dict) -> dict[str, int]:
     """What this rank sends by group in a training step of tiny, in fp32."""
-    return run_of(name, TINY | flags).history[0]["sent"]
+    return run_of(name, ONE_STEP | flags).history[0]["sent"]
 
 
 @cases("name, flags, expected", SENT)

@@ -85,7 +85,7 @@ TASKS: dict[int, dict[str, str]] = {
         "experts": "expert_product Experts.forward",
         "layer": "MoE.probabilities MoE.choose MoE.score MoE.through_experts count_choices "
         "MoE.forward",
-        "balance": "AddLoss.forward AddLoss.backward LossBalancedMoE.aux_loss "
+        "balance": "AddGradientOfLoss.forward AddGradientOfLoss.backward LossBalancedMoE.aux_loss "
         "LossBalancedMoE.after_forward BiasBalancedMoE.choose BiasBalancedMoE.after_forward "
         "BiasBalancedMoE.end_step",
         "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "

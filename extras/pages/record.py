@@ -322,7 +322,7 @@ def routing(mesh: Mesh, ep: int) -> dict:
     after it has been sent.
     """
     layer = router(mesh, ep)
-    own_experts = range(layer.ep.rank * 4 // ep, (layer.ep.rank + 1) * 4 // ep)
+    own_experts = range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)
     cells = {"experts here": [[", ".join(f"e{expert}" for expert in own_experts)]]}
     run_experts = layer.run_experts
 

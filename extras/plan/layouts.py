@@ -159,8 +159,8 @@ def broken_expert_rules(m: Shape, x: Layout) -> Iterator[str]:
         yield f"--ep {x.ep} must divide --experts {m.experts} and the {inner} ranks of dp x cp x tp"
     if m.experts_per_token > m.experts:
         yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
-    if m.dense_layers + m.moe_every > m.n_layers:
-        yield "no layer has experts: lower --dense-layers or --moe-every"
+    if m.dense_layers >= m.n_layers:
+        yield "no layer has experts: lower --dense-layers"
     if x.tp > 1 and not x.sp:
         yield "--no-sp: ranks of tp would all route the same tokens: leave it out"
 

@@ -137,6 +137,6 @@ def report(name: str, m: Shape, plans: list[Plan], gpu_name: str, tokens: float 
         verdict="So" if fits(plan.held, gpu) else f"It does not fit into {ROOM:.0%} of a GPU",
         total=plan.held.total / GIB,
         size=gpu.memory / GIB,
-        launch="" if name in GPTS else launch(name, m, plan.layout),
+        launch="" if name in GPTS or m.dense_layers else launch(name, m, plan.layout),
     )
     return text.rstrip()

@@ -13,13 +13,14 @@ NEEDS = {"experts": AT_LEAST_2}
 
 @dataclass(frozen=True)
 class Experts:
-    """Flags of step 7 that give layers experts in place of an MLP."""
+    """Flags of step 7 that give layers experts in place of an MLP. (--dense-layers, of published
+    models, is the planner's alone.)
+    """
 
     experts: int = flag(0, "experts in each layer that has them; 0: no layer has experts")
     experts_per_token: int = flag(2, "how many of them a token visits", least=1, needs=NEEDS)
     expert_dim: int = flag(0, "width of an expert; 0: that of the model's MLP", needs=NEEDS)
     shared_experts: int = flag(0, "more experts, which every token visits", needs=NEEDS)
-    moe_every: int = flag(1, "every moe_every-th layer has experts", least=1, needs=NEEDS)
     dense_layers: int = flag(0, "layers at the start that have none", needs=NEEDS)
 
 
@@ -43,8 +44,7 @@ class Shape(Experts, ModelConfig):
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is made of experts."""
-        after = layer - self.dense_layers - self.moe_every + 1
-        return self.experts > 0 and after >= 0 and after % self.moe_every == 0
+        return self.experts > 0 and layer >= self.dense_layers
 
 
 def shape_of(config: ModelConfig, flags: Any) -> Shape:

@@ -127,9 +127,9 @@ class OverlappedMoE(MoE):
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
         """As `MoE.run_experts`."""
-        if self.ep.size == 1:
+        if self.ep_group.size == 1:
             return self.experts(sorted_ND, counts_E)
-        return run_in_chunks(self.experts, self.ep, sorted_ND, counts_E)
+        return run_in_chunks(self.experts, self.ep_group, sorted_ND, counts_E)
 
 
 for name in ("none", "loss", "bias", *routing.BALANCES):

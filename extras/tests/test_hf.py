@@ -112,11 +112,9 @@ def test_a_model_that_our_decoder_does_not_compute_is_refused(change, problem):
         hf.flags_of(AutoConfig.for_model(**SIZES | change), 0)
 
 
-@pytest.mark.parametrize(
-    "flag, value", [("balance", "bias"), ("experts_per_token", 1), ("moe_every", 2)]
-)
+@pytest.mark.parametrize("flag, value", [("balance", "bias"), ("experts_per_token", 1)])
 def test_a_run_that_mixtral_does_not_compute_is_not_exported(flag, value):
-    """Mixtral would choose other experts, weigh them otherwise, or have them in every layer."""
+    """Mixtral would choose other experts, or weigh them otherwise."""
     with pytest.raises(UserError, match=f"{value}: Mixtral does not compute this"):
         hf.hf_config(vars(step07.Config()) | {flag: value})
 

@@ -239,7 +239,8 @@ def layer(name: str, **flags) -> step07.MoE:
     """A layer of --balance `name` in groups of one rank, with 8 experts, of which 4 are chosen."""
     PRESETS["test"] = ModelConfig(**SHAPE | dict(dim=8, seq_len=8))
     flags = BASE | dict(model="test", balance=name, experts=8, experts_per_token=4) | flags
-    alone = {group: Group(group, 0, 1, None) for group in ("ep", "sequence", "stage", "cp")}
+    names = ("dp", "cp", "tp", "data", "ep", "sequence")
+    alone = {group: Group(group, 0, 1, None) for group in names}
     moe = step07.BALANCE[name](8, 10, Config(**flags), alone)
     for key, param in moe.named_parameters():
         param.data = numbers(key, 0, *param.shape)

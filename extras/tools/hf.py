@@ -15,7 +15,7 @@ No weight depends on the length of a sequence: `--seq-len` may shorten it.
 Two classes of `transformers` compute what our decoder computes:
 
     LlamaForCausalLM      steps 1 to 6: the same names and shapes. SmolLM is such a model
-    MixtralForCausalLM    step 7 with experts in every layer: softmax over all experts, then top-k,
+    MixtralForCausalLM    step 7: softmax over all experts, then top-k,
                           and the scores of a token's experts are divided by their sum
 
 Both commands hold the weights twice in the memory of one process. Both refuse, in one line, a model
@@ -64,8 +64,6 @@ FIXED += ["head_dim", "rope_parameters"]
 MIXTRAL = {  # flags of step 7, and the values with which it computes what Mixtral does
     "experts_per_token": range(2, 2**31),  # the score of a single one is p here, and 1 there
     "balance": ["loss", "none"],
-    "moe_every": [1],
-    "dense_layers": [0],
 }
 LLAMA3_ROPE = dict(  # `rope_tables` of common/model.py has these numbers
     low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
