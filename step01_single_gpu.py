@@ -13,20 +13,22 @@ the texts that this course trains on, every token is a target. In data for fine-
 are tokens of the prompt are IGNORE, and the loss leaves them out.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
-heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END);
+heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
+token that ends a document);
 sequences of 256 tokens; 804,224 parameters.
 
 PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
 1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
 gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies (as Micikevicius et
 al. 2017 did for fp16). Weights are bf16 on a GPU that has it, else fp32, unless --dtype says
-otherwise. Bytes for each parameter:
+otherwise. AdamW's *moments* are running averages of the gradient and of its square, one number
+each. Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
        4        4          -       4 + 4     16    here, in fp32: a weight is its own master
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
-       2      2 + 4        4       4 + 4     20    a bf16 gradient and its fp32 sum
+       2      2 + 4        4       4 + 4     20    as here, and a bf16 gradient is kept, too
 
 RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. With a
 fused attention kernel (on a GPU in bf16), and without --compile, a layer saves for each token
@@ -48,14 +50,13 @@ bytes), and backward repeats its forward. The repetition stops as soon as it has
 down_proj, the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it
 does not stop.)
 
-(RoPE's tables, which all layers share, are not counted. A CPU has a fused attention, but no fused
-norm: each of the two norms also saves its normalised input in fp32, and a bf16 input as fp32. So a
-layer of tiny saves 6,184 bytes in bf16, 10,280 in fp32.)
+(RoPE's tables, which all layers share, are not counted. A CPU has no fused norm, and saves more.)
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward
 (2 for the gradient of the input, 2 for that of the weight). (The embedding's cost none: it is
 looked up.) In causal attention a token attends to seq/2 tokens on average (nearly), so one matrix
-product of attention costs a token 2 x dim x seq/2 = seq x dim. There are seven:
+product of attention costs a token 2 x dim x seq/2 = seq x dim (multiply and add, for dim channels
+and seq/2 keys). There are seven such products:
 
     forward 2     scores S = q k^T, output o = P v
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
@@ -166,8 +167,8 @@ def set_up_layers(model: Decoder, config: "Config", **options: Any):
 class Config(RunConfig):
     """Flags of the trainer.
 
-    Each is a `flag(default, help, ...)`: see common/flags.py. Those of device, dtype,
-    directory and checkpoints are in `RunConfig`.
+    Each is a `flag(default, help, ...)`: see common/flags.py. The flags of the run itself (device,
+    files and so on) are in `RunConfig`.
     """
 
     model: str = flag(
@@ -191,8 +192,8 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak towards a tenth of it. (Steps count from 0, so
-    the last one is just short of it.)
+    """Linear warm-up, then a cosine from the peak down to a tenth of it, which the last step does
+    not quite reach.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

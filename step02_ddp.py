@@ -54,10 +54,10 @@ You should see step 1's losses, up to rounding. The effects of rounding grow fro
 this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU, train both runs with --dtype fp32.) In runs/step02_ddp/metrics.jsonl, `sent` has the
-bytes that rank 0 sends in a training step, for each group, here only dp (without the few by which
-ranks agree whether to stop, ranks.py). PyTorch does not report what it sends. So common/comm.py
-computes what a ring would send in each collective, and adds up. With --sync ring the messages of
-gradients are our own, and each is counted.
+bytes that rank 0 sends in a training step, for each group, here only dp. (It leaves out the small
+messages by which ranks agree whether to stop: ranks.py.) PyTorch does not report what it sends. So
+common/comm.py computes what a ring would send in each collective, and adds up. With --sync ring we
+send the messages of gradients ourselves, so their bytes are counted, not computed.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -220,8 +220,8 @@ class BucketSync:
     part of a bucket's buffer: there the gradients of all micro-batches add up, and nothing is
     copied. Backward completes gradients roughly from the last parameter to the first; buckets list
     them in this order. All ranks must start their collectives in the same order: a bucket is sent
-    when it *and all before it* are complete. (The embedding's gradient comes last: nothing is left
-    to hide the last sum.)
+    when it *and all before it* are complete. (The embedding's gradient comes last: no computation
+    is left that could overlap the last sum.)
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
@@ -278,7 +278,8 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # --bucket-mb works only with --sync bucket. From step 3 on, both work only with --zero 0
+    # --bucket-mb works only with --sync bucket. From step 3 on, both work only with --zero 0. (A
+    # need for a flag that a step does not have is ignored)
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -312,9 +313,9 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))  # new: expect so many gradients of each parameter
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients
             loss = loss + micro_loss.detach()
-        sync.finish()  # new: and this sums them over the ranks
+        sync.finish()  # new: now each gradient is the sum over the ranks
         all_reduce(loss, mesh["dp"]).wait()  # new: the loss, too
 
         # All ranks have the same gradients now, and so the same norm

@@ -4,35 +4,36 @@ weights.
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
 every rank makes the same update. AdamW updates each element by itself. So with ZeRO, rank r of n
 updates only shard r of the weights, whichever matrices or halves of matrices that is, and needs
-masters and moments of that shard alone. (Only clipping needs the whole gradient: its norm is summed
-over the ranks.)
+masters and moments of that shard alone. (Only clipping needs the whole gradient, for its norm: the
+squares of its elements are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
-updates shard r. (o.. continues on rank 1 as ..o, and so on. The padding belongs to no parameter,
-and stays zero.)
+updates shard r.
 
-    unit "layers.0":  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
+    unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
 
-AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20.
+(o.. continues on rank 1 as ..o, and so on. Padding belongs to no parameter, and stays zero.)
+
+AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 1 2 3 4, rank 1's 10 20 30 40.
 Plain gradient descent with rate 0.1:
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
-               gradient    sum 25 25 25 25          sum 25 25 25 25
+               gradient    sum 11 22 33 44          sum 11 22 33 44
     stage 1    weights     1 2 3 4                  1 2 3 4
-               gradient    own 5 5 5 5, sum 25 25   own 20 20 20 20, sum 25 25
+               gradient    own 1 2 3 4, sum 11 22   own 10 20 30 40, sum 33 44
     stage 2    weights     1 2 3 4                  1 2 3 4
-               gradient    sum 25 25                sum 25 25
+               gradient    sum 11 22                sum 33 44
     stage 3    weights     1 2                      3 4
-               gradient    sum 25 25                sum 25 25
+               gradient    sum 11 22                sum 33 44
 
-(own: of this rank's sequences; stage 1 frees it after the update, stage 2 after its reduce-scatter.
-sum: over both ranks.) Plain gradient descent has no state. A rank holds masters, and AdamW's
-moments, for the same weights as its sum: for all four in stage 0, for two in the others. With
-stages 1 to 3, rank 0 then has the new weights -1.5 -0.5, and rank 1 has 0.5 1.5. In stages 1 and 2
-an all-gather gives all four to both.
+(own: of this rank's sequences, in a buffer apart from the sum; stage 1 frees it after the update,
+stage 2 after its reduce-scatter. sum: over both ranks.) Plain gradient descent has no state. A rank
+holds masters, and AdamW's moments, for the same weights as its sum: for all four in stage 0, for
+two in the others. With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has
+-0.3 -0.4. In stages 1 and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
@@ -62,9 +63,9 @@ Gradients are next. A rank can then no longer add up the whole gradients of seve
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
 immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
-Let n be the number of ranks, m the number of micro-batches that a rank has in a training step, and
-P the number of parameters, with the padding of units (stage 0 has none). In a training step a rank
-sends (n-1)/n times this many elements:
+Let n be the number of ranks, m the number of micro-batches that a rank has in a training step, P
+the number of parameters, with the padding of units (stage 0 has none), and e the elements of E and
+H. In a training step a rank sends (n-1)/n times this many elements:
 
     stage 0              2 P                  an all-reduce (step 2)
     stage 1              2 P                  a reduce-scatter, an all-gather
@@ -73,8 +74,8 @@ sends (n-1)/n times this many elements:
                                               once, and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
-e: the elements of E and H (tiny: 32,896 + 33,024 = 65,920). A micro-batch gathers these once, not
-twice: E's backward needs no weights, and H's follows its forward at once, so H stays. In every
+Tiny's e is 32,896 + 33,024 = 65,920. A micro-batch gathers E and H once, not twice: E's backward
+needs no weights, and H's follows its forward at once, so H stays. In every
 stage the squared norm of the gradient is all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
 
 Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
@@ -235,7 +236,7 @@ class Zero1(Optimizer):
     each parameter (a view of the unit's master), and calls `publish`, which gathers the weights.
     """
 
-    unit_type = Unit
+    unit_type = Unit  # stage 3 has another
 
     def __init__(
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
@@ -255,13 +256,13 @@ class Zero1(Optimizer):
             self.units.append(unit)
             for name, param in named.items():
                 master = unit.own_part(unit.master, name)
-                if len(master):
+                if len(master):  # torch.optim shall get no empty tensors
                     self.masters[name] = master
                 param.register_post_accumulate_grad_hook(partial(self.add_gradient, unit, name))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: expect a gradient of each parameter from each."""
+        """Before the first micro-batch: expect a gradient of each parameter from each of them."""
         for unit in self.units:
             unit.missing = n_micro_batches * len(unit.named)
 
@@ -383,9 +384,9 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd raises an error if a tensor that it has saved is written to later. It does not notice
-    these writes: after `param.data = view` in `Unit`, a parameter counts only the writes to itself,
-    not those to `flat`. They do no harm: a gather writes the same values again.)
+    (Autograd refuses to use a saved tensor that was written to later. It does not see these writes,
+    because `param.data = view` in `Unit` hides them. They are harmless: a gather writes the same
+    values again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -415,7 +416,7 @@ class Zero3(Zero2):
 
     A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
     Messages overlap the computation in the same column; two in one column follow one another, from
-    top to bottom. (The first gather overlaps nothing.)
+    top to bottom. (The first gather and the last reduce-scatter overlap nothing.)
 
                        forward             backward
         reduce-scatter                         H   1   0   E
@@ -426,9 +427,8 @@ class Zero3(Zero2):
     H stays whole from its forward to its backward. The backward of E needs no weights. So two units
     are whole at a time. With --keep, a unit is freed only at the update.
 
-    A unit is freed when its last gradient has arrived; in a layer that is the one of
-    input_layernorm.weight. The layer's backward is then over, except for the rest of this norm's
-    own, which reads no weights of the unit.
+    A unit is freed when its last gradient has arrived. In a layer, input_layernorm's comes last.
+    What is left of the layer's backward then reads no weights.
 
     If embedding and head are tied, their matrix is in E, and H is the last norm alone. E is then
     gathered twice, for the embedding and with H, and stays whole to the end of backward, where its
@@ -547,7 +547,7 @@ def make_optimizer(
         optimizer = Optimizer(model, config, mesh)
         return optimizer, SYNCS[config.sync](model, config, mesh)
     zero = ZERO[config.zero](model, config, mesh, device, dtype)
-    return zero, zero
+    return zero, zero  # both optimizer and sync
 
 
 def train(config: Config, run: Run):
@@ -572,13 +572,13 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients
             loss = loss + micro_loss.detach()
-        sync.finish()  # and this sums them over the ranks
+        sync.finish()  # now each gradient is the sum over the ranks
         all_reduce(loss, mesh["dp"]).wait()
 
         # new: a rank has only its shard of the gradient, so squares are summed over ranks
-        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

@@ -3,7 +3,7 @@
 A *block*, attention or the MLP, is two matrix products with something between: h(x A) B.
 
                  A (side by side)          h                                       B
-    MLP          gate_proj, up_proj        silu(gate) up, each channel alone       down_proj
+    MLP          gate_proj, up_proj        silu(gate) * up, each channel alone     down_proj
     attention    q_proj, k_proj, v_proj    attention, each key/value head with     o_proj
                                            its query heads alone
 
@@ -11,16 +11,16 @@ In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), between 
 and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can compute
 its term h(x A_i) B_i without the others, and the block's output is the sum of these terms.
 
-In the code a matrix lies transposed: nn.Linear has weights [out, in]. So columns of A are cut along
-dim 0, rows of B along dim 1 (`by_columns`, `by_rows`).
+In the code a matrix lies transposed: nn.Linear has weights [out, in]. So A is cut along dim 0, and
+B along dim 1 (`by_columns`, `by_rows`).
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
     A = [1 3]      B = [1 0]      x A B = [16 33]
         [2 4]          [1 3]
 
-    rank 0 has column 1 2 of A, row 1 0 of B:    x A_0 = 1*1 + 2*2 = 5     5 * [1 0]  = [5 0]
-    rank 1 has column 3 4 of A, row 1 3 of B:    x A_1 = 1*3 + 2*4 = 11    11 * [1 3] = [11 33]
+    rank 0: column [1 2] of A, row [1 0] of B    x A_0 = 1*1 + 2*2 = 5     5 * [1 0]  = [5 0]
+    rank 1: column [3 4] of A, row [1 3] of B    x A_1 = 1*3 + 2*4 = 11    11 * [1 3] = [11 33]
                                                                            their sum is [16 33]
 
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
@@ -53,14 +53,13 @@ Where f and g are in the code:
 So one f serves q, k and v, another one gate and up. RoPE comes after f: it sees all positions.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
-n ranks compute the same norms and residual sums, on the same s tokens. But an all-reduce is a
-reduce-scatter, after which each rank has the sums of s/n tokens, and then an all-gather, after
-which each has those of all. With SP g does only the first, and the f of the next block the second.
-In between, a rank has s/n tokens: its norms, its residual sums, and what norms save for backward
-are 1/n. (But the block's first matrices save whole what f gathers.) A micro-batch sends as many
-bytes as without SP; with recomputation it sends more (see THE LAW). A norm's weight is whole on all
-ranks, but a rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds
-these terms up over tp, once in a training step.
+n ranks compute the same norms and residual sums, on the same s tokens. An all-reduce is a
+reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does the
+reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its norms,
+its residual sums, and what norms save for backward are 1/n. (But the block's first matrices save
+whole what f gathers.) A micro-batch sends as many bytes as without SP; with recomputation it sends
+more (see THE LAW). A norm's weight is whole on all ranks, but a rank now has only its own tokens'
+term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
@@ -104,7 +103,8 @@ not needed. With --compile it does not stop.)
 
 For the loss a rank also takes part, in each micro-batch, in an all-gather of 2 numbers a token.
 Once in a training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of
-the gradients of the norms' weights. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
+the gradients of the norms' weights (with ZeRO, of the rank's parts of them). For tiny (4 layers, 9
+norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss 2 numbers of 4 bytes
@@ -122,7 +122,7 @@ loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, a
 output_layouts=Shard(1) where terms are reduce-scattered. Weights become DTensors: Shard(0) for
 q_proj, Shard(1) for o_proj, Replicate for a norm.
 
-Try this: in `CopyToTensorParallel.backward`, return dx_term, not the sum over ranks.
+Try this: in `CopyToTensorParallel.backward`, return dx_term, None, without the sum over ranks.
 tests/test_step04.py::test_f fails, and the losses leave step 1's after the first update in
     torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2 --no-sp
 """
@@ -204,9 +204,9 @@ class ReduceFromTensorParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx, term: Tensor, group: Group) -> Tensor:
         """This rank's term [batch, seq, dim] -> the sum of all terms."""
-        return sum_over_ranks(x, group)
+        return sum_over_ranks(term, group)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -237,10 +237,10 @@ class ReduceScatterToSequenceParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx, term: Tensor, group: Group) -> Tensor:
         """This rank's term [batch, seq, dim] -> its tokens of the sum, [batch, seq/n, dim]."""
         ctx.group = group
-        return sum_and_shard_tokens(x, group)
+        return sum_and_shard_tokens(term, group)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -330,18 +330,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         softmax = (logits - log_sum[..., None]).exp_()  # this rank's columns of it
         softmax[..., len(ids) :] = 0.0
-        # softmax - one-hot, in place, because it is large. one: 1 if this rank has the target's
-        # column, else 0
-        one = held[..., None].type_as(softmax)
-        gradient = softmax.scatter_add_(-1, column, -one).mul_(counted[..., None])
-        ctx.save_for_backward(gradient)
+        # softmax - one-hot, in place, because it is large; 0 for tokens that are not counted
+        target_here = held[..., None].type_as(softmax)  # 1 or 0
+        softmax.scatter_add_(-1, column, -target_here)
+        logits_gradient = softmax.mul_(counted[..., None])
+        ctx.save_for_backward(logits_gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, loss_gradient: Tensor):
         """Return the logits' gradient, given the scalar gradient of the loss."""
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None, None
+        (logits_gradient,) = ctx.saved_tensors
+        return logits_gradient * loss_gradient, None, None, None
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
@@ -455,7 +455,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
             block.register_forward_hook(g_after)
     if sp:
         for name, param in model.named_parameters():
-            # What is not sharded sees only this rank's tokens: its gradient is partial
+            # A norm is whole, but sees only this rank's tokens: its gradient is partial
             if name.endswith("norm.weight"):
                 note_layout(param, partial_over="tp")
 
@@ -518,13 +518,13 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients
             loss = loss + micro_loss.detach()
-        sync.finish()  # and this sums them over the ranks of dp
+        sync.finish()  # now each gradient is the sum over dp
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # new: the norms', over tp
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

@@ -1,9 +1,9 @@
 """Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other
 ranks.
 
-Each of n ranks has s/n of a sequence's s tokens, and so 1/n of the activations: sequences can be n
-times as long. Norms, matrices and the loss act on each token alone. In attention, a query attends
-to its own key and all earlier ones, which other ranks may have.
+Each of n ranks has s/n of a sequence's s tokens, and so saves 1/n of the activations: sequences can
+be n times as long. Norms, matrices and the loss act on each token alone. In attention, a query
+attends to its own key and all earlier ones, which other ranks may have.
 
 Queries stay on their rank. Keys and values travel round a ring, always to the next higher rank, and
 from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In each, a rank
@@ -35,8 +35,8 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-16 small units on each rank. They are 16 / 4 = 4 of the units above, where ranks have 1, 3, 5 and 7,
-on average 4, too: the same work, evenly shared. It is equal not only in total but in each hop. Rank
+Each rank has 16 small units, which are 16 / 4 = 4 of the units above. In order, ranks had 1, 3, 5
+and 7, on average also 4. The work is equal not only in total but in each hop. Rank
 1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
@@ -280,7 +280,7 @@ def part_gradients(
 
         P  = exp(S - lse)    this part's columns of the whole P, because lse is that of all keys
         dv = P^T do          dP = do v^T
-        dS = P (dP - D)      where D, for each query, is the sum of P dP over *all* keys
+        dS = P * (dP - D)    by elements; D, for each query, is the sum of P * dP over *all* keys
         dq = dS k / sqrt(d)  dk = dS^T q / sqrt(d)
 
     D is known without the keys of other parts, because o, saved by forward, is that of all keys:
@@ -502,13 +502,13 @@ def train(config: Config, run: Run):
         for x, y in zip(xs, ys, strict=True):
             summed_loss = model(x, y, positions)  # new: positions
             micro_loss = summed_loss / n_targets  # scale once ...
-            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients,
+            micro_loss.backward()  # ... then only sum: this adds to the rank's gradients
             loss = loss + micro_loss.detach()
-        sync.finish()  # and this sums them over the ranks of dp and cp
+        sync.finish()  # now each gradient is the sum over dp and cp
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         all_reduce(loss, mesh["data"]).wait()  # new: dp x cp
 
-        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

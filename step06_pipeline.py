@@ -455,13 +455,13 @@ def train(config: Config, run: Run):
         ys = own_ys.split(config.micro_batch_size)
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # new: forward and backward of all micro-batches
-        sync.finish()  # this sums gradients over the ranks of dp and cp
+        sync.finish()  # now each gradient is the sum over dp and cp
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
 
-        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

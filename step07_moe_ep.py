@@ -329,7 +329,7 @@ class MoE(nn.Module):
         token_N = order_N // self.top_k  # the token of each choice
         out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
         place_N = order_N.argsort()  # the place of each choice among the sorted ones: 3 0 1 2
-        return out_ND[place_N].unflatten(0, ids_TK.shape)
+        return out_ND.index_select(0, place_N).unflatten(0, ids_TK.shape)
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows [N, D], sorted by expert -> their experts' outputs [N, D], wherever the experts
@@ -549,7 +549,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

@@ -37,7 +37,7 @@ of n ranks each sends
 
 In `all_to_all` and `exchange` only what goes to other ranks is counted. (`Mesh.sent` adds up these
 numbers. They are computed: NCCL may choose a tree, in which some ranks send more and others less,
-or let a switch add, which sends less.)
+or let the network's switches add, which sends less.)
 """
 
 import math
@@ -62,8 +62,8 @@ class Group:
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None  # PyTorch's group; None for a group of one
-    # Bytes that this rank would send in a ring, by (group's name, operation). All groups of a mesh
-    # share this
+    # Bytes that this rank sends, or would send in a ring, by (group's name, operation). All groups
+    # of a mesh share this
     sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, flag: str) -> slice:
@@ -91,8 +91,8 @@ class Mesh:
         if dist.is_initialized():
             self.world = dist.get_world_size()
             self.rank = dist.get_rank()
-        # From step 4 on, dp is the number of ranks divided by the flags, rounded down. So if they
-        # do not divide it, the product differs
+        # From step 4 on, dp is the number of ranks divided by --tp (later also by --cp and --pp),
+        # rounded down. So if they do not divide it, the product differs
         if math.prod(sizes.values()) != self.world:
             asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
             raise UserError(
@@ -157,7 +157,7 @@ class Mesh:
 
 
 class Pending:
-    """The operations of a group that are under way, if there are any. `wait` waits for them, then
+    """Messages that are under way (none, if the group is one rank). `wait` waits for them, then
     calls `then`.
     """
 
@@ -169,8 +169,9 @@ class Pending:
         then: Callable | None = None,
     ):
         """`tensors`: those that are being sent. They are kept alive here, because their caller may
-        drop them, and PyTorch does not promise that a work keeps them. `then`: what is left to do
-        when the messages have arrived. Only gloo's `reduce_scatter` has any.
+        drop them, and PyTorch does not promise that a work keeps them. (An all-reduce's caller
+        keeps its tensor, to read it.) `then`: what is left to do when the messages have arrived.
+        Only gloo's `reduce_scatter` has any.
         """
         self.group = group
         self.works = works

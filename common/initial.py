@@ -2,7 +2,7 @@
 layouts begin with the same weights.
 
 In steps 1 to 3 a rank keeps the whole parameter (ZeRO 3 then cuts it by itself). From step 4 on, it
-keeps the shard that the parameter's record names (layout.py).
+keeps a shard, if the parameter's record names one (layout.py).
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def materialize(
     dtype: torch.dtype,
     names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (Step 3
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (ZeRO 3
     names those of a unit, so that, while weights are drawn, only one unit is whole.)
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
@@ -60,7 +60,7 @@ def materialize(
     for (_, param), value in zip(chosen, drawn, strict=True):
         part = value
         shard = layout_of(param).shard
-        if shard is not None:  # from step 4 on
+        if shard is not None:  # never before step 4
             part = shard_of(value, shard)
         filled = nn.Parameter(part.to(device, dtype))
         filled.parallel_layout = layout_of(param)  # its record: see layout.py

@@ -53,11 +53,12 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     sums over ranks. `sharded`: whether `gradients` has only this rank's part of each (ZeRO 1, 2
     and 3).
 
-    If two ranks hold the same gradient [3 4], the sum of all squares over both would be 50, not 25.
-    So each rank divides its squares by `copies`, the number of ranks that hold the same elements.
-    In step 3, on 8 ranks of dp, copies is 8 without ZeRO, because all hold the whole gradient, and
-    1 with ZeRO, because it is cut into 8 parts. In general, if the ranks cut a gradient into
-    `distinct_parts` different parts, each part is on equally many of them:
+    The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
+    squares over both is 50. So each rank divides its squares by `copies`, the number of ranks that
+    hold the same elements. In step 3, on 8 ranks of dp, copies is 8 without ZeRO, because all hold
+    the whole gradient, and 1 with ZeRO, because each element is in the shard of one rank. In
+    general, if the elements are divided among groups of ranks `distinct_parts` ways, all groups are
+    equally large:
 
         copies = number of ranks / distinct parts
 
@@ -84,22 +85,23 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
 
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """Into how many parts the ranks cut a gradient: 1 if all hold the same elements, 4 if tp 2 and
-    ZeRO over dp 2 shard it.
+    """Among how many ranks, or groups of ranks, the elements of a gradient are divided: 1 if all
+    ranks hold the same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
     """
     parts = 1
-    if sharded:  # ZeRO has cut it
+    if sharded:  # by ZeRO
         parts *= mesh[record.data_group].size
     if record.shard is not None:  # from step 4 on
         parts *= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: only 1/pp of the ranks have it, as if pp had cut it
+    if "pp" in mesh.groups:  # step 6: each rank has only its stage's parameters
         parts *= mesh["pp"].size
     return parts
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups over which to sum, one after another, to get the sum over all ranks. (The ranks
-    are a grid: after each row is summed, and then each column, all have the sum of all.)
+    """The groups over which to sum, one after another, to get the sum over all ranks. (If the ranks
+    [0 1] [2 3] have the numbers [1 2] [3 4], sums over rows give [3 3] [7 7], and then sums over
+    columns [10 10] [10 10].)
 
     In step 3 that is dp alone. From step 5 on, "data", which is dp x cp, saves a message.
     """

@@ -216,35 +216,39 @@ def test_runs_do_not_mix(tmp_path, monkeypatch, name, text):
         choose_checkpoint(name, Path("OUT"), Ranks())
 
 
-def test_where_resume_looks(tmp_path, monkeypatch):
-    """`auto` starts anew without checkpoints; a link to --out, or its newest, is --out itself."""
+def test_resume_may_name_the_run_itself(tmp_path, monkeypatch):
+    """`auto` starts anew if --out has no checkpoint. If it has one, `auto`, --out, that checkpoint,
+    and paths through a link to --out all continue it: none is refused as another run's.
+    """
     monkeypatch.chdir(tmp_path)
     close(choose_checkpoint("auto", Path("OUT"), Ranks()), None, "auto in an empty place")
-    newest = Path("OUT/checkpoints/step-00000004")
-    save_checkpoint(newest, {}, {}, Ranks())
+    only = Path("OUT/checkpoints/step-00000004")
+    save_checkpoint(only, {}, {}, Ranks())
     Path("link").symlink_to("OUT")
-    for name in ("auto", "OUT", "link", str(newest), f"link/checkpoints/{newest.name}"):
+    for name in ("auto", "OUT", "link", str(only), f"link/checkpoints/{only.name}"):
         found = choose_checkpoint(name, Path("OUT"), Ranks())
-        close(found.resolve(), newest.resolve(), f"--resume {name}")
+        close(found.resolve(), only.resolve(), f"--resume {name}")
 
 
 FLAGS = dict(lr=0.1, tp=2, dataset="a.txt", micro_batch_size=4, dtype="fp32")
 CHANGES = [
-    # flags of the resumed run, the error
-    (dict(lr=0.2), "--lr was 0.1: keep it"),
-    (dict(tp=1, dataset="b.txt", micro_batch_size=2, balance="bias", dtype="bf16"), ""),
-    (dict(micro_batch_size=2, balance="loss"), "--micro-batch-size was 4: keep it"),
-    (dict(fingerprint="other"), "--dataset has other tokens"),
+    # flags of the resumed run; the fingerprint of its data, which was "abc"; the error
+    (dict(lr=0.2), "abc", "--lr was 0.1: keep it"),
+    (dict(tp=1, dataset="b.txt", micro_batch_size=2, balance="bias", dtype="bf16"), "abc", ""),
+    (dict(micro_batch_size=2, balance="loss"), "abc", "--micro-batch-size was 4: keep it"),
+    ({}, "other", "--dataset has other tokens"),
 ]
 
 
-@cases("changed, text", CHANGES)
-def test_a_resumed_run_computes_the_same(changed, text):
-    """Flags that change results must stay, those of layout and of files may change."""
+@cases("changed, fingerprint, text", CHANGES)
+def test_flags_that_must_stay(changed, fingerprint, text):
+    """A changed flag that decides what is computed is refused. Layout, files and dtype may change,
+    --micro-batch-size only without an auxiliary loss. A flag that the saved run did not have
+    (--balance) is not compared.
+    """
     about = dict(flags=FLAGS, fingerprint="abc")
     saved = SimpleNamespace(folder=Path("X"), about=about)
     flags = FLAGS | changed
-    fingerprint = flags.pop("fingerprint", "abc")
     if not text:
         check_flags(saved, flags, fingerprint)
         return
@@ -379,11 +383,11 @@ def test_files_that_a_rank_does_not_see_are_no_damage(pools, tmp_path):
 
 
 def test_a_full_disk_is_an_oserror(tmp_path):
-    """A file that cannot be written raises the system's error."""
+    """`Ranks.attempt` passes on only an OSError: after another error the other ranks would wait."""
     path = tmp_path / "rank-00000.pt"
     path.symlink_to("/dev/full")  # a file that is always full
     with pytest.raises(OSError, match="No space left on device"):
-        write_file(path, {}, {})
+        write_file(path, dict(more_than_a_buffer=torch.zeros(2**20)), {})
 
 
 def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
@@ -400,12 +404,11 @@ def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
-    """The disk is full when half of a file is written: its hidden folder goes, and the checkpoint
-    before stays.
+    """The disk is full when half of a file is written: the unfinished checkpoint's hidden folder
+    goes, and those before stay.
     """
     folder = tmp_path / "checkpoints"
-    before = folder / "step-00000002"
-    save_checkpoint(before, {}, {}, Ranks())
+    saved_run(tmp_path, "step-00000001", "step-00000002")
 
     def write_half(path: Path, *content: Any):
         path.parent.mkdir(parents=True)
@@ -414,8 +417,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path):
 
     full = mock.patch.object(storage, "write_file", write_half)
     with full, pytest.raises(UserError, match=r"--out: .*step-00000004: rank 0: No space left"):
-        save_checkpoint(folder / "step-00000004", {}, {}, Ranks(), previous=before)
-    close([path.name for path in folder.iterdir()], ["step-00000002"], "folders")
+        save_checkpoint(
+            folder / "step-00000004", {}, {}, Ranks(), previous=folder / "step-00000002"
+        )
+    left = sorted(path.name for path in folder.iterdir())
+    close(left, ["step-00000001", "step-00000002"], "folders")
 
 
 @pytest.mark.ranks(3)

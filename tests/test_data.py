@@ -137,11 +137,15 @@ def test_files_of_a_folder_may_differ_in_other_columns(tmp_path):
     assert opened(tmp_path, seq_len=4).tokens.tolist() == [*b"text", END] * 2
 
 
-def test_a_folder_names_every_file_that_it_reads(tmp_path):
-    """A folder is read with its subfolders, without hidden files; the summary names each file."""
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part/up").symlink_to(tmp_path)  # a link to a folder: it would have no end
-    for name, text in {"a.txt": "first", "part/b.txt": "second", ".hidden": "no"}.items():
+def test_what_is_read_of_a_folder(tmp_path):
+    """A folder is read with its subfolders, without hidden files and folders; links to folders are
+    not followed. The summary names each file.
+    """
+    for folder in ("part", ".folder"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "part/up").symlink_to(tmp_path)  # it would have no end
+    texts = {"a.txt": "first", "part/b.txt": "second", ".hidden.txt": "no", ".folder/c.txt": "no"}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     found = opened(tmp_path, seq_len=4)
     documents = bytes((found.tokens % END).tolist()).split(b"\0")

@@ -276,16 +276,18 @@ SGD = step.Config(optimizer="sgd", weight_decay=0.0)
 
 @task("masters", 3)
 def test_masters_keep_updates_that_bf16_would_lose():
-    """After one update by 1e-5 a bf16 weight is as before; after ten it has its next value."""
+    """With updates by 1e-5 a bf16 weight moves only at the seventh: 7e-5 is more than half the gap
+    to the next number, 1.22e-4. The master has all of them.
+    """
     model = two_params()
     optimizer = step.Optimizer(model, SGD)
-    for number, weight in zip(
-        range(1, 11), [0.02001953125] * 6 + [0.0201416015625] * 4, strict=True
-    ):
+    before, after = 0.02001953125, 0.0201416015625
+    for number in range(1, 11):
+        weight = before if number < 7 else after
         (-model.proj.sum() - model.norm.sum()).backward()
         optimizer.step(1e-5)
         optimizer.zero_grad()
-        master = torch.full((2, 3), 0.02001953125 + number * 1e-5)
+        master = torch.full((2, 3), before + number * 1e-5)
         close(optimizer.masters["proj"].dtype, FP32, "dtype of the masters")
         close(optimizer.masters["proj"], master, f"the master after {number} updates", bound=1e-6)
         close(model.proj, torch.full((2, 3), weight), f"the weight after {number} updates")

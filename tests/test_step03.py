@@ -25,7 +25,6 @@ task = pytest.mark.task
 cases = pytest.mark.parametrize
 CPU = torch.device("cpu")
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
-STAGES = [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)]
 
 
 def held(x: Tensor) -> int:
@@ -36,10 +35,10 @@ def held(x: Tensor) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 UNITS = [
-    # rank of three; its parts of matrix "a", 1 to 6, "b", 7, and "c", 8; its shard
-    (0, [[1.0, 2.0, 3.0], [], []], [1.0, 2.0, 3.0]),
-    (1, [[4.0, 5.0, 6.0], [], []], [4.0, 5.0, 6.0]),
-    (2, [[], [7.0], [8.0]], [7.0, 8.0, 0.0]),  # a shard ends in padding
+    # rank of three; its parts of the 2 x 2 matrix "a", 1 to 4, "b", 5 to 7, and "c", 8; its shard
+    (0, [[1.0, 2.0, 3.0], [], []], [1.0, 2.0, 3.0]),  # a shard may end within a row
+    (1, [[4.0], [5.0, 6.0], []], [4.0, 5.0, 6.0]),
+    (2, [[], [7.0], [8.0]], [7.0, 8.0, 0.0]),  # and in padding
 ]
 
 
@@ -48,8 +47,8 @@ UNITS = [
 def test_a_rank_has_a_shard_of_a_unit(rank, parts, shard):
     """A unit is cut into equal shards; `own_part` is a parameter's part of a shard, a view."""
     named = {
-        "a": nn.Parameter(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])),
-        "b": nn.Parameter(torch.tensor([7.0])),
+        "a": nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+        "b": nn.Parameter(torch.tensor([5.0, 6.0, 7.0])),
         "c": nn.Parameter(torch.tensor([8.0])),
     }
     unit = step.Unit(named, Group("dp", rank, 3, None))
@@ -136,7 +135,7 @@ def summed_gradients(n: int, number: int) -> dict[str, Tensor]:
     return sums
 
 
-STAGES = [
+STAGES = [  # each runs on n ranks
     pytest.param(stage, n, marks=[task(f"stage {stage}", 4), ranks(n)])
     for stage, n in product((1, 2, 3), (1, 3))
 ]
@@ -144,10 +143,9 @@ STAGES = [
 
 @cases("stage, n", STAGES)
 def test_a_rank_gets_its_parts_of_summed_gradients(stage, n):
-    """Over two micro-batches of each of n ranks, in each of two steps; in fp32.
-
-    Weights are bf16. A rank's part of a unit is a shard of the unit's parameters, one after
-    another."""
+    """After `finish`, a rank's `gradients()` are its shard of each unit: the bf16 gradients of two
+    micro-batches of each of n ranks, added up in fp32. A second step starts from zero.
+    """
     model, zero, mesh = zero_of(stage, n, BF16)
     for number in range(2):
         with Tape() as tape:
@@ -163,7 +161,7 @@ def test_a_rank_gets_its_parts_of_summed_gradients(stage, n):
             length = math.ceil(len(whole) / n)
             own = whole[mesh.rank * length :][:length]
             part = torch.cat([found[name] for name in names])
-            close(part, own, f"step {number}: unit of {names[0]}", n, 1e-6)
+            close(part, own, f"step {number}: unit of {names[0]}", n, bound=1e-6)
         zero.zero_grad()
 
 
@@ -219,7 +217,7 @@ UPDATES = [
 @ranks(2)
 @cases("stage", UPDATES)
 def test_the_example_of_the_docstring(stage):
-    """Weights 1 2 3 4; gradients 5 and 20, whose sum is 25; rate 0.1: -1.5 -0.5 0.5 1.5."""
+    """Weights 1 2 3 4; gradients 1 2 3 4 and 10 20 30 40; rate 0.1: -0.1 -0.2 -0.3 -0.4."""
     shape = dict(vocab_size=2, dim=2, n_heads=1, n_kv_heads=1, n_layers=1)
     model, zero, mesh = zero_of(stage, 2, BF16, shape, optimizer="sgd", weight_decay=0.0)
     name = "model.embed_tokens.weight"
@@ -230,11 +228,13 @@ def test_the_example_of_the_docstring(stage):
     tokens = torch.tensor([[0, 1]])
     rows = model.model.embed_tokens(tokens)
     others = model(tokens, tokens)  # times 0: each parameter needs a gradient
-    (rows.sum() * [5.0, 20.0][mesh.rank] + 0 * others).backward()
+    gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * [1.0, 10.0][mesh.rank]
+    ((rows * gradient).sum() + 0 * others).backward()
     zero.finish()
-    close(zero.gradients()[name], torch.tensor([25.0, 25.0]), "the shard of the sum", 2)
+    own_sum = torch.tensor([[11.0, 22.0], [33.0, 44.0]][mesh.rank])
+    close(zero.gradients()[name], own_sum, "the shard of the sum", 2)
     zero.step(0.1)
-    updated = torch.tensor([[[-1.5, -0.5], [0.5, 1.5]]])
+    updated = torch.tensor([[[-0.1, -0.2], [-0.3, -0.4]]]).to(BF16)
     with torch.no_grad():
         close(model.model.embed_tokens(tokens), updated, "weights, updated")
 

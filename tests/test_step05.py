@@ -117,7 +117,7 @@ POSITIONS = [
     # positions of twelve tokens as hexadecimal digits, by rank; a length that does not divide
     (step.ordered_positions, ["0123", "4567", "89ab"], 13),
     (step.zigzag_positions, ["0123456789ab"], 13),
-    (step.zigzag_positions, ["0129ab", "345678"], 14),
+    (step.zigzag_positions, ["0129ab", "345678"], 14),  # a multiple of 2, but not of 4
     (step.zigzag_positions, ["01ab", "2389", "4567"], 15),
 ]
 
@@ -125,7 +125,9 @@ POSITIONS = [
 @task("zigzag", 2)
 @cases("positions, expected, refused", POSITIONS)
 def test_positions(positions, expected, refused):
-    """In order, rank r has shard r of n; in zigzag, chunks r and 2n-1-r of 2n, in this order."""
+    """In order, rank r has shard r of n; in zigzag, chunks r and 2n-1-r of 2n, in this order. A
+    length that n, or in zigzag 2n, does not divide is refused.
+    """
     n = len(expected)
     for rank, digits in enumerate(expected):
         found = positions(12, rank, n).tolist()

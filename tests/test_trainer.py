@@ -49,8 +49,8 @@ def interrupted(options: dict) -> int:
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(pools, tmp_path):
-    """A checkpoint is saved then, also with --save-every 0."""
-    found = pools(3).run(interrupted, dict(steps=5, out=str(tmp_path)))
+    """Rank 1 of 3 gets SIGUSR1 in step 2. A checkpoint is saved then, even with --save-every 0."""
+    found = pools(3).run(interrupted, dict(steps=5, save_every=0, out=str(tmp_path)))
     close(found, [2, 2, 2], "steps of each rank")
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     close(names, ["step-00000002"], "checkpoints")
@@ -221,15 +221,15 @@ class Poisoned(Watch):
 
 
 def poisoned(options: dict):
-    """Train step 4 by `Poisoned`."""
-    run_of("step04_tp_sp", options, Poisoned)
+    """Train step 4 by `Poisoned`: every rank raises the same line."""
+    text = r"the grad norm is nan: lower --lr.* Not finite: lm_head.weight on rank 1\)"
+    with pytest.raises(UserError, match=text):
+        run_of("step04_tp_sp", options, Poisoned)
 
 
 def test_a_number_that_is_not_finite_names_where_it_was_found(pools):
-    """The norm is nan on all ranks; the line names the rank and the gradient that made it so."""
-    text = "the grad norm is nan: lower --lr.* Not finite: lm_head.weight on rank 1\\)"
-    with pytest.raises(RankError, match=text):
-        pools(2).run(poisoned, dict(tp=2))
+    """Rank 1's gradient of lm_head is nan, so the norm is nan on both ranks; both name it."""
+    pools(2).run(poisoned, dict(tp=2))
 
 
 # --- What a run shows
