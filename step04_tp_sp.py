@@ -333,8 +333,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # softmax - one-hot, in place, because it is large; 0 for tokens that are not counted
         target_here = held[..., None].type_as(softmax)  # 1 or 0
         softmax.scatter_add_(-1, column, -target_here)
-        logits_gradient = softmax.mul_(counted[..., None])
-        ctx.save_for_backward(logits_gradient)
+        softmax.mul_(counted[..., None])
+        ctx.save_for_backward(softmax)  # which is now the logits' gradient
         return (log_sum - target_logit).where(counted, 0.0).sum()
 
     @staticmethod
