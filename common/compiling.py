@@ -1,5 +1,5 @@
-"""--compile: torch.compile fuses norms, RoPE, SiLU and additions into a few kernels. You can follow
-every step without this file.
+"""--compile: torch.compile compiles each layer and the loss. Norms, RoPE, SiLU and additions become a
+few kernels; matrix products and attention keep theirs. You can follow every step without this file.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,14 @@ from common.model import Decoder, DecoderLayer, summed_cross_entropy
 def with_grads_put_aside(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    The problem: while torch.compile traces a layer, it also looks at the `.grad` of each weight. If
-    the weight is bf16 and its `.grad` fp32 (`accumulate_wide` in step 1), it stops there (a *graph
-    break*): the layer becomes several smaller graphs, with slow Python between them. Weights have a
-    `.grad` in step 1 from the second micro-batch on, and with step 2's buckets from the first.
+    The problem: in bf16, step 1 keeps each `.grad` in fp32, and while torch.compile traces a layer,
+    it also looks at the `.grad` of each weight. If that has another dtype than the weight, it stops
+    there (a *graph break*): the layer becomes several smaller graphs, with slow Python between
+    them. Weights have a `.grad` in step 1 from the second micro-batch on, and with step 2's buckets
+    from the first.
 
-    The cure: each `.grad` is put aside while the layer runs.
-
-    With --recompute, backward calls this function, too. The `.grad` is back before backward adds to
-    it. In fp32, where weight and `.grad` have one dtype, nothing would have to be put aside. It
-    does no harm there.
+    The cure: each `.grad` is put aside while the layer runs. (With --recompute, backward calls this
+    function, too. The `.grad` is back before backward adds to it.)
     """
     # Listed at each call: from step 3 on, weights are drawn, as new parameters, after
     # `compile_model`

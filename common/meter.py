@@ -1,15 +1,14 @@
 """How fast a run is, and how much memory it takes: MFU, and peak memory.
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
-are those of step 1's law. Each token costs 6 for each weight in a matrix, except the embedding's
-(a tied one counts once, as the head; of the experts, only those that it visits), and 7 x seq x dim
-for each layer's causal attention.
-For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
-with a peak of 989, an MFU of 0.06 %.
+are counted as in step 1 (FLOPS OF A TOKEN). Each token costs 6 for each weight in a matrix, except
+the embedding's (a tied one counts once, as the head; of the experts, only those that it visits),
+and 7 x seq x dim for each layer's causal attention. For tiny, 5,538,560 FLOPs a token (step 1) at
+100,000 tokens a second are 0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of 0.06 %.
 
 Others count attention differently, so compare an MFU only with one that is counted alike:
 
-                      share, smollm-1.7b
+                      attention's share of a token's FLOPs, smollm-1.7b
     7 x seq x dim     6.4 %     here: the causal half of 7 products. One of them, the scores in
                                 backward, is a repetition; it counts because every fused attention
                                 repeats it. (What --recompute repeats does not count.)
@@ -69,14 +68,12 @@ class Meter:
     0's; with pp, ranks differ in memory.)
     """
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, flops_per_token: float, world: int
-    ):
+    def __init__(self, device: torch.device, dtype: torch.dtype, token_flops: float, world: int):
         """`world`: the number of ranks, all with the same kind of device."""
         self.is_gpu = device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(device) if self.is_gpu else "cpu"
         self.peak = world * peak_flops(self.device_name, dtype)
-        self.flops_per_token = flops_per_token
+        self.token_flops = token_flops
 
     def measure(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes that tensors have
@@ -84,7 +81,7 @@ class Meter:
         """
         measured = {}
         if self.peak:
-            measured["mfu"] = self.flops_per_token * tokens_per_second / self.peak
+            measured["mfu"] = self.token_flops * tokens_per_second / self.peak
         if self.is_gpu:
             measured["peak_memory"] = torch.cuda.max_memory_allocated()
         return measured

@@ -5,10 +5,10 @@ file.
     OUT/memory-RANK.pickle     on a GPU, opens in https://pytorch.org/memory_viz: the last 200,000
                                allocations and frees before the trace ended
 
-The named ranges are the optimizer's step; `wait tp`, where a rank waits for a message over tp; and
-in steps 6 and 7 `F0.1` and `B0.1`, the forward and the backward of micro-batch 0 through stage 1
-(both count from 0). On a CPU `wait tp` is as long as the wait. On a GPU it is short, because Python
-does not wait; the stream of the computation does: look for a gap there.
+Look for these named ranges: the optimizer's step; `wait tp`, where a rank waits for a message over
+tp; and in steps 6 and 7 `F0.1` and `B0.1`, the forward and the backward of micro-batch 0 through
+stage 1 (both count from 0). On a CPU `wait tp` is as long as the wait. On a GPU it is short,
+because Python does not wait; the stream of the computation does: look for a gap there.
 
 If a signal ends the run, the trace is shorter, or missing.
 """
@@ -35,7 +35,7 @@ def check_profile(n: int, steps: int):
 
 def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.profile | None:
     """A profiler that traces n steps, after those that are skipped, and writes the files above.
-    None if n is 0. Call its `step` after each step.
+    None if n is 0. Enter it by `with`, and call its `step` after each step.
     """
     if n == 0:
         return None

@@ -8,9 +8,9 @@ every step without this file.
     a.jsonl              a document from each line, {"text": "..."}
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders, which must all be of one of these
-                         four kinds (hidden files and hidden folders are skipped, links to folders
-                         are not followed)
+    a folder             every file in it and in its subfolders; all must be of the same kind, one
+                         of these four (hidden files and hidden folders are skipped, links to
+                         folders are not followed)
     NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
@@ -54,8 +54,8 @@ def kind_of(source: str) -> str:
     """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
 
     A path that exists must be a folder or a file of a known kind. Another value is looked up on the
-    hub if it has the form of a name there, and none of SUFFIXES. So a mistyped file name such as
-    "trian.jsonl" is an error, and is not looked up.
+    hub if it has the form of a name there, and does not end in one of SUFFIXES. So a mistyped file
+    name such as "trian.jsonl" is an error, and is not looked up.
     """
     if not source:
         return ""
@@ -137,17 +137,22 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
 
 def in_random_order(paths: list[Path]) -> list[Path]:
     """The files in a random order that is always the same. (Files of one folder are alike, and the
-    end of the data is held out: in the folders' order it would be unlike the rest.)
+    end of the data is held out: in the folders' order that part would be unlike the rest.)
     """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
 
 def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     """The files in a folder and its subfolders, in a fixed order, without hidden ones, and without
-    folders whose name is in `skipped`. Links to folders are not followed.
+    folders whose name is in `skipped`. Links to folders are not followed. Raises UserError if one
+    cannot be read.
     """
+
+    def refuse(error: OSError):
+        raise UserError(f"--dataset {folder}: cannot read {error.filename}: {error.strerror}")
+
     paths = []
-    for where, inside, names in os.walk(folder):
+    for where, inside, names in os.walk(folder, onerror=refuse):
         # In place: os.walk then enters only the folders that are left in this list, in its order
         inside[:] = sorted(name for name in inside if name not in skipped and name[0] != ".")
         paths += [Path(where, name) for name in sorted(names) if name[0] != "."]

@@ -1,14 +1,15 @@
-"""What a run prints and draws: its parameters before the first step, a line of progress, its loss.
+"""What a run shows: its parameters before the first step, a line of progress, a picture of its
+loss.
 
 With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny with
 --tp 2; "4 x" means one in each of 4 layers:
 
-         parameter                               whole    on a rank  bytes   sharded          ...
+         parameter                               whole    on a rank  bytes   sharded          summed
     1 x  model.embed_tokens.weight               257x128  129x128    66,048  dim 0 over tp 2
     4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
     4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
 
-The last column says over which ranks a gradient is summed.
+The last column says over which ranks a gradient is summed (groups of one rank are left out).
 """
 
 import math
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     the first that has it).
 
     What ZeRO shards is not in the table, because its shards cut across parameters. So with --zero 3
-    `nbytes` is what a rank holds while it uses the parameter; otherwise it keeps fewer.
+    `nbytes` is what a rank holds while it uses the parameter; between uses it keeps only its shard.
     """
 
     whole: tuple[int, ...]  # shape
@@ -100,8 +101,8 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 
 
 def count_parameters(rows: dict[str, Row], model: nn.Module, optimizer: Any) -> str:
-    """A line of text: how many parameters the whole model has, and how many of them rank 0, on
-    which this runs, computes with and updates.
+    """A line of text: how many parameters the whole model has, and how many of them this rank
+    computes with and updates. (`Run` prints rank 0's.)
     """
     total = sum(math.prod(row.whole) for row in rows.values())
     own = sum(param.numel() for param in model.parameters())

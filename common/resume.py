@@ -1,12 +1,13 @@
 """Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
 
-Every flag that decides what is computed must stay the same: those of the model, the batch and the
-learning rate, also --steps, on which the learning rate depends. FREE has the others. They say where
-and how the ranks do the work, so they change the results only by rounding. Three need a word:
+Every flag that decides what is computed must stay the same, for example those of the model, the
+batch and the learning rate, also --steps, on which the learning rate depends. FREE has the others:
+what a run reads and writes, where it computes, how the ranks divide the work. They change the
+results only by rounding. Three need a word:
 
     --dataset            is free as a path: its tokens are compared, by their fingerprint.
-    --dtype              is free, too, but then the run goes on in another precision: its losses
-                         differ visibly.
+    --dtype              is free, too, but then the run goes on in another precision: with bf16 its
+                         losses differ visibly.
     --micro-batch-size   must stay if experts have an auxiliary loss: see `may_differ`.
 
 A flag that only one of the two scripts has is not compared. If another flag has changed, the run

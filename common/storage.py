@@ -2,11 +2,12 @@
 sound one.
 
     OUT/checkpoints/.step-00000100/rank-00000.pt     while the ranks write their files
-        step-00000100/rank-00000.pt, ...             when all have
+    OUT/checkpoints/step-00000100/rank-00000.pt      when all have
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. A run
-keeps, in its own directory, the last two that it has saved or resumed; while it saves, one more.
+keeps, in its own directory, the last two that it has saved or resumed (while it saves, one more),
+and newer ones that could not be read.
 
 DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
 checksums, and its content says how many files there are. So before a run resumes, the ranks share
@@ -14,9 +15,10 @@ the files out among them, read them all, and find out whether some are damaged o
 they try the next older checkpoint. (If none is left, or if --resume names the damaged one itself,
 the run ends.)
 
-THE DISK OF A NETWORK. What one rank has written, another may see only some seconds later. So rank 0
-says which checkpoints and files there are, and a rank that does not see one of them looks again for
-up to a minute. If it is not there then, the nodes do not share the directory, and the run ends.
+A NETWORK DISK. What one rank has written, another may see only some seconds later. So when a run
+resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
+looks again for up to a minute. When it saves, rank 0 waits so for the files of all ranks. If a file
+is not there then, the run ends: most likely the nodes do not share the directory.
 """
 
 import shutil
@@ -79,7 +81,8 @@ def save_checkpoint(
 
     `content`: as for `write_file`. `previous`: the checkpoint before, which this run has saved, or
     resumed. It stays; older ones go. (A newer one that could not be read when the run resumed may
-    be sound: perhaps a disk was out of reach. It stays until a `previous` is newer.)
+    be sound: perhaps a disk was out of reach. It stays until this run saves the same step, or until
+    a `previous` is newer.)
     """
     hidden = folder.with_name(f".{folder.name}")
     path = hidden / f"rank-{ranks.rank:05d}.pt"
@@ -99,16 +102,15 @@ def save_checkpoint(
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first. (A folder with another name, such as a copy that a
-    user keeps, is not removed, and resumed only if --resume names it.)
+    """The checkpoints in a folder, newest (the highest step) first. (A folder with another name,
+    such as a copy that a user keeps, is not removed, and resumed only if --resume names it.)
     """
     return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 def candidates(where: Path, ranks: Ranks) -> list[Path]:
-    """The checkpoints of a run directory, newest first; or `where`, if it is a checkpoint.
-
-    All ranks return what rank 0 sees.
+    """The checkpoints of a run directory, newest first; or `where`, if it is a checkpoint. A
+    collective: all ranks return what rank 0 sees.
     """
     paths = [where] if files_of(where) else checkpoints_of(where / "checkpoints")
     return ranks.gather(paths)[0]

@@ -1,12 +1,12 @@
-"""How a run ends early: `Signals`, after the current step; `HangWatch`, if a step takes longer than
---timeout.
+"""How a run ends early. `Signals`: a signal ends it after the current step. `HangWatch`: a step
+that takes longer than --timeout ends it at once.
 
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
 checkpoint, and exit with status 0.
 
                         first signal                    a second one
     Ctrl-C (SIGINT)     save, and end                   end at once, without saving
-    SIGTERM             save, and end                   after a Ctrl-C the same; else nothing
+    SIGTERM             save, and end                   after a Ctrl-C: end at once; else nothing
     SIGUSR1             save, and end                   nothing
 
 torchrun passes on the first Ctrl-C, turns a second one into SIGTERM, and itself ends with a
@@ -54,16 +54,19 @@ class Signals:
 
     def handle(self, number: int, frame: Any):
         """Note the first signal. A second one ends the process if it is a Ctrl-C, or if it is
-        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not: torchrun also sends it
-        when another rank has ended, and then this rank may have to print where it waits.)
+        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not. In a hang, torchrun
+        sends it as soon as the first rank has ended, and the others are about to print where they
+        wait.)
 
-        Python runs a handler only between its own instructions. A rank that waits in C code, as in
-        a collective, runs none. Then a signal does nothing until torchrun kills the rank, or
-        --timeout ends it.
+        Python runs a handler only between its own instructions. So if a rank waits in C code, as in
+        a collective, a signal waits, too, until the collective returns. If it never does, torchrun
+        kills the rank, or --timeout ends it.
         """
         if self.first is None:
             self.first = number
-        elif number == signal.SIGINT or (number, self.first) == (signal.SIGTERM, signal.SIGINT):
+            return
+        second_ctrl_c = number == signal.SIGTERM and self.first == signal.SIGINT
+        if number == signal.SIGINT or second_ctrl_c:
             os._exit(130)  # 128 + SIGINT, as shells do
 
 
@@ -80,7 +83,10 @@ class HangWatch:
     Neither the start nor saving counts; a compilation in the first step does. PyTorch itself ends a
     process that waits in one collective for 10 minutes (NCCL), or raises an error in it after 30
     (gloo). The default of --timeout, also 10 minutes, comes first, because it counts from the start
-    of the step. A longer one helps only if no single collective takes so long.
+    of the step. A longer one helps only if no single collective reaches PyTorch's own limit.
+
+    (faulthandler.dump_traceback_later could neither name the rank nor write NCCL's record. Both it
+    and this timer need a main thread that lets other threads run: PyTorch's collectives do.)
     """
 
     def __init__(self, seconds: float, out: Path):

@@ -7,6 +7,7 @@ The expected tokens are the bytes of the texts, written out by Python's own `enc
 import gzip
 import io
 import json
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -135,6 +136,13 @@ def test_files_of_a_folder_may_differ_in_other_columns(tmp_path):
     (tmp_path / "a.parquet").write_bytes(parquet(text=["text"], meta=[dict(url="u")]))
     (tmp_path / "b.parquet").write_bytes(parquet(text=["text"], meta=[5]))
     assert opened(tmp_path, seq_len=4).tokens.tolist() == [*b"text", END] * 2
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    """No text is left out without a word."""
+    denied = mock.patch.object(os, "scandir", side_effect=PermissionError(13, "denied", "part"))
+    with denied, pytest.raises(UserError, match="cannot read part: denied"):
+        opened(tmp_path)
 
 
 def test_what_is_read_of_a_folder(tmp_path):
