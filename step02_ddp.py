@@ -7,7 +7,8 @@
 
 torchrun starts this script n times. Each process is a *rank* and joins the others with
 `init_process_group`. A *collective* is a call that all ranks of a group make. After
-`dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element.
+`dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element. (Ours, in
+common/comm.py, starts the sum and returns a `Pending`, whose `wait` ends it.)
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T, where l_i is the loss of target token i, and T
 counts those of the global batch. The gradient of a sum is the sum of gradients. Each rank's loss is
@@ -34,9 +35,8 @@ micro-batch: the all-reduce of this bucket starts, while backward goes on to ear
 
 All ranks must start their collectives in the same order. So buckets are sent in a fixed order: a
 complete one waits for those before it (Li et al. 2020, "PyTorch Distributed"). Below is the
-backward of the last micro-batch; time runs to the right (widths are not to scale). Each digit in
-the second row stands for a few gradients that have just become complete. It is the number of their
-bucket.
+backward of the last micro-batch; time runs to the right (widths are not to scale). The second row
+shows to which bucket the gradients belong that are complete at this moment.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -195,8 +195,8 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group. In this step that is dp for all, so
-    only `limit` begins a new bucket.
+    All gradients of a bucket are summed over the same group. In this step that is dp for all: after
+    the first bucket, only `limit` begins a new one.
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled

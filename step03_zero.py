@@ -4,8 +4,8 @@ weights.
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
 every rank makes the same update. AdamW updates each element by itself. So with ZeRO, rank r of n
 updates only shard r of the weights, whichever matrices or halves of matrices that is, and needs
-masters and moments of that shard alone. (Only clipping needs the whole gradient, for its norm: the
-squares of its elements are summed over the ranks.)
+masters and moments of that shard alone. (Only clipping looks at all elements of the gradient: their
+squares are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
@@ -42,7 +42,7 @@ every rank holds 6 bytes, and the ranks share out 16:
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
     0       weights, gradients, state       18             18       16             16
-    1       weights, gradients              6 + 16/n       8        8 + 12/n       9.5
+    1       weights, own gradients          6 + 16/n       8        8 + 12/n       9.5
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
@@ -52,20 +52,27 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, during backward, the whole gradients of two units (see `Zero2`)
     - in stage 3, during forward and backward, the whole weights of two units (see `Zero3`)
-    - the gradient that autograd has just computed, of one parameter, in the weights' dtype
+    - the gradient that autograd has just computed, of one parameter, in the weights' dtype (if
+      embedding and head are tied, also the head's term, until the embedding's comes)
     - with gloo, for a reduce-scatter, a second buffer of the unit's size (not with NCCL)
 
-State is sharded first: it is the largest part, and sharding it costs no further bytes (except for
-padding), because an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the
-update between the two.
+State is sharded first: it is the largest part, and stage 1 sends no more bytes than step 2 (except
+for padding), because an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes
+the update between the two.
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
 immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
-Let n be the number of ranks, m the number of micro-batches that a rank has in a training step, P
-the number of parameters, with the padding of units (stage 0 has none), and e the elements of E and
-H. In a training step a rank sends (n-1)/n times this many elements:
+What is sent. Let
+
+    n    be the number of ranks
+    m    the number of micro-batches that a rank has in a training step
+    P    the number of parameters, in stages 1 to 3 with the padding of units
+    e    the elements of E and H. A micro-batch gathers these once, not twice: E's backward needs no
+         weights, and H's follows its forward at once, so H stays
+
+In a training step a rank sends (n-1)/n times this many elements:
 
     stage 0              2 P                  an all-reduce (step 2)
     stage 1              2 P                  a reduce-scatter, an all-gather
@@ -74,8 +81,7 @@ H. In a training step a rank sends (n-1)/n times this many elements:
                                               once, and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
-Tiny's e is 32,896 + 33,024 = 65,920. A micro-batch gathers E and H once, not twice: E's backward
-needs no weights, and H's follows its forward at once, so H stays. In every
+Tiny's e is 32,896 + 33,024 = 65,920. In every
 stage the squared norm of the gradient is all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
 
 Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
@@ -228,8 +234,8 @@ class Zero1(Optimizer):
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
     fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
-    reduce-scatter. (All ranks start these in the same order: all run backward through the same
-    graph, and nothing else is sent over dp meanwhile.) The hook expects one gradient of each
+    reduce-scatter. (All ranks run backward through the same graph, so all start these in the same
+    order.) The hook expects one gradient of each
     parameter in every micro-batch; if one is missing, `finish` raises an error.
 
     Only `Optimizer.step` of step 1 is inherited. It updates `masters`, here this rank's part of
@@ -416,7 +422,8 @@ class Zero3(Zero2):
 
     A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
     Messages overlap the computation in the same column; two in one column follow one another, from
-    top to bottom. (The first gather and the last reduce-scatter overlap nothing.)
+    top to bottom. (The first gather, and the last reduce-scatter of a training step, overlap
+    nothing.)
 
                        forward             backward
         reduce-scatter                         H   1   0   E
@@ -432,7 +439,7 @@ class Zero3(Zero2):
 
     If embedding and head are tied, their matrix is in E, and H is the last norm alone. E is then
     gathered twice, for the embedding and with H, and stays whole to the end of backward, where its
-    gradient is complete. (The law's e counts only the norm.)
+    gradient is complete. So three units are whole at a time. (The law's e counts only the norm.)
     """
 
     unit_type = ShardedUnit
@@ -441,9 +448,10 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        # A segment: what one pair of hooks serves; here its units, in the order of forward (0: the
-        # embedding). Most segments are one unit. If embedding and head are tied, norm and head have
-        # two; so has a layer with experts (step 7). One of another rank has none (step 6)
+        # Hooks serve a segment: the embedding, a layer, or norm and head. segments[i] lists the
+        # units whose weights segment i uses, in the order of forward. Usually that is one; two for
+        # norm and head if tied, and for a layer with experts (step 7); none if another rank has the
+        # modules (step 6)
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(model.model.embed_tokens)
         for layer in model.model.layers.values():
@@ -465,22 +473,23 @@ class Zero3(Zero2):
         modules[0].register_forward_pre_hook(partial(self.before_forward, number))
         modules[-1].register_forward_hook(partial(self.after_forward, number))
 
-    def gather(self, number: int):
+    def gather_segment(self, number: int):
         """Start to gather the units of a segment, if they are not whole."""
         for unit in self.segments[number]:
             unit.gather()
 
-    def wait(self, number: int):
+    def wait_for_segment(self, number: int):
         """Wait until the units of a segment are whole."""
         for unit in self.segments[number]:
             unit.gathering.wait()
 
     def before_forward(self, number: int, module: nn.Module, inputs: tuple):
         """Hook: gather this segment's units, and prefetch the next segment's."""
-        self.gather(number)
+        self.gather_segment(number)
         if number + 1 < len(self.segments):
-            self.gather(number + 1)
-        self.wait(number)  # last, so that the prefetch is under way before the computation begins
+            self.gather_segment(number + 1)
+        # Last, so that the prefetch is under way before the computation begins
+        self.wait_for_segment(number)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
         """Hook: free this segment's units, unless it is the last, and see to it that they are
@@ -496,10 +505,10 @@ class Zero3(Zero2):
 
     def before_backward(self, number: int, gradient: Tensor):
         """Hook: gather this segment's units, and prefetch those of the segment before it."""
-        self.gather(number)
+        self.gather_segment(number)
         if number > 1:  # segment 0 is the embedding, whose backward needs no weights
-            self.gather(number - 1)
-        self.wait(number)
+            self.gather_segment(number - 1)
+        self.wait_for_segment(number)
 
     def start_sum(self, unit: Unit):
         """All gradients of the unit are there, so its backward needs no more weights: start the sum

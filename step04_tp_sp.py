@@ -4,8 +4,8 @@ A *block*, attention or the MLP, is two matrix products with something between: 
 
                  A (side by side)          h                                       B
     MLP          gate_proj, up_proj        silu(gate) * up, each channel alone     down_proj
-    attention    q_proj, k_proj, v_proj    attention, each key/value head with     o_proj
-                                           its query heads alone
+    attention    q_proj, k_proj, v_proj    attention: a key/value head and its     o_proj
+                                           query heads need no other head
 
 In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), between channels or heads,
 and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can compute
@@ -53,20 +53,21 @@ Where f and g are in the code:
 So one f serves q, k and v, another one gate and up. RoPE comes after f: it sees all positions.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
-n ranks compute the same norms and residual sums, on the same s tokens. An all-reduce is a
-reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does the
-reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its norms,
-its residual sums, and what norms save for backward are 1/n. (But the block's first matrices save
-whole what f gathers.) A micro-batch sends as many bytes as without SP; with recomputation it sends
-more (see THE LAW). A norm's weight is whole on all ranks, but a rank now has only its own tokens'
-term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a training step.
+n ranks compute the same norms and residual sums x + block(x), on the same s tokens. An all-reduce
+is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does
+the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its
+norms, its residual sums, and what norms save for backward are 1/n. (But the block's first matrices
+save whole what f gathers.) A micro-batch sends as many bytes as without SP; with recomputation it
+sends more (see THE LAW). A norm's weight is whole on all ranks, but a rank now has only its own
+tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
+training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-(`enter_block` is the f of the two pairs, `leave_block` the g. In Korthikanti et al. the second pair
-is named g and g-bar: their g is our f, their g-bar our g.)
+(`enter_block` is f, `leave_block` is g, each with SP or without. In Korthikanti et al. f and g of
+SP are named g and g-bar.)
 
 WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have all of
 it, and the same. Shard: each has its part. Partial: each has a term of a sum. (In DTensor's words:
@@ -110,7 +111,7 @@ norms) with tp 2, dp 2, in fp32:
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss 2 numbers of 4 bytes
                     for each of its 4 x 256 tokens: 8,192
     all-reduces     2 x 1/2 x (9 x 128 x 4 + 8) = 4,616
-    a step          4 micro-batches and the all-reduces: 37,786,120 bytes
+    over tp         4 micro-batches and the all-reduces: 37,786,120 bytes in a training step
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -300,7 +301,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     and the target's logit if it has that, else 0. An example with three words:
 
         rank 0    logits log 1, log 3    log sum exp: log 4    target's logit: log 3
-        rank 1    logit  log 4           log sum exp: log 4                    0
+        rank 1    logit  log 4           log sum exp: log 4    target's logit: 0
         both                             log(4 + 4) = log 8           log 3 + 0 = log 3
 
     The loss is log 8 - log 3 = -log(3/8): the softmax is 1/8 3/8 4/8. The gradient of the logits is
@@ -385,9 +386,9 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
     return by_columns(weight, mesh, config)
 
 
-# Megatron's ColumnParallelLinear is here an nn.Linear whose weight has fewer rows (outputs),
-# RowParallelLinear one whose weight has fewer columns (inputs). (Its attributes out_features and
-# in_features still have the whole model's sizes: nothing reads them)
+# Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
+# RowParallelLinear one whose weight has fewer inputs. (Its attributes out_features and in_features
+# still have the whole model's sizes: nothing reads them)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
     "q_proj": by_columns,
     "k_proj": by_heads,

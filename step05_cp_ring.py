@@ -1,9 +1,9 @@
 """Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other
 ranks.
 
-Each of n ranks has s/n of a sequence's s tokens, and so saves 1/n of the activations: sequences can
-be n times as long. Norms, matrices and the loss act on each token alone. In attention, a query
-attends to its own key and all earlier ones, which other ranks may have.
+Each of n ranks has s/n of a sequence's s tokens, and so keeps only 1/n of the activations:
+sequences can be n times as long. Norms, matrices and the loss act on each token alone. In
+attention, a query attends to its own key and all earlier ones, which other ranks may have.
 
 Queries stay on their rank. Keys and values travel round a ring, always to the next higher rank, and
 from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In each, a rank
@@ -48,8 +48,8 @@ and 7, on average also 4. The work is equal not only in total but in each hop. R
 then masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused
 kernel skips most of that half.)
 
-THE SOFTMAX needs all keys, but a rank uses only those of one hop at a time, a *part*. For each part
-it computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two
+THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part*. For each part it
+computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two
 parts are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
 Gimelshein 2018; `merge` has an example):
 
@@ -57,12 +57,11 @@ Gimelshein 2018; `merge` has an example):
 
 BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own, because
 those of all ranks would be the memory that cp is to save. dkv, the sum so far of their gradients,
-follows one hop behind. Each rank adds the term of its own queries, and sends dkv on to the right,
-where it is needed only at the end of the next hop. After n hops all ranks have added their terms,
-and the last message brings dkv back to its owner; no computation is left to hide it. So k and v are
-sent n-1 times, and dkv n times. In the table, for 3 ranks, kv2 are the k and v of rank 2, and dkv2
-{2 0} has the terms of rank 2, then rank 0. It shows dkv after the rank of the row has added its
-term; the last column is what that rank receives:
+follows. k and v leave when a hop begins; dkv leaves when the rank has added the term of its own
+queries, and so travels during the next hop, at the end of which it is needed. After n hops all
+ranks have added their terms, and the last message brings dkv back to its owner; no computation is
+left to hide it. So k and v are sent n-1 times, and dkv n times. For 3 ranks (kv2 are the k and v of
+rank 2, and dkv2 {2 0} is the sum of the terms of ranks 2 and 0):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}

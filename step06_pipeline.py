@@ -1,13 +1,13 @@
-"""Step 6: pipeline parallelism. Each rank holds a stage, a run of layers of the model.
+"""Step 6: pipeline parallelism. Each rank holds a stage, some consecutive layers of the model.
 
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
 (Here a model of 6 layers.) Micro-batches pass through the stages. Neighbours exchange only x and
 its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the sequence; with sequence
-parallelism, 1/tp of that.) The price is idle time: late ranks wait at the start, until the first x
-has come down to them, and have nothing left to do at the end; early ranks wait in between, for dx
-to come back.
+parallelism, 1/tp of that.) The price is idle time: the last ranks wait at the start, until the
+first x has reached them, and have nothing left to do at the end; the first ranks wait in between,
+for dx to come back.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
@@ -49,7 +49,7 @@ all m are in flight at once; in 1F1B, on rank r, at most p - r.
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
-in the second part, does not wait at once, and so can hide many behind work.)
+in the second part, does not wait at once, and so can overlap most messages with computation.)
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
 is the dx to send. The simple way keeps x and y from the forward to the backward:
@@ -128,13 +128,14 @@ from step05_cp_ring import own_tokens, shard_context
 
 
 class Stage:
-    """A run of layers, and the graphs of the micro-batches that are in flight.
+    """Consecutive layers, and the graphs of the micro-batches that are in flight.
 
     Backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
     use its result. What backward needs is the graph that computed y. So a stage keeps, in place of
-    y, a handle on the last node of this graph, where backward starts: `get_gradient_edge(y)`. y is
-    freed when the next y has taken its place: a rank holds at most two outputs at a time, not one
-    for each micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
+    y, a handle on the last node of this graph, where backward starts: `get_gradient_edge(y)`. In
+    the loops below, y is then freed when the next y takes its place: a rank holds at most two
+    outputs at a time, not one for each micro-batch in flight. (Megatron-LM's
+    deallocate_pipeline_outputs has the same aim.)
     """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
@@ -234,7 +235,8 @@ def keep_stages(model: Decoder, stages: list[range]):
     # global_norm counts the two as one
     if tied and has_first != has_last:
         note_layout(trunk.embed_tokens.weight, stage_copies=2)
-    if not has_first and not (tied and has_last):
+    needs_embedding = has_first or (tied and has_last)
+    if not needs_embedding:
         trunk.embed_tokens = None
     if not has_last:
         trunk.norm = None
@@ -351,14 +353,10 @@ class Pipeline:
         if send is not None:
             sends.append((send, peer))
         if receive_micro_batch is not None:
-            received = self.buffer(receive_micro_batch)
+            received = empty_x(self.xs[receive_micro_batch], self.model, self.sp_ranks)
             receives.append((received, peer))
         exchange(sends, receives, self.group).wait()
         return received
-
-    def buffer(self, i: int) -> Tensor:
-        """Memory to receive the x or dy of micro-batch i."""
-        return empty_x(self.xs[i], self.model, self.sp_ranks)
 
 
 class AllForwardAllBackward(Pipeline):
@@ -389,8 +387,7 @@ class OneForwardOneBackward(Pipeline):
         m = len(self.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
-        # Warm-up: forward, until the first micro-batch is on the last rank. (Then rank 0 of 4 has
-        # done 3 forwards. The next one, 3 in the picture, already belongs to the steady part)
+        # Warm-up: p - 1 - rank forwards, one for each later rank
         for i in range(warm_up):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
@@ -433,7 +430,8 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    # new: pp. It comes first, so its ranks are farthest apart: pp sends least
+    # new: pp. It comes first, so its ranks are farthest apart: in large models pp usually sends
+    # least
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)

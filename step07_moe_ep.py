@@ -33,24 +33,25 @@ WHY do tokens travel, and not weights? A rank then needs memory for its own expe
 also sends less: in the launch below (pp 2, cp 2, tp 2, ep 2) a rank would have to send its 4
 experts, 540,672 numbers, to the other rank in each forward of a layer. But of a micro-batch a rank
 routes only 4 x 256 / (cp 2 x tp 2) = 256 tokens, so 512 rows of 128 numbers. About half of these
-are for the other rank's experts: 32,768 numbers, sent four times (rows and outputs, in forward and
-in backward), 131,072 in all. (With many tokens on a rank, or small experts, weights would be
+are for the other rank's experts: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536
+in all. (With many tokens on a rank, or small experts, weights would be
 cheaper.)
 
 GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
 pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
-other tokens of the same sequence (those of tp because of sequence parallelism: --no-sp is refused).
+other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
+refused).
 So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the mesh ("MoE
 parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it, so step 4's
 `enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with dp 4, cp 2, tp 2, ep 8:
 
-    group        made of         rank 0's            what its ranks share         used for
-    dp           dp              0 4 8 12            the global batch             sharding it
-    data         dp x cp         0 2 4 6 8 10 12 14  all weights except experts'  sums of gradients
-    sequence     cp x tp         0 1 2 3             each micro-batch             sums of counts
-    ep           ep neighbours   0 1 2 3 4 5 6 7     the experts: they together   exchanges of rows
-                                                     hold every expert once
-    expert_data  every ep-th     0 8                 the same experts             sums of gradients
+    group        made of         rank 0's            its ranks                    used for
+    dp           dp              0 4 8 12            divide the global batch      sharding it
+    data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
+                                                     except experts
+    sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
+    ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+    expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
 
 (The counts of `sequence` are for BALANCE, below.)
 
@@ -60,7 +61,8 @@ expert_data adds them. ZeRO, too, shards a parameter over the group that sums it
 over expert_data, the others over data. (Gradients of routers are also summed over tp, as those of
 norms in step 4.)
 
-THE LAW. A rank holds 3 dim width E/ep weights of experts in each layer (tiny, ep 2: 540,672).
+THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672; with
+--expert-dim, that in place of ffn_dim).
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If each rank's choices are
@@ -94,8 +96,8 @@ p_e of its tokens. A micro-batch has, in each layer, the term
 
     aux_loss_coeff * E * sum_e f_e P_e
 
-The gradients of a step are those of its loss plus the mean of these terms over all micro-batches,
-of all ranks of dp. (The loss that you see excludes them.)
+The gradients of a training step are those of its loss plus these terms, summed over layers and
+averaged over all micro-batches, of all ranks of dp. (The loss that you see excludes them.)
 
 In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
 0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.

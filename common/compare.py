@@ -9,8 +9,9 @@
     20 steps; largest difference: 4.6e-05; none above 0.001
 
 Two layouts of one training have the same losses and gradient norms, up to rounding, whose effects
-grow from step to step. So only the first steps are judged (--first 20). If both runs have the same
-model, data and optimizer flags, a relative difference above 0.001 in these steps (--bound) means:
+grow from step to step. So only the first steps are judged (--first 20). If no line "the flags
+differ" is printed (except for --dataset, if the tokens are the same), a relative difference above
+0.001 in these steps (--bound) means:
 
     dtype of both runs    meaning
     fp64                  a bug

@@ -1,5 +1,6 @@
-"""--compile: torch.compile compiles each layer and the loss. Norms, RoPE, SiLU and additions become a
-few kernels; matrix products and attention keep theirs. You can follow every step without this file.
+"""--compile: torch.compile compiles each layer and the loss. Norms, RoPE, SiLU and additions become
+a few kernels; matrix products and attention keep theirs. You can follow every step without this
+file.
 """
 
 from collections.abc import Callable

@@ -1,21 +1,20 @@
-"""Batches of tokens. Which tokens a step trains on depends only on the data, --seed, the sequence
-length, the global batch size and the step: never on ranks or layout.
+"""Batches of tokens. Which tokens a training step sees depends only on the data, --seed, the
+sequence length, the global batch size and the number of the step: never on ranks or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
     the targets. With seq 4:    window 0: inputs stream[0:4], targets stream[1:5]
                                 window 1: inputs stream[4:8], targets stream[5:9]
 
-The last twentieth of the windows (at least one) is held out: no step trains on their targets.
-(`Data.held_out` returns them. The steps do not call it; an optional tool does, which computes the
-loss of a trained model on them.) Each epoch goes through the other n windows once, in a random
-order of its own, drawn from (seed, epoch):
+The last twentieth of the windows (at least one) is held out: no run trains on their targets.
+(`Data.held_out` returns them to an optional tool, which computes a trained model's loss.) Each
+epoch goes through the other n windows once, in a random order of its own, drawn from (seed, epoch):
 
     sample i    the window at place i mod n in the order of epoch i // n
-    step s      samples s B to s B + B - 1            (B: the global batch size; all count from 0)
+    training step s   samples s B to s B + B - 1      (B: the global batch size; all count from 0)
 
-With n = 10 and B = 4, step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then places 0 and
-1 of epoch 1.
+With n = 10 and B = 4, training step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then
+places 0 and 1 of epoch 1.
 
 Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
@@ -25,10 +24,12 @@ on its share.
 `set_epoch` is called, and at the end of an epoch it repeats sequences, so that all ranks have
 equally many.)
 
-readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger.
+readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger
+(then the other ids do not occur).
 Each rank holds all tokens in memory, two bytes for each (while text is read, four or more). Of a
 .bin file of token ids it holds none, because the file is mapped into memory. So write a large
-corpus to such a file first, with numpy: ids.astype(np.uint16).tofile("corpus.bin"); see readers.py.
+corpus to such a file first, with numpy: ids.astype(np.uint16).tofile("corpus.bin"), if all ids are
+below 65,536; see readers.py for larger ones.
 (At the start each rank reads the whole file once, for its largest id, and up to 2**27 tokens of it
 again, for its fingerprint.)
 """

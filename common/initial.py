@@ -1,8 +1,8 @@
 """Initial values: each parameter is drawn whole, as a function of the seed and its name. So all
 layouts begin with the same weights.
 
-In steps 1 to 3 a rank keeps the whole parameter (ZeRO 3 then cuts it by itself). From step 4 on, it
-keeps a shard, if the parameter's record names one (layout.py).
+In steps 1 to 3 a rank keeps the whole parameter (step 3's ZeRO 3 cuts it afterwards). From step 4
+on, it keeps a shard, if the parameter's record names one (layout.py).
 """
 
 import hashlib

@@ -57,8 +57,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     squares over both is 50. So each rank divides its squares by `copies`, the number of ranks that
     hold the same elements. In step 3, on 8 ranks of dp, copies is 8 without ZeRO, because all hold
     the whole gradient, and 1 with ZeRO, because each element is in the shard of one rank. In
-    general, if the elements are divided among groups of ranks `distinct_parts` ways, all groups are
-    equally large:
+    general, if the gradient is divided into `distinct_parts` parts, each is held by equally many
+    ranks:
 
         copies = number of ranks / distinct parts
 
@@ -85,8 +85,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
 
 
 def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
-    """Among how many ranks, or groups of ranks, the elements of a gradient are divided: 1 if all
-    ranks hold the same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
+    """Into how many parts the elements of a gradient are divided among the ranks: 1 if all hold the
+    same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
     """
     parts = 1
     if sharded:  # by ZeRO

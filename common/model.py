@@ -74,7 +74,7 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE (Su et al., "RoFormer").
 
-    positions int64 [..., seq] -> two tensors [..., seq, 1, head_dim].
+    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider.
     """
     channel = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(channel / config.head_dim)

@@ -3,8 +3,8 @@ can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
 a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
-on each rank. There are three: `afab` and `one_f_one_b`, for v = 1, and `interleaved`. They differ
-in `warm_up`, the number of forwards before forwards and backwards alternate.
+on each rank. There are three: `afab` and `one_f_one_b`, called with v = 1, and `interleaved`. They
+differ in `warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. (A stage is then
@@ -101,7 +101,7 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     """The action that needs this one's output, or None if no other stage does.
 
     A forward's output goes to the next stage's forward, a backward's to the previous stage's
-    backward. (The last stage's forward is needed only by its own backward.)
+    backward. (No other stage needs the last stage's forward.)
     """
     if action.kind == "F" and action.stage + 1 < n_stages:
         return action._replace(stage=action.stage + 1)
@@ -113,7 +113,8 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 def producer(action: Action, n_stages: int) -> Action | None:
     """The action whose output this one needs, or None: the forward of the stage before, or the
     backward of the next stage. The last stage's backward needs its own forward, which ends with
-    the loss. (On other stages that follows: their dy cannot come before.)
+    the loss. (On other stages the forward was earlier anyway: its output was sent before a dy could
+    come back.)
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
@@ -206,7 +207,8 @@ def add_messages(
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
     (Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2. Of equals the lower rank comes first.
-    So F1.0's message comes before F0.1: rank 1 begins to receive it before it computes F0.1.)
+    So the message F1.1, the output of F1.0, comes before F0.1: rank 1 begins to receive it before
+    it computes F0.1.)
 
     Why there is no deadlock, even if a send blocks until it is received. Number actions and
     messages in the order in which the loop below meets them; a send and its receive are one
@@ -270,16 +272,13 @@ def main():
         parser.error("give numbers from 1 on")
     if v > 1 and m % p:
         parser.error("with several stages on a rank, micro_batches must be a multiple of ranks")
-    lists = [afab(p, m, 1, rank) for rank in range(p)]
-    print("afab")
-    print(draw(lists, round_robin(p, 1)))
-    lists = [one_f_one_b(p, m, 1, rank) for rank in range(p)]
-    print("1f1b")
-    print(draw(lists, round_robin(p, 1)))
+    schedules = [("afab", afab, 1), ("1f1b", one_f_one_b, 1)]
     if v > 1:
-        lists = [interleaved(p, m, v, rank) for rank in range(p)]
-        print("interleaved")
-        print(draw(lists, round_robin(p, v)))
+        schedules.append(("interleaved", interleaved, v))
+    for name, schedule, stages in schedules:
+        lists = [schedule(p, m, stages, rank) for rank in range(p)]
+        print(name)
+        print(draw(lists, round_robin(p, stages)))
 
 
 if __name__ == "__main__":

@@ -164,15 +164,13 @@ class Run:
             after a signal           saves one, and ends
 
         `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
-        and sync. Raises UserError.
+        and sync (an optional kind of sync may have state to save). Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
-        # `with` ends all three, however the loop ends. (If the caller's body raises, Python closes
-        # this generator, which only the caller's `for` refers to, and that leaves the `with`.) In
-        # `Signals`, signals are only noted
+        # `with` ends all three, however the loop ends. In `Signals`, signals are only noted
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
@@ -182,12 +180,12 @@ class Run:
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.first is not None))
                 self.watch.stop()
-                pause_began = time.perf_counter()  # the wait for other ranks belongs to the step
+                pause_began = time.perf_counter()  # the wait in `gather` counts in the next row
                 if profiler is not None:
                     profiler.step()  # after the last step of the trace, this writes it
                 if stopping or self.save_is_due(step + 1):
                     self.save(step + 1)
-                # Neither the trace nor the checkpoint is a part of a step's time
+                # The next row's time begins later, by the time of the trace and the checkpoint
                 self.timed_since += time.perf_counter() - pause_began
                 if stopping and step + 1 < self.config.steps:
                     self.bar.close()
@@ -197,7 +195,7 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        Pass numbers that are equal on all ranks: all must raise, or none, because the message is
+        Call it with the same numbers on all ranks: all must raise, or none, because the message is
         made by a collective (`gradients_not_finite`).
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
