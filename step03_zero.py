@@ -125,7 +125,7 @@ from common.data import Data
 from common.flags import flag
 from common.initial import materialize
 from common.launch import main
-from common.layout import data_group_of, global_norm, layout_of
+from common.layout import data_group_of, global_norm, record_of
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
@@ -219,7 +219,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
             module = "layer " + name.split(".")[2]  # model.layers.0.self_attn ...: layer 0
         else:
             module = "norm and head"
-        units[module, layout_of(param).data_group].append(name)
+        units[module, record_of(param).data_group].append(name)
     return list(units.values())
 
 

@@ -144,7 +144,7 @@ from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.launch import main
-from common.layout import Shard, global_norm, layout_of, note_layout
+from common.layout import Shard, global_norm, note_record, record_of
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
@@ -360,7 +360,7 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     shape[dim] = length
     local = nn.Parameter(torch.empty(shape, device="meta"))
     shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
-    note_layout(local, shard=shard)
+    note_record(local, shard=shard)
     return local
 
 
@@ -414,7 +414,7 @@ def shard_vocabulary(model: Decoder, group: Group):
         model.lm_head.weight = weight
     else:
         model.lm_head.weight = shard_param(model.lm_head.weight, 0, group)
-    shard = layout_of(weight).shard
+    shard = record_of(weight).shard
     ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(weight, ids)
 
@@ -458,7 +458,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
         for name, param in model.named_parameters():
             # A norm is whole, but sees only this rank's tokens: its gradient is partial
             if name.endswith("norm.weight"):
-                note_layout(param, partial_over="tp")
+                note_record(param, partial_over="tp")
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
@@ -472,7 +472,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     params = dict(model.named_parameters())
     partial_over = defaultdict(list)  # the name of a group -> gradients
     for name, gradient in gradients.items():
-        over = layout_of(params[name]).partial_over
+        over = record_of(params[name]).partial_over
         if over is not None and mesh[over].size > 1:
             partial_over[over].append(gradient)
     for over, terms in partial_over.items():

@@ -123,7 +123,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.launch import main
-from common.layout import global_norm, note_layout
+from common.layout import global_norm, note_record
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
@@ -445,7 +445,7 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     # queue="gradients" (common/comm.py): so a large bucket never delays the ring's k and v
     mesh.join("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
-        note_layout(param, data_group="data")
+        note_record(param, data_group="data")
     if group.size == 1:
         return torch.arange(model.config.seq_len)
     mode = CONTEXT[config.cp_mode]

@@ -107,7 +107,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.launch import main
-from common.layout import global_norm, layout_of, note_layout
+from common.layout import global_norm, note_record, record_of
 from common.model import IGNORE, Decoder, rope_tables, wide
 from common.schedules import (
     COSTS,
@@ -234,7 +234,7 @@ def keep_stages(model: Decoder, stages: list[range]):
     # If this rank has one of the two stages, and not both, a tied matrix is on two ranks, and
     # global_norm counts the two as one
     if tied and has_first != has_last:
-        note_layout(trunk.embed_tokens.weight, stage_copies=2)
+        note_record(trunk.embed_tokens.weight, stage_copies=2)
     needs_embedding = has_first or (tied and has_last)
     if not needs_embedding:
         trunk.embed_tokens = None
@@ -250,7 +250,7 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
     have the same number in data (dp x cp), so the two shards have the same elements.
     """
-    if TIED not in gradients or layout_of(model.get_parameter(TIED)).stage_copies == 1:
+    if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
         return
     other_end = group.size - 1 - group.rank
     other_term = torch.empty_like(gradients[TIED])

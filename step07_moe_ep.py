@@ -138,7 +138,7 @@ from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
 from common.flags import flag
 from common.launch import main
-from common.layout import global_norm, note_layout
+from common.layout import global_norm, note_record
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
@@ -487,12 +487,12 @@ def make_groups(mesh: Mesh, config: Config):
 def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
     # Ranks of tp route different tokens, so each has only a term of the router's gradient
-    note_layout(moe.router.weight, data_group="data", partial_over="tp")
+    note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         linear.weight = shard_param(linear.weight, 0, mesh["ep"])
         # shard_param has noted a shard over ep, by which global_norm knows that ranks of ep hold
         # different experts. This notes over which ranks the gradient is summed
-        note_layout(linear.weight, data_group="expert_data")
+        note_record(linear.weight, data_group="expert_data")
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):

@@ -14,7 +14,7 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
-from common.layout import full_shape, layout_of, shard_of
+from common.layout import full_shape, record_of, shard_of
 from common.model import Decoder
 
 
@@ -59,11 +59,11 @@ def materialize(
     drawn = draw_all(chosen, model.config.n_layers, seed)
     for (_, param), value in zip(chosen, drawn, strict=True):
         part = value
-        shard = layout_of(param).shard
+        shard = record_of(param).shard
         if shard is not None:  # never before step 4
             part = shard_of(value, shard)
         filled = nn.Parameter(part.to(device, dtype))
-        filled.parallel_layout = layout_of(param)  # its record: see layout.py
+        filled.parallel_record = record_of(param)  # its record: see layout.py
         replace_param(model, param, filled)
     materialize_buffers(model, device)  # only step 7 has any
 

@@ -1,4 +1,4 @@
-"""A small record for each parameter, `ParamLayout`: over which ranks the parameter's gradient is
+"""A small record for each parameter, `ParamRecord`: over which ranks the parameter's gradient is
 summed, and from step 4 on, which shard of it this rank has. (Where ZeRO cuts is not in the record,
 because the shards of step 3's units cut across parameters.)
 
@@ -19,7 +19,7 @@ from common.model import Decoder
 
 
 @dataclass(frozen=True)
-class ParamLayout:
+class ParamRecord:
     """The record of one parameter. In steps 1 to 3 all have the default one: the parameter is
     whole, and its gradient is summed over dp.
     """
@@ -35,14 +35,14 @@ class ParamLayout:
     stage_copies: int = 1
 
 
-def layout_of(param: Tensor) -> ParamLayout:
+def record_of(param: Tensor) -> ParamRecord:
     """The record of a parameter."""
-    return getattr(param, "parallel_layout", ParamLayout())
+    return getattr(param, "parallel_record", ParamRecord())
 
 
 def data_group_of(param: Tensor, mesh: Mesh) -> Group:
     """The ranks over which a parameter's gradient is summed, in steps 2 to 4 `mesh["dp"]`."""
-    return mesh[layout_of(param).data_group]
+    return mesh[record_of(param).data_group]
 
 
 # --- Step 3: the global norm ----------------------------------------------------------------------
@@ -74,7 +74,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     device = next(iter(params.values())).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
-        record = layout_of(params[name])
+        record = record_of(params[name])
         copies = mesh.world / distinct_parts(record, mesh, sharded)
         copies *= record.stage_copies  # 1 before step 6
         squares = torch.linalg.vector_norm(gradient).double().square()
@@ -84,7 +84,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     return total.sqrt().item()
 
 
-def distinct_parts(record: ParamLayout, mesh: Mesh, sharded: bool) -> int:
+def distinct_parts(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
     """Into how many parts the elements of a gradient are divided among the ranks: 1 if all hold the
     same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
     """
@@ -128,7 +128,7 @@ class Shard:
     full: int  # the size of the dimension before it was sharded: 257
 
 
-def note_layout(param: Tensor, **changes: Any):
+def note_record(param: Tensor, **changes: Any):
     """Change fields of a parameter's record. Steps 4 to 7 note in it what they change; initial
     weights, sums of gradients, ZeRO, the global norm and checkpoints follow it.
 
@@ -141,7 +141,7 @@ def note_layout(param: Tensor, **changes: Any):
     (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W.) The gradient of
     a norm must also be summed over tp, because with SP the ranks of tp have different tokens.
     """
-    param.parallel_layout = replace(layout_of(param), **changes)
+    param.parallel_record = replace(record_of(param), **changes)
 
 
 def shard_of(full: Tensor, shard: Shard) -> Tensor:
@@ -158,7 +158,7 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 def full_shape(param: Tensor) -> list[int]:
     """The shape of the whole parameter, of which this rank may hold a shard."""
     shape = list(param.shape)
-    shard = layout_of(param).shard
+    shard = record_of(param).shard
     if shard is not None:
         shape[shard.dim] = shard.full
     return shape

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from common.comm import Mesh
-from common.layout import data_group_of, full_shape, layout_of
+from common.layout import data_group_of, full_shape, record_of
 from common.ranks import Ranks
 
 
@@ -49,7 +49,7 @@ def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
     """
     rows = {}
     for name, param in model.named_parameters():
-        record = layout_of(param)
+        record = record_of(param)
         sharded = ""
         if record.shard is not None:
             group = mesh[record.shard.over]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from common import UserError, storage
 from common.checkpoint import Checkpoint, Piece, Place, place_of, write_file
-from common.layout import Shard, note_layout, shard_of
+from common.layout import Shard, note_record, shard_of
 from common.ranks import Ranks
 from common.resume import check_flags, choose_checkpoint
 from common.storage import candidates, find_sound, name_checkpoint, save_checkpoint
@@ -40,7 +40,7 @@ def shards_of(whole: Tensor, dim: int, n: int) -> list[nn.Parameter]:
     for rank in range(n):
         record = Shard(dim, "tp", rank * length, (rank + 1) * length, size)
         shard = nn.Parameter(shard_of(whole, record))
-        note_layout(shard, shard=record)
+        note_record(shard, shard=record)
         shards.append(shard)
     return shards
 

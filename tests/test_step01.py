@@ -219,7 +219,7 @@ def test_materialize_cuts_shards_from_whole_matrices():
     model = on_meta()
     o_proj = model.model.layers["2"].self_attn.o_proj
     o_proj.weight = nn.Parameter(torch.empty(32, 20, device="meta"))
-    layout.note_layout(o_proj.weight, shard=layout.Shard(1, "tp", 20, 40, 32))
+    layout.note_record(o_proj.weight, shard=layout.Shard(1, "tp", 20, 40, 32))
     initial.materialize(model, 5, CPU, FP32)
     whole = drawn("model.layers.2.self_attn.o_proj.weight", [32, 32], 3, 5)
     close(o_proj.weight[:, :12], whole[:, 20:], "columns 20 to 31")

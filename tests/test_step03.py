@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import step03_zero as step
 from common.comm import Group, Mesh
-from common.layout import Shard, global_norm, note_layout
+from common.layout import Shard, global_norm, note_record
 from common.model import PRESETS, Decoder
 from step01_single_gpu import set_up_layers
 from tests.equal import BASE, Watch, close, decoder, draw, equals_step1
@@ -66,7 +66,7 @@ def test_unit_names():
     model = decoder(n_layers=11)
     mlp = model.model.layers["10"].mlp
     for param in mlp.parameters():
-        note_layout(param, data_group="experts")
+        note_record(param, data_group="experts")
     sizes = [(names[0], len(names)) for names in step.unit_names(model)]
     expected = [("model.embed_tokens.weight", 1)]
     for layer in range(10):
@@ -267,7 +267,7 @@ def test_global_norm(sharded, sharded_by_tp, plain):
     """Each element counts once, however many ranks hold it. A rank may hold no elements."""
     mesh = Mesh(dp=2, tp=2)
     model = nn.ParameterDict(dict(first=torch.zeros(1), second=torch.zeros(1)))
-    note_layout(model.first, shard=Shard(0, "tp", 0, 1, 2))
+    note_record(model.first, shard=Shard(0, "tp", 0, 1, 2))
     first = torch.tensor(sharded_by_tp[mesh.rank], dtype=FP64)
     second = torch.tensor(plain[mesh.rank], dtype=FP64)
     norm = global_norm(model, dict(first=first, second=second), mesh, sharded)

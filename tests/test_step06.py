@@ -19,7 +19,7 @@ import step06_pipeline as step
 from common import UserError, schedules
 from common.comm import Mesh
 from common.initial import materialize
-from common.layout import layout_of, note_layout
+from common.layout import note_record, record_of
 from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, add_messages, round_robin, simulate
 from tests.equal import alive, close, close_gradients, decoder, draw, equals_step1
@@ -168,7 +168,7 @@ def test_keep_stages(tied, stages, layers, others, copies):
     close(found, set(others), "other parameters")
     close(model.lm_head is None, "4" not in layers, "the rank has no head")
     if tied and copies:
-        record = layout_of(model.get_parameter(TIED))
+        record = record_of(model.get_parameter(TIED))
         close(record.stage_copies, copies, "copies of the tied matrix")
 
 
@@ -181,7 +181,7 @@ def test_sum_tied(rows, sent):
     terms = [draw("embedding", rank, rows, 4) for rank in range(3)]
     gradients = {} if group.rank == 1 else {TIED: terms[group.rank].clone()}
     model = decoder(tied=True)
-    note_layout(model.get_parameter(TIED), stage_copies=2)
+    note_record(model.get_parameter(TIED), stage_copies=2)
     with Tape() as tape:
         step.sum_tied(model, gradients, group)
     for gradient in gradients.values():

@@ -21,7 +21,7 @@ import step01_single_gpu as step01
 import step07_moe_ep as step
 from common import UserError
 from common.comm import Group, Mesh
-from common.layout import ParamLayout, Shard, layout_of
+from common.layout import ParamRecord, Shard, record_of
 from common.model import PRESETS, Decoder, ModelConfig
 from common.trainer import Run
 from step04_tp_sp import shard_tensors
@@ -425,13 +425,13 @@ def test_groups():
     """A rank has 4 of 8 experts, summed over expert_data; its router is summed over data and tp."""
     mesh, layers = sharded(dict(dp=2, tp=2), TINY, ep=2)
     moe = layers["1"].mlp
-    router = ParamLayout(data_group="data", partial_over="tp")
-    close(layout_of(moe.router.weight), router, "the record of the router")
+    router = ParamRecord(data_group="data", partial_over="tp")
+    close(record_of(moe.router.weight), router, "the record of the router")
     start = mesh.rank % 2 * 4
     shard = Shard(0, "ep", start, start + 4, 8)
-    record = ParamLayout(shard=shard, data_group="expert_data")
+    record = ParamRecord(shard=shard, data_group="expert_data")
     for name, param in moe.experts.named_parameters():
-        close((len(param), layout_of(param)), (4, record), f"{name}: length and record")
+        close((len(param), record_of(param)), (4, record), f"{name}: length and record")
     held = sum(param.numel() for param in moe.experts.parameters())
     close(held, 540_672, "weights of experts in a layer: the law's number")
 

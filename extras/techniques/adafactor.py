@@ -21,13 +21,13 @@ Run it:    torchrun --nproc_per_node=4 -m extras step02_ddp.py --optimizer adafa
 import torch
 
 from common import UserError
-from common.layout import layout_of
+from common.layout import record_of
 from step01_single_gpu import OPTIMIZERS, Optimizer, decay_groups
 
 
 def adafactor(optimizer: Optimizer) -> torch.optim.Optimizer:
     """Adafactor on the masters. Raises UserError if this rank holds only shards."""
-    sharded = any(layout_of(param).shard for param in optimizer.model.parameters())
+    sharded = any(record_of(param).shard for param in optimizer.model.parameters())
     if getattr(optimizer.config, "zero", "0") != "0" or sharded:
         raise UserError("--optimizer adafactor needs whole matrices: use --zero 0, --tp 1, --ep 1")
     return torch.optim.Adafactor(decay_groups(optimizer.masters, optimizer.config))

@@ -29,7 +29,7 @@ Run it:    torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 4 --model 
 from torch import nn
 
 from common.comm import Mesh
-from common.layout import note_layout
+from common.layout import note_record
 from common.model import ModelConfig
 from step04_tp_sp import PLAN, by_heads, shard_param
 
@@ -46,7 +46,7 @@ def copied_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Pa
     mesh.add_groups("kv copies", ranks.reshape(-1, tp // n_heads), queue="gradients")
     mesh.add_groups("kv parts", ranks.swapaxes(1, 2).reshape(-1, n_heads), queue="gradients")
     part = shard_param(weight, 0, mesh["kv parts"])  # of one head: the weight itself
-    note_layout(part, partial_over="kv copies")
+    note_record(part, partial_over="kv copies")
     return part
 
 

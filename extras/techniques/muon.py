@@ -56,7 +56,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import place_of
 from common.comm import Group, all_gather, exchange
-from common.layout import layout_of
+from common.layout import record_of
 from step01_single_gpu import ADAMW, OPTIMIZERS, Optimizer, decay_groups
 
 MOMENTUM = 0.95
@@ -127,7 +127,7 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
     """
     place = place_of(param, span)
     padded_shape = list(param.shape)
-    shard = layout_of(param).shard
+    shard = record_of(param).shard
     if shard is not None:
         padded_shape[shard.dim] *= mesh[shard.over].size
     row, column = (start for start, _ in place.box[-2:])  # where this rank's shard begins

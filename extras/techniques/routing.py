@@ -41,7 +41,7 @@ import step07_moe_ep as step07
 from common import UserError
 from common.comm import Mesh
 from common.flags import flag
-from common.layout import note_layout
+from common.layout import note_record
 from common.model import MLP, wide
 from common.shapes import model_shape
 from step04_tp_sp import gather_tokens
@@ -149,7 +149,7 @@ class SharedMoE(MoE):
         width = config.shared_experts * ffn_dim
         self.shared_experts = MLP(replace(model_shape(config.model), ffn_dim=width))
         for param in self.shared_experts.parameters():  # ranks of tp route different tokens
-            note_layout(param, data_group="data", partial_over="tp")
+            note_record(param, data_group="data", partial_over="tp")
 
     def forward(self, x: Tensor) -> Tensor:
         """As `MoE.forward`."""

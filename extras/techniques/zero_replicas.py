@@ -30,7 +30,7 @@ import step03_zero as step03
 from common import UserError
 from common.comm import Mesh, all_reduce
 from common.flags import flag
-from common.layout import layout_of, note_layout
+from common.layout import note_record, record_of
 from common.model import Decoder
 from common.resume import FREE
 from step03_zero import ZERO, Zero1, Zero2, Zero3
@@ -52,8 +52,8 @@ class Zero1Replicas(Zero1):
             "replicas", ranks.swapaxes(1, 2).reshape(-1, config.replicas), queue="gradients"
         )
         for param in model.parameters():
-            if layout_of(param).data_group in ("dp", "data"):  # not experts, whose group is smaller
-                note_layout(param, data_group="shard")
+            if record_of(param).data_group in ("dp", "data"):  # not experts, whose group is smaller
+                note_record(param, data_group="shard")
         self.replicas = mesh["replicas"]
         super().__init__(model, config, mesh, *args)
 
