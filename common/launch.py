@@ -86,48 +86,6 @@ def report(error: Exception, early: bool) -> int:
     return 2
 
 
-# --- The environment of a launch ------------------------------------------------------------------
-
-# What init_process_group reads, and LOCAL_RANK, by which `choose_device` chooses a GPU
-NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
-SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, torchrun starts ended ranks again. By default they use its key-value store,
-# which still has the addresses of the ended processes. With this variable each start makes a new
-# store
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-
-
-def check_environment():
-    """Raise UserError if variables of the environment show that this launch cannot work:
-
-    - some of RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not
-      all of NEEDED;
-    - another launcher than torchrun seems to have started several processes: each would train
-      alone, and all would write to the same directory;
-    - torchrun has --max-restarts, without OWN_STORE.
-    """
-    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
-    missing = sorted(NEEDED - os.environ.keys())
-    if present and missing:
-        names = " ".join(present)
-        raise UserError(
-            f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
-        )
-    if present:
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        if restarts != "0" and os.environ.get(OWN_STORE) != "1":
-            raise UserError(f"--max-restarts {restarts}: set {OWN_STORE}=1 before torchrun")
-        return
-    for name in SET_BY_OTHERS:
-        n = os.environ.get(name)
-        if n not in (None, "1"):
-            raise UserError(
-                f"{name} is {n}, but RANK is not set: start torchrun, once on each node; or unset "
-                f"{name} to use one device"
-            )
-
-
 # --- From step 2 on: several ranks ----------------------------------------------------------------
 
 
@@ -176,3 +134,45 @@ def own_sources() -> list[Path]:
             if path.is_relative_to(root) and path.is_file():
                 found.add(path)
     return sorted(found)
+
+
+# --- The environment of a launch ------------------------------------------------------------------
+
+# What init_process_group reads, and LOCAL_RANK, by which `choose_device` chooses a GPU
+NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
+SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# With --max-restarts, torchrun starts ended ranks again. By default they use its key-value store,
+# which still has the addresses of the ended processes. With this variable each start makes a new
+# store
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def check_environment():
+    """Raise UserError if variables of the environment show that this launch cannot work:
+
+    - some of RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not
+      all of NEEDED;
+    - another launcher than torchrun seems to have started several processes: each would train
+      alone, and all would write to the same directory;
+    - torchrun has --max-restarts, without OWN_STORE.
+    """
+    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    missing = sorted(NEEDED - os.environ.keys())
+    if present and missing:
+        names = " ".join(present)
+        raise UserError(
+            f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
+        )
+    if present:
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if restarts != "0" and os.environ.get(OWN_STORE) != "1":
+            raise UserError(f"--max-restarts {restarts}: set {OWN_STORE}=1 before torchrun")
+        return
+    for name in SET_BY_OTHERS:
+        n = os.environ.get(name)
+        if n not in (None, "1"):
+            raise UserError(
+                f"{name} is {n}, but RANK is not set: start torchrun, once on each node; or unset "
+                f"{name} to use one device"
+            )

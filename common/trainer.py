@@ -101,10 +101,12 @@ def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
     if kind == "cuda":
         gpus = torch.cuda.device_count()
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
+        if gpus == 0:
+            raise UserError("--device cuda: this node has no GPU: use --device cpu")
         if device.index >= gpus:
             raise UserError(
                 f"--device: each rank needs a GPU of its own, and this node has {gpus}: "
-                "use --device cpu, or fewer ranks (--nproc_per_node)"
+                "lower --nproc_per_node, or use --device cpu"
             )
         torch.cuda.set_device(device)
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate it
@@ -180,13 +182,7 @@ class Run:
                 # If one rank has received a signal, all end after this step
                 stopping = any(self.ranks.gather(signals.first is not None))
                 self.watch.stop()
-                pause_began = time.perf_counter()  # the wait in `gather` counts in the next row
-                if profiler is not None:
-                    profiler.step()  # after the last step of the trace, this writes it
-                if stopping or self.save_is_due(step + 1):
-                    self.save(step + 1)
-                # The next row's time begins later, by the time of the trace and the checkpoint
-                self.timed_since += time.perf_counter() - pause_began
+                self.write_what_is_due(step + 1, stopping, profiler)
                 if stopping and step + 1 < self.config.steps:
                     self.bar.close()
                     self.say(f"a signal has ended the run: --resume {self.out} continues it")
@@ -308,7 +304,17 @@ class Run:
             self.say(parameter_table(rows))
         self.say(count_parameters(rows, self.parts["model"], self.parts["optimizer"]))
 
-    # Checkpoints
+    # After a step
+
+    def write_what_is_due(self, done: int, stopping: bool, profiler: Any):
+        """Write the trace and a checkpoint after `done` steps, if it is time for them."""
+        pause_began = time.perf_counter()
+        if profiler is not None:
+            profiler.step()  # after the last step of the trace, this writes it
+        if stopping or self.save_is_due(done):
+            self.save(done)
+        # So that this pause is not counted in the next row's seconds
+        self.timed_since += time.perf_counter() - pause_began
 
     def save_is_due(self, done: int) -> bool:
         """Whether --save-every asks for a checkpoint after `done` steps."""
