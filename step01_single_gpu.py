@@ -9,8 +9,9 @@ of target tokens in the *global* batch. Gradients of micro-batches (from step 2 
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
 have different numbers of target tokens: if one has a token with the loss 1, and another has three
 with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (In
-the texts that this course trains on, every token is a target. In data for fine-tuning, targets that
-are tokens of the prompt are IGNORE, and the loss leaves them out.)
+the texts that this course trains on, every position has a target. In data for fine-tuning, targets
+that are tokens of the prompt are IGNORE, and the loss leaves them out; here only the tests have
+such.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
@@ -31,7 +32,8 @@ each. Bytes for each parameter:
        2      2 + 4        4       4 + 4     20    as here, and a bf16 gradient is kept, too
 
 RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. With a
-fused attention kernel (on a GPU in bf16), and without --compile, a layer saves for each token
+fused attention kernel (on a CPU; on a GPU in bf16), and without --compile, a layer saves for each
+token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two norms                       512
@@ -192,8 +194,8 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak down to a tenth of it, which the last step does
-    not quite reach.
+    """Linear warm-up, then a cosine from the peak down to a tenth of it. (The last step is slightly
+    above that.)
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

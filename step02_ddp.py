@@ -36,7 +36,7 @@ micro-batch: the all-reduce of this bucket starts, while backward goes on to ear
 All ranks must start their collectives in the same order. So buckets are sent in a fixed order: a
 complete one waits for those before it (Li et al. 2020, "PyTorch Distributed"). Below is the
 backward of the last micro-batch; time runs to the right (widths are not to scale). The second row
-shows to which bucket the gradients belong that are complete at this moment.
+is the bucket whose gradients backward completes at this moment.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -195,8 +195,7 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group. In this step that is dp for all: after
-    the first bucket, only `limit` begins a new one.
+    All gradients of a bucket are summed over the same group. In this step that is dp for all.
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled

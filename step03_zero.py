@@ -4,8 +4,8 @@ weights.
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
 every rank makes the same update. AdamW updates each element by itself. So with ZeRO, rank r of n
 updates only shard r of the weights, whichever matrices or halves of matrices that is, and needs
-masters and moments of that shard alone. (Only clipping looks at all elements of the gradient: their
-squares are summed over the ranks.)
+*state*, masters and moments, of that shard alone. (Only clipping looks at all elements of the
+gradient: their squares are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
@@ -30,10 +30,10 @@ Plain gradient descent with rate 0.1:
                gradient    sum 11 22                sum 33 44
 
 (own: of this rank's sequences, in a buffer apart from the sum; stage 1 frees it after the update,
-stage 2 after its reduce-scatter. sum: over both ranks.) Plain gradient descent has no state. A rank
-holds masters, and AdamW's moments, for the same weights as its sum: for all four in stage 0, for
-two in the others. With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has
--0.3 -0.4. In stages 1 and 2 an all-gather gives all four to both.
+stage 2 after its reduce-scatter. sum: over both ranks.) For the weights of its sum a rank also
+holds masters and moments (this example has neither): for all four in stage 0, for two in the
+others. With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In
+stages 1 and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
@@ -50,11 +50,14 @@ every rank holds 6 bytes, and the ranks share out 16:
 sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not in the table:
 
     - activations: each rank has its own, of its own sequences
-    - in stages 2 and 3, during backward, the whole gradients of two units (see `Zero2`)
-    - in stage 3, during forward and backward, the whole weights of two units (see `Zero3`)
+    - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
+      next micro-batch's forward (see `Zero2`)
+    - in stage 3, the whole weights of two units (if embedding and head are tied, three; with --keep
+      all: see `Zero3`)
     - the gradient that autograd has just computed, of one parameter, in the weights' dtype (if
       embedding and head are tied, also the head's term, until the embedding's comes)
-    - with gloo, for a reduce-scatter, a second buffer of the unit's size (not with NCCL)
+    - with gloo, but not with NCCL, a second buffer of the unit's size for each reduce-scatter in
+      flight: in stage 1, in the end, for all units
 
 State is sharded first: it is the largest part, and stage 1 sends no more bytes than step 2 (except
 for padding), because an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes
@@ -70,7 +73,8 @@ What is sent. Let
     m    the number of micro-batches that a rank has in a training step
     P    the number of parameters, in stages 1 to 3 with the padding of units
     e    the elements of E and H. A micro-batch gathers these once, not twice: E's backward needs no
-         weights, and H's follows its forward at once, so H stays
+         weights, and H's follows its forward at once, so H stays. (If embedding and head are tied,
+         e is the last norm alone: see `Zero3`)
 
 In a training step a rank sends (n-1)/n times this many elements:
 
@@ -234,9 +238,9 @@ class Zero1(Optimizer):
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
     fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
-    reduce-scatter. (All ranks run backward through the same graph, so all start these in the same
-    order.) The hook expects one gradient of each
-    parameter in every micro-batch; if one is missing, `finish` raises an error.
+    reduce-scatter. (A bucket of step 2 crosses layers, so its order is made explicit there. A unit
+    is one module, and on all ranks the same graph fixes the order.) The hook expects one gradient
+    of each parameter in every micro-batch; if one is missing, `finish` raises an error.
 
     Only `Optimizer.step` of step 1 is inherited. It updates `masters`, here this rank's part of
     each parameter (a view of the unit's master), and calls `publish`, which gathers the weights.
@@ -422,8 +426,8 @@ class Zero3(Zero2):
 
     A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
     Messages overlap the computation in the same column; two in one column follow one another, from
-    top to bottom. (The first gather, and the last reduce-scatter of a training step, overlap
-    nothing.)
+    top to bottom. (A micro-batch's first gather, and a training step's last reduce-scatter, overlap
+    no computation.)
 
                        forward             backward
         reduce-scatter                         H   1   0   E
@@ -586,7 +590,7 @@ def train(config: Config, run: Run):
         sync.finish()  # now each gradient is the sum over the ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        # new: a rank has only its shard of the gradient, so squares are summed over ranks
+        # new: with ZeRO a rank has only its shard of the gradient, so squares are summed over ranks
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))

@@ -57,10 +57,9 @@ n ranks compute the same norms and residual sums x + block(x), on the same s tok
 is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does
 the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its
 norms, its residual sums, and what norms save for backward are 1/n. (But the block's first matrices
-save whole what f gathers.) A micro-batch sends as many bytes as without SP; with recomputation it
-sends more (see THE LAW). A norm's weight is whole on all ranks, but a rank now has only its own
-tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
-training step.
+save whole what f gathers.) A micro-batch sends as many bytes as without SP (with --recompute full
+more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only its own tokens'
+term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
@@ -68,6 +67,10 @@ training step.
 
 (`enter_block` is f, `leave_block` is g, each with SP or without. In Korthikanti et al. f and g of
 SP are named g and g-bar.)
+
+THE VOCABULARY. Rank i has the rows of its token ids in embedding and head. In the embedding, tokens
+with other ids give zeros, and g sums. In the loss each rank has the logits of its ids, and two
+numbers a token from each rank are enough (`VocabParallelCrossEntropy`).
 
 WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have all of
 it, and the same. Shard: each has its part. Partial: each has a term of a sum. (In DTensor's words:
@@ -102,14 +105,14 @@ tp (n-1)/n times
 Recomputation stops as soon as it has all that backward needs, and the output of a layer's last g is
 not needed. With --compile it does not stop.)
 
-For the loss a rank also takes part, in each micro-batch, in an all-gather of 2 numbers a token.
-Once in a training step it takes part in all-reduces of the squared norm (8 bytes) and, with SP, of
-the gradients of the norms' weights (with ZeRO, of the rank's parts of them). For tiny (4 layers, 9
-norms) with tp 2, dp 2, in fp32:
+For the loss a rank also takes part, in each micro-batch, in an all-gather of two fp32 numbers a
+token from each rank: it sends n-1 times 2 numbers a token. Once in a training step it takes part in
+all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms' weights (with
+ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
-    a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss 2 numbers of 4 bytes
-                    for each of its 4 x 256 tokens: 8,192
+    a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
+                    bytes for each of its 4 x 256 tokens: 8,192
     all-reduces     2 x 1/2 x (9 x 128 x 4 + 8) = 4,616
     over tp         4 micro-batches and the all-reduces: 37,786,120 bytes in a training step
 
@@ -311,8 +314,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-        """logits [batch, seq, vocab/n], of `ids` and of padding; targets int64 [batch, seq] ->
-        summed loss, in nats.
+        """logits [batch, seq, vocab/n]: the first len(ids) columns are those of `ids`, the rest is
+        padding; targets int64 [batch, seq] -> summed loss, in nats.
         """
         # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
         logits = logits.to(wide(logits.dtype))
@@ -499,7 +502,8 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    # new: tp. It comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links
+    # new: tp. It comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links.
+    # (Mesh refuses a remainder)
     mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)

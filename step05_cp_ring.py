@@ -55,18 +55,24 @@ Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
-BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own, because
-those of all ranks would be the memory that cp is to save. dkv, the sum so far of their gradients,
-follows. k and v leave when a hop begins; dkv leaves when the rank has added the term of its own
-queries, and so travels during the next hop, at the end of which it is needed. After n hops all
-ranks have added their terms, and the last message brings dkv back to its owner; no computation is
-left to hide it. So k and v are sent n-1 times, and dkv n times. For 3 ranks (kv2 are the k and v of
-rank 2, and dkv2 {2 0} is the sum of the terms of ranks 2 and 0):
+BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own, because to
+keep those of all ranks would use the memory that cp saves. With them travels dkv: the gradient of
+these k and v, as far as it is summed. k and v leave when a hop begins; dkv leaves when the rank has
+added the term of its own queries, and so travels during the next hop, at the end of which it is
+needed. After n hops all ranks have added their terms, and the last message brings dkv back to its
+owner; no computation is left to hide it. So k and v are sent n-1 times, and dkv n times. For 3
+ranks (kv2 are the k and v of rank 2, and dkv2 {2 0} is the sum of the terms of ranks 2 and 0):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
     rank 1       kv1   dkv1 {1}      kv0   dkv0 {0 1}      kv2   dkv2 {2 0 1}       dkv1 {1 2 0}
     rank 2       kv2   dkv2 {2}      kv1   dkv1 {1 2}      kv0   dkv0 {0 1 2}       dkv2 {2 0 1}
+
+POSITIONS. RoPE must rotate a token by its place in the whole sequence, and not in its rank's shard.
+So `train` passes positions to the model, and k is rotated before it travels.
+
+GRADIENTS. All ranks of cp have the same weights and other tokens. So gradients and the loss are
+summed over dp x cp, the group "data".
 
 TARGETS are shifted before the sequence is sharded (common/data.py). Suppose that ranks shifted
 their own tokens, with 16 tokens on 2 ranks, in zigzag. Rank 0 has chunks 0 and 3, tokens 0 to 3 and
@@ -86,10 +92,11 @@ For tiny in fp32 on 4 ranks:
                                = 131,072
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
-A rank's bytes grow like s, its FLOPs of attention like s^2/n: in zigzag, with many tokens on each
-rank, all messages but the last dkv can hide behind computation. (`part_attention` stores all scores
-of a part, which a fused kernel does not. For real lengths on a GPU there is an optional technique,
---cp-mode flash, the same ring with such a kernel: README, "Around the course".)
+A rank's bytes grow like s, its FLOPs of attention like s^2/n, so FLOPs for each byte like s/n, the
+tokens on a rank. In zigzag, with many of them, all messages but the last dkv can hide behind
+computation. (`part_attention` stores all scores of a part, which a fused kernel does not. For real
+lengths on a GPU there is an optional technique, --cp-mode flash, the same ring with such a kernel:
+README, "Around the course".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -435,7 +442,8 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     tokens, int64 [s/n], on the CPU.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
-    before k travels. Raises UserError if n does not fit the sequences, or tp the tokens of a rank.
+    before k travels. Raises UserError if n does not fit the sequences or, with SP, tp the tokens of
+    a rank.
 
     Ranks of cp, like those of dp, hold the same weights and see different tokens. So gradients are
     summed, and ZeRO shards, over dp x cp: `mesh["data"]`.

@@ -63,7 +63,8 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
 THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
 last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
 of the squared norm (8). If embedding and head are tied, the first rank and the last also send each
-other their gradient of that matrix, once a step. For tiny in fp32, pp 4 and 8 micro-batches:
+other their gradient of that matrix (with ZeRO, of their shards), once a step. For tiny in fp32, pp
+4 and 8 micro-batches:
 
     a y or dx            4 x 256 x 128 x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
@@ -280,7 +281,7 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
     fewer layers than stages.
     """
     if n_layers < n_stages:
-        advice = "lower --pp (or --chunks, or use --schedule 1f1b)"
+        advice = "lower --pp; or, with --schedule interleaved, --chunks"
         raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: {advice}")
     return range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
 

@@ -1,8 +1,8 @@
 """Step 7: mixture of experts. A layer has many MLPs; each rank holds some of them.
 
 THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
-each token. Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch
-Transformer").
+each token. Parameters grow with E, FLOPs of experts with K (Shazeer et al. 2017; Fedus et al. 2021,
+"Switch Transformer").
 
     p = softmax(W x)    chosen: the K largest p
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
@@ -46,7 +46,7 @@ parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not
 `enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with dp 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
-    dp           dp              0 4 8 12            divide the global batch      sharding it
+    dp           dp              0 4 8 12            divide the global batch      own sequences
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
@@ -76,8 +76,8 @@ repeated one too, also all-reduces 8 E bytes of counts over `sequence`.
 
 Over tp a layer with experts sends (tp-1)/tp x 4 S, not step 4's 8 S: only attention's operators
 stay. (S as there; with --recompute full 6 S, not 11 S.) Once in a training step the gradient of
-each router, E x dim elements, is all-reduced over tp. For tiny as launched below, in fp32, in each
-layer and for each micro-batch:
+each router, E x dim elements (with ZeRO, the rank's part of it), is all-reduced over tp. For tiny
+as launched below, in fp32, in each layer and for each micro-batch:
 
     ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
     ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
@@ -91,8 +91,8 @@ over expert_data, which has 2 ranks: so a rank sends 2 x 1/2 x 4,325,376 bytes.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
-choices of a token). Let f_e be the fraction of a micro-batch's choices that are e, and P_e the mean
-p_e of its tokens. A micro-batch has, in each layer, the term
+choices of a token). Let f_e be the fraction of a micro-batch's choices that chose expert e, and P_e
+the mean p_e of its tokens. A micro-batch has, in each layer, the term
 
     aux_loss_coeff * E * sum_e f_e P_e
 

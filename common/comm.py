@@ -1,9 +1,9 @@
-"""A thin layer over torch.distributed, used from step 2 on. Ranks form a mesh with named
+"""A thin layer over torch.distributed, for step 2 and later ones. Ranks form a mesh with named
 dimensions, and send one another messages.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
-memory (a GPU, if there are any) and runs the same script. Ranks communicate by *collectives*, calls
-that all ranks of a group make, and by messages between two ranks (`exchange`).
+memory, and its own GPU if there are any, and runs the same script. Ranks communicate by
+*collectives*, calls that all ranks of a group make, and by messages between two ranks (`exchange`).
 
               tp ->
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4)
@@ -157,7 +157,7 @@ class Mesh:
 
 
 class Pending:
-    """Messages that are under way (none, if the group is one rank). `wait` waits for them, then
+    """Messages that are under way, if there are any. `wait` waits for them, then
     calls `then`.
     """
 

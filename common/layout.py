@@ -1,6 +1,6 @@
 """A small record for each parameter, `ParamRecord`: over which ranks the parameter's gradient is
-summed, and from step 4 on, which shard of it this rank has. (Where ZeRO cuts is not in the record,
-because the shards of step 3's units cut across parameters.)
+summed, and from step 4 on, which shard of it this rank has. (Where step 3's ZeRO cuts is not in the
+record.)
 
 The parts of this file follow the steps; read a part when you come to its step. Steps 1 to 3 change
 nothing in the record.
@@ -21,7 +21,7 @@ from common.model import Decoder
 @dataclass(frozen=True)
 class ParamRecord:
     """The record of one parameter. In steps 1 to 3 all have the default one: the parameter is
-    whole, and its gradient is summed over dp.
+    whole, and its gradient is summed over dp. (Step 2 needs only the first field.)
     """
 
     # The group over which its gradient is summed: the ranks that train the same weights on other
@@ -54,29 +54,14 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     and 3).
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
-    squares over both is 50. So each rank divides its squares by `copies`, the number of ranks that
-    hold the same elements. In step 3, on 8 ranks of dp, copies is 8 without ZeRO, because all hold
-    the whole gradient, and 1 with ZeRO, because each element is in the shard of one rank. In
-    general, if the gradient is divided into `distinct_parts` parts, each is held by equally many
-    ranks:
-
-        copies = number of ranks / distinct parts
-
-    From step 4 on, for example with tp 2 and dp 4:
-
-        copies                   a matrix, sharded over tp    the weight of a norm
-        without ZeRO             8 / 2 = 4                    8 / 1 = 8
-        with ZeRO over dp        8 / (2 x 4) = 1              8 / 4 = 2
-
-    (Of a tied matrix on two stages there are twice as many: step 6.)
+    squares over both is 50. So each rank divides its squares by the number of copies, that is, of
+    ranks that hold the same elements (`copies_of`).
     """
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
-        record = record_of(params[name])
-        copies = mesh.world / distinct_parts(record, mesh, sharded)
-        copies *= record.stage_copies  # 1 before step 6
+        copies = copies_of(record_of(params[name]), mesh, sharded)
         squares = torch.linalg.vector_norm(gradient).double().square()
         total += squares / copies
     for name in norm_groups(mesh):
@@ -84,18 +69,24 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     return total.sqrt().item()
 
 
-def distinct_parts(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
-    """Into how many parts the elements of a gradient are divided among the ranks: 1 if all hold the
-    same elements, 4 if tp 2 and ZeRO over dp 2 shard it.
+def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> float:
+    """How many ranks hold the same elements of a gradient.
+
+    In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 1 with ZeRO,
+    because each element is in the shard of one rank. In step 4, for example with tp 2 and dp 4:
+
+                             a matrix, sharded over tp    the weight of a norm
+        without ZeRO         8 / 2 = 4                    8
+        with ZeRO over dp    8 / 2 / 4 = 1                8 / 4 = 2
     """
-    parts = 1
+    copies = mesh.world
     if sharded:  # by ZeRO
-        parts *= mesh[record.data_group].size
+        copies /= mesh[record.data_group].size
     if record.shard is not None:  # from step 4 on
-        parts *= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: each rank has only its stage's parameters
-        parts *= mesh["pp"].size
-    return parts
+        copies /= mesh[record.shard.over].size
+    if "pp" in mesh.groups:  # step 6: only the ranks of one stage hold it, or of two if it is tied
+        copies /= mesh["pp"].size / record.stage_copies
+    return copies
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
@@ -103,7 +94,7 @@ def norm_groups(mesh: Mesh) -> list[str]:
     [0 1] [2 3] have the numbers [1 2] [3 4], sums over rows give [3 3] [7 7], and then sums over
     columns [10 10] [10 10].)
 
-    In step 3 that is dp alone. From step 5 on, "data", which is dp x cp, saves a message.
+    In step 3 that is dp alone. From step 5 on, one sum over "data" replaces those over dp and cp.
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
@@ -139,7 +130,8 @@ def note_record(param: Tensor, **changes: Any):
         norm.weight [128]            None                  "tp"
 
     (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W.) The gradient of
-    a norm must also be summed over tp, because with SP the ranks of tp have different tokens.
+    a norm must also be summed over tp, because with sequence parallelism the ranks of tp have
+    different tokens.
     """
     param.parallel_record = replace(record_of(param), **changes)
 

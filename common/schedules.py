@@ -111,10 +111,9 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def producer(action: Action, n_stages: int) -> Action | None:
-    """The action whose output this one needs, or None: the forward of the stage before, or the
-    backward of the next stage. The last stage's backward needs its own forward, which ends with
-    the loss. (On other stages the forward was earlier anyway: its output was sent before a dy could
-    come back.)
+    """The action whose output this one needs. A forward needs the previous stage's forward (on the
+    first stage nothing: None), a backward the next stage's backward, the last stage's backward its
+    own forward, which ends with the loss.
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)

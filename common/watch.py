@@ -54,9 +54,9 @@ class Signals:
 
     def handle(self, number: int, frame: Any):
         """Note the first signal. A second one ends the process if it is a Ctrl-C, or if it is
-        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not. In a hang, torchrun
-        sends it as soon as the first rank has ended, and the others are about to print where they
-        wait.)
+        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not. When a hang ends the
+        first rank, torchrun sends SIGTERM to the others, which must live on for a moment, to print
+        where they wait.)
 
         Python runs a handler only between its own instructions. So if a rank waits in C code, as in
         a collective, a signal waits, too, until the collective returns. If it never does, torchrun
@@ -83,10 +83,11 @@ class HangWatch:
     Neither the start nor saving counts; a compilation in the first step does. PyTorch itself ends a
     process that waits in one collective for 10 minutes (NCCL), or raises an error in it after 30
     (gloo). The default of --timeout, also 10 minutes, comes first, because it counts from the start
-    of the step. A longer one helps only if no single collective reaches PyTorch's own limit.
+    of the step. A longer one allows longer steps, but no longer collectives.
 
-    (faulthandler.dump_traceback_later could neither name the rank nor write NCCL's record. Both it
-    and this timer need a main thread that lets other threads run: PyTorch's collectives do.)
+    (faulthandler.dump_traceback_later can neither name the rank nor write NCCL's record. But this
+    timer is a thread of Python: it needs a main thread that lets others run, as PyTorch's
+    collectives do.)
     """
 
     def __init__(self, seconds: float, out: Path):
