@@ -29,11 +29,13 @@ from common.model import (
     rotate,
     summed_cross_entropy,
 )
+from common.trainer import Run
 from tests.equal import (
     BASE,
     SHAPE,
     STEP1,
     Watch,
+    alive,
     close,
     close_gradients,
     decoder,
@@ -582,30 +584,54 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(monkeypatch):
 
 @task("loop", 1)
 def test_memory_of_a_micro_batch_is_freed(monkeypatch):
-    """A micro-batch is 5, 5 or 2 of 12 sequences. A step's gradients are freed after it, and a
-    micro-batch's graph before the next but one.
+    """A micro-batch is 5, 5 or 2 of 12 sequences. A step's gradients are freed after it, a
+    micro-batch's activations before the next, and its graph before the next but one.
     """
     begun = []
     graphs = []
-    alive = []
+    activations = []
+    held = []
+    params = []
 
     def note(module: nn.Module, inputs: tuple):
         begun.append((len(inputs[0]), module.lm_head.weight.grad is not None))
-        alive.append(sum(graph() is not None for graph in graphs))
+        held.append([alive(activations), alive(graphs)])
 
     def mark(module: nn.Module, inputs: tuple, loss: Tensor):
         marker = nn.Module()
         loss.grad_fn.metadata["marker"] = marker  # lives as long as the graph
         graphs.append(weakref.ref(marker))
 
+    def see(module: nn.Module, inputs: tuple, output: Tensor):
+        activations.append(weakref.ref(output))
+
     def watch(model: Decoder):
         model.register_forward_pre_hook(note)
         model.register_forward_hook(mark)
+        model.model.norm.register_forward_hook(see)
+        params.extend(model.parameters())
 
     train_watched(monkeypatch, watch, steps=2, micro_batch_size=5)
     sizes = [(5, False), (5, True), (2, True)]
     close(begun, sizes * 2, "each forward's sequences, and whether a gradient is there before it")
-    close(alive, [0] + [1] * 5, "graphs that are alive before a forward")
+    close(held, [[0, 0]] + [[0, 1]] * 5, "activations and graphs that are alive before a forward")
+    close([param.grad for param in params], [None] * len(params), "gradients after the last step")
+
+
+@task("loop", 1)
+def test_batches_follow_the_number_of_the_step(monkeypatch):
+    """A run that has done two of three steps before reads batch 2, at the third step's rate."""
+    batch = Data.batch
+    read = []
+
+    def note(data: Data, number: int) -> tuple[Tensor, Tensor]:
+        read.append(number)
+        return batch(data, number)
+
+    monkeypatch.setattr(Data, "batch", note)
+    monkeypatch.setattr(Run, "restore", lambda run: 2)
+    history = run_of(STEP1, {}).history
+    close((read, history[0]["lr"]), ([2], 0.05), "batches, and the rate")
 
 
 def test_launch(tmp_path):
