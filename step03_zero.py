@@ -85,8 +85,8 @@ In a training step a rank sends (n-1)/n times this many elements:
                                               once, and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
-Tiny's e is 32,896 + 33,024 = 65,920. In every
-stage the squared norm of the gradient is all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
+Tiny's e is 32,896 + 33,024 = 65,920. In every stage the squared norm of the gradient is
+all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
 
 Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
 sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then

@@ -453,9 +453,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     for layer in model.model.layers.values():
         for block in (layer.self_attn, layer.mlp):
             shard_block(block, mesh, config)
-            block.project = partial(
-                column_parallel, group=group, sp=sp
-            )  # f, and the first matrices
+            # f, and the product with the first matrices
+            block.project = partial(column_parallel, group=group, sp=sp)
             block.register_forward_hook(g_after)
     if sp:
         for name, param in model.named_parameters():

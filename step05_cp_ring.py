@@ -36,8 +36,8 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
               its chunk 4     # # # # + . . .
 
 Each rank has 16 small units, which are 16 / 4 = 4 of the units above. In order, ranks had 1, 3, 5
-and 7, on average also 4. The work is equal not only in total but in each hop. Rank
-1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+and 7, on average also 4. The work is equal not only in total but in each hop. Rank 1, for example,
+has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
@@ -49,8 +49,8 @@ then masks about half, so hop 0 takes twice as long as a later one, on all ranks
 kernel skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part*. For each part it
-computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two
-parts are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
+computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two parts
+are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
 Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
