@@ -354,10 +354,14 @@ class Pipeline:
         if send is not None:
             sends.append((send, peer))
         if receive_micro_batch is not None:
-            received = empty_x(self.xs[receive_micro_batch], self.model, self.sp_ranks)
+            received = self.buffer(receive_micro_batch)
             receives.append((received, peer))
         exchange(sends, receives, self.group).wait()
         return received
+
+    def buffer(self, i: int) -> Tensor:
+        """Memory to receive the x or dy of micro-batch i."""
+        return empty_x(self.xs[i], self.model, self.sp_ranks)
 
 
 class AllForwardAllBackward(Pipeline):

@@ -38,7 +38,7 @@ class Order(NamedTuple):
 ORDERS = {  # by --schedule; a technique adds its own
     "1f1b": Order(one_f_one_b, COSTS),
     "afab": Order(afab, COSTS),
-    "interleaved": Order(interleaved, COSTS, v=2),
+    "interleaved": Order(interleaved, COSTS, 2),
 }
 
 

@@ -30,12 +30,12 @@ class Int8Pipeline(OneForwardOneBackward):
         return x.new_empty(*x.shape[:2], x.shape[2] + 4, dtype=torch.int8)
 
     def send_receive(
-        self, peer: int, send: Tensor | None = None, receive_like: int | None = None
+        self, peer: int, send: Tensor | None = None, receive_micro_batch: int | None = None
     ) -> Tensor | None:
         """As `Pipeline.send_receive`."""
         if send is not None and 0 <= peer < self.group.size:  # the last rank's y, the loss, stays
             send = to_int8(send)
-        message = super().send_receive(peer, send, receive_like)
+        message = super().send_receive(peer, send, receive_micro_batch)
         return None if message is None else from_int8(message, dtype_of(self.model))
 
 
