@@ -34,16 +34,15 @@ also sends less: in the launch below (pp 2, cp 2, tp 2, ep 2) a rank would have 
 experts, 540,672 numbers, to the other rank in each forward of a layer. But of a micro-batch a rank
 routes only 4 x 256 / (cp 2 x tp 2) = 256 tokens, so 512 rows of 128 numbers. About half of these
 are for the other rank's experts: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536
-in all. (With many tokens on a rank, or small experts, weights would be
-cheaper.)
+in all. (With many tokens on a rank, or small experts, weights would be cheaper.)
 
 GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
 pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
 other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
-refused).
-So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the mesh ("MoE
-parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it, so step 4's
-`enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with dp 4, cp 2, tp 2, ep 8:
+refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
+mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
+so step 4's `enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with dp 4, cp 2, tp
+2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      own sequences
@@ -437,7 +436,7 @@ class LossBalancedMoE(MoE):
         return AddGradientOfLoss.apply(out, self.coeff * aux_loss)
 
 
-# --balance -> the layer. (The end of this file adds "bias", for which --bias-rate is.)
+# --balance -> the layer. (The second part adds "bias", which uses --bias-rate.)
 BALANCE: dict[str, type[MoE]] = {"loss": LossBalancedMoE, "none": MoE}
 
 
@@ -445,7 +444,7 @@ BALANCE: dict[str, type[MoE]] = {"loss": LossBalancedMoE, "none": MoE}
 class Config(step06.Config):
     """Mixture of experts and expert parallelism."""
 
-    experts: int = flag(8, "MLPs in each layer that has experts", least=1)
+    experts: int = flag(8, "MLPs in each layer", least=1)
     experts_per_token: int = flag(2, "how many of them a token visits", least=1)
     expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
     balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
@@ -543,7 +542,7 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         # This runs forward and backward of all micro-batches
         loss = pipeline.step(xs, ys, n_targets)
-        sync.finish()  # this sums over ranks
+        sync.finish()  # now each gradient is the sum over the ranks that share its weights
         # Over tp this sums the gradients of norms (SP) and of routers
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         # Over pp this sums the gradients of a matrix that two stages hold

@@ -15,7 +15,7 @@ The run's directory has
                              rank 0's bytes by group; on a GPU peak_memory and, if its peak is
                              known, mfu (meter.py)
         loss.png             drawn at the end
-        checkpoints/         with --save-every, and when a signal ends the run (checkpoint.py)
+        checkpoints/         with --save-every, and when a signal ends the run (storage.py)
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
         nccl-RANK            on a GPU, if a step hangs (watch.py)
 

@@ -283,7 +283,8 @@ def test_masters_keep_updates_that_bf16_would_lose():
     """
     model = two_params()
     optimizer = step.Optimizer(model, SGD)
-    before, after = 0.02001953125, 0.0201416015625
+    before = 0.02001953125
+    after = 0.0201416015625
     for number in range(1, 11):
         weight = before if number < 7 else after
         (-model.proj.sum() - model.norm.sum()).backward()
