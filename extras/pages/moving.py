@@ -14,7 +14,7 @@ SHOWN = {
     "1f1b": "one forward, one backward",
     "zbv": "zero bubble (zbv)",
 }
-COLOURS = {"F": "#4c78a8", "B": "#b07d4f", "W": "#59a14f", "R": "#9ecae9"}
+COLOURS = {"F": "#4c78a8", "B": "#b07d4f", "W": "#59a14f"}
 RANKS = 4
 MICRO_BATCHES = 8
 

@@ -8,21 +8,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-import step05_cp_ring as step05
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
 from common.model import PRESETS, ModelConfig
 from common.schedules import draw, simulate
-from extras.techniques import compressed_sync, gpipe, zero_bubble
+from extras.techniques import compressed_sync, flash_ring, zero_bubble
 from extras.techniques._orders import ORDERS
 from extras.tests.rows import Config, check_row
 from step05_cp_ring import CONTEXT
-from tests.equal import BASE, SHAPE, close, decoder
+from tests.equal import BASE, SHAPE, close
 from tests.equal import draw as numbers
-from tests.tape import Live, Tape
+from tests.tape import Tape
 
 ranks, cases = pytest.mark.ranks, pytest.mark.parametrize
 
@@ -42,13 +40,12 @@ FULL = "--zero 3 --recompute full"
 STEP5, STEP6, STEP7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
 ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (4, PLAIN, f"{STEP5} --cp 4 --cp-mode allgather --zero 2"),
-    (4, TIED, f"{STEP5} --cp 2 --tp 2 --cp-mode allgather-flash {FULL}"),
+    (4, TIED, f"{STEP5} --cp 2 --tp 2 --cp-mode allgather {FULL}"),
     # Fewer key/value heads than ranks
     (4, PLAIN, f"{STEP5} --cp 4 --cp-mode ulysses --zero 1"),
     (4, TIED, f"{STEP5} --cp 2 --tp 2 --cp-mode ulysses --no-sp"),
     (4, PLAIN, f"{STEP5} --cp 4 --cp-mode flash"),
-    (4, DEEP, f"{STEP6} --pp 4 --schedule gpipe"),
-    (4, DEEP_TIED, f"{STEP6} --pp 2 --cp 2 --schedule gpipe --cp-mode ulysses {FULL}"),
+    (4, DEEP_TIED, f"{STEP6} --pp 2 --cp 2 --schedule afab --cp-mode ulysses {FULL}"),
     (4, DEEP, f"{STEP6} --pp 4 --schedule zb-h1"),
     (4, DEEP, f"{STEP6} --pp 2 --cp 2 --schedule zb-h1 --cp-mode flash {FULL}"),
     (4, DEEP_TIED, f"{STEP6} --pp 2 --tp 2 --schedule zb-h2 --sync naive"),
@@ -60,7 +57,7 @@ ROWS = [  # ranks, flags and sizes of both runs, and the layout
     (4, DEEPSEEK, f"{STEP7} --pp 2 --ep 2 --schedule zb-h1 --balance deepseek+overlap {FULL}"),
     (4, DEEPSEEK, f"{STEP7} --cp 2 --tp 2 --ep 4 --zero 1"),
     (4, CAPACITY, f"{STEP7} --cp 2 --tp 2 --ep 2 --zero 2"),
-    (4, GROUPS, f"{STEP7} --pp 2 --tp 2 --schedule gpipe"),
+    (4, GROUPS, f"{STEP7} --pp 2 --tp 2"),
 ]
 
 
@@ -74,13 +71,13 @@ def test_techniques_train_to_one_processs_numbers(pools, n, base, line):
 
 SIZES = [(p, m) for p in (2, 3, 4, 6) for m in (1, 2, 3, 5, 7, 8, 12, 19)]
 COSTS = list(product((2, 3, 5), repeat=3))
-KINDS = {"gpipe": "FRB", "zb-h1": "FBW", "zb-h2": "FBW", "zbv": "FBW", "dualpipev": "FBW"}
+DX_AND_DW = ("zb-h1", "zb-h2", "zbv", "dualpipev")  # B computes dx, and W dW
 
 
 def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
     """How long a rank is idle in a step; and once it has begun, until its end (at most)."""
     lists, places = ORDERS[name].lists(p, m)
-    spans = simulate(lists, places, dict(zip(KINDS[name], costs, strict=True)))
+    spans = simulate(lists, places, dict(zip("FBW", costs, strict=True)))
     longest = 0
     for rank in range(p):
         own = [span for span in spans if span[1] == rank]
@@ -89,41 +86,40 @@ def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
     return spans[-1][0] - work, longest - work
 
 
-PICTURES = [("zb-h1", 4, 6), ("zb-h2", 3, 5), ("zbv", 3, 5), ("dualpipev", 2, 4), ("gpipe", 4, 4)]
+PICTURES = [("zb-h1", 4, 6), ("zb-h2", 3, 5), ("zbv", 3, 5), ("dualpipev", 2, 4)]
 
 
 @cases("name, p, m", PICTURES)
 def test_the_picture_is_the_schedule(name, p, m):
     """The docstring shows the schedule as `draw` draws it."""
-    shown = gpipe.__doc__ + zero_bubble.__doc__
     drawn = draw(*ORDERS[name].lists(p, m), ORDERS[name].costs)
-    close(set(drawn.split()) - set(shown.split()), set(), "lines that the docstring does not have")
+    missing = set(drawn.split()) - set(zero_bubble.__doc__.split())
+    close(missing, set(), "lines that the docstring does not have")
 
 
-@cases("name", KINDS)
+@cases("name", DX_AND_DW)
 def test_a_list_is_complete(name):
     """In each of its stages a rank does each action once, in order. No rank waits for ever."""
     for p, m in SIZES:
         lists, places = ORDERS[name].lists(p, m)
-        simulate(lists, places, dict(F=5, R=5, B=2, W=3))  # raises ValueError for a deadlock
+        simulate(lists, places, dict(F=5, B=2, W=3))  # raises ValueError for a deadlock
         for rank, actions in enumerate(lists):
             kinds = Counter()
             for kind, i, stage in actions:
                 assert places[stage] == rank and i < m
                 kinds[i, stage] = (kinds[i, stage] or "") + kind
-            close(set(kinds.values()), {KINDS[name]}, f"p={p} m={m}: the order of the actions")
+            close(set(kinds.values()), {"FBW"}, f"p={p} m={m}: the order of the actions")
             close(len(kinds), m * places.count(rank), f"p={p} m={m}: micro-batches x stages")
 
 
 def test_laws_of_time():
-    """Idle times are those of the papers, if F, B and W (or R) take f, b and w."""
+    """Idle times are those of the papers, if F, B and W take f, b and w."""
     for (p, m), (f, b, w) in product(SIZES, COSTS):
         sizes = (p, m, f, b, w)
         if m >= p and w <= min(f, b):
             close(idle("zb-h1", *sizes)[0], (p - 1) * (f + b - w), f"zb-h1, {sizes}")
         if m >= 2 * p - 1 and w <= f and 2 * w <= f + b:
             close(idle("zb-h2", *sizes)[1], (p - 1) * (f + b - 2 * w), f"zb-h2, {sizes}")
-        close(idle("gpipe", p, m, f, w, b)[0], (p - 1) * (f + b), f"gpipe, {sizes}")
         if f == b == w:
             if m >= 2 * p - 1:
                 close(idle("zbv", *sizes), ((p - 1) * f, 0), f"zbv, {sizes}")
@@ -134,33 +130,13 @@ def test_laws_of_time():
 def test_laws_of_memory():
     """The most pairs (micro-batch, stage) of which a rank holds the activations."""
     for p, m in SIZES:
-        most = {"zb-h1": min(m, p), "zb-h2": min(m, 2 * p - 1), "gpipe": 1}
+        most = {"zb-h1": min(m, p), "zb-h2": min(m, 2 * p - 1)}
         most |= {"zbv": min(2 * m, 2 * p), "dualpipev": min(2 * m, 2 * p + 1)}
         for name, limit in most.items():
-            first, _, last = KINDS[name] if name != "gpipe" else "R B"
-            change = {first: 1, last: -1}
+            change = {"F": 1, "W": -1}
             lists, _ = ORDERS[name].lists(p, m)
             held = [max(accumulate(change.get(a.kind, 0) for a in actions)) for actions in lists]
             close(max(held), limit, f"{name}, p={p} m={m}")
-
-
-# --- Stages -------------------------------------------------------------------------------------
-
-
-def test_gpipe_keeps_no_graph():
-    """After two F only their outputs are alive: no graph."""
-    stages = []
-
-    def shard(model: nn.Module):
-        stages.append(gpipe.ForwardTwice(model, range(2), torch.arange(6), 0))
-
-    decoder(shard, n_layers=4)
-    (stage,) = stages
-    xs = torch.arange(24).view(2, 2, 6) % 13
-    stage.begin(list(xs), list(xs), torch.tensor(24.0))
-    with Live() as live:
-        outputs = [stage.forward_only(i, None) for i in range(2)]
-        close(live.bytes, sum(y.nbytes for y in outputs), "bytes after two F")
 
 
 # --- Messages -----------------------------------------------------------------------------------
@@ -169,7 +145,6 @@ def test_gpipe_keeps_no_graph():
 # in fp32 G = 2048. q has twice as many heads: Q = 1024.
 LAWS = {
     "allgather": (3072, 6144),  # 3 B; 3 G
-    "allgather-flash": (3072, 6144),
     "ulysses": (2304, 2304),  # 3/4 (2 Q + B)
     "flash": (3072, 11264),  # 3 B; 3 B + 4 G
 }
@@ -291,19 +266,16 @@ def test_capacity_by_definition():
 
 
 REFUSED = [
-    ("flash", torch.float32, 64, (9, 0), "--dtype bf16"),
-    ("flash", torch.bfloat16, 64, (7, 5), "Ampere"),
-    ("allgather-flash", torch.bfloat16, 36, (9, 0), "head_dim"),
+    (torch.float32, 64, (9, 0), "--dtype bf16"),
+    (torch.bfloat16, 64, (7, 5), "Ampere"),
+    (torch.bfloat16, 36, (9, 0), "head_dim"),
 ]
 
 
-@cases("mode, dtype, head_dim, capability, error", REFUSED)
-def test_a_context_mode_that_cannot_work(mode, dtype, head_dim, capability, error):
-    """On a GPU the check, which comes before any collective, names what to change."""
-    shape = SimpleNamespace(head_dim=head_dim, n_heads=8, n_kv_heads=2)
-    config = step05.Config(cp=3, tp=2)
+@cases("dtype, head_dim, capability, error", REFUSED)
+def test_a_gpu_that_flash_cannot_use(dtype, head_dim, capability, error):
+    """On a GPU the check, at the first forward, names what to change."""
+    q = SimpleNamespace(is_cuda=True, device=0, dtype=dtype, shape=(1, 1, 1, head_dim))
     gpu = mock.patch("torch.cuda.get_device_capability", return_value=capability)
-    found = (torch.device("cuda"), dtype)
-    chosen = mock.patch("extras.techniques.flash_ring.choose_device", return_value=found)
-    with gpu, chosen, pytest.raises(UserError, match=error):
-        CONTEXT[mode].check(config, shape)
+    with gpu, pytest.raises(UserError, match=error):
+        flash_ring.check_kernel(q)
