@@ -131,7 +131,7 @@ from common.data import Data
 from common.flags import AT_LEAST_2, flag
 from common.launch import main
 from common.layout import global_norm, note_record
-from common.model import IGNORE, Decoder, ModelConfig, wide
+from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
 from common.trainer import Run, choose_device
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
@@ -185,17 +185,17 @@ def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
     return torch.arange(seq_len).chunk(n)[rank]
 
 
-def ordered_visible(rank: int, source: int, length: int) -> list[Part]:
-    """Which queries of `rank` attend to which keys of `source`. Both ranks have `length` = s/n
-    tokens.
+def ordered_visible(rank: int, source: int, length: int) -> Part | None:
+    """Which queries of `rank` attend to which keys of `source`; None: no query does. Both ranks
+    have `length` = s/n tokens.
 
     Our queries attend to all keys of earlier ranks and to the causal half of our own; later ranks'
     keys pass by unused.
     """
     whole = slice(0, length)
     if source > rank:
-        return []
-    return [Part(whole, whole, causal=source == rank)]
+        return None
+    return Part(whole, whole, causal=source == rank)
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
@@ -208,18 +208,18 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
 
 
-def zigzag_visible(rank: int, source: int, length: int) -> list[Part]:
+def zigzag_visible(rank: int, source: int, length: int) -> Part:
     """As `ordered_visible`, for two chunks on each rank: in each hop all ranks do the same work."""
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
     # The diagonal: tokens are in order of position, so causal is right for both chunks together
     if source == rank:
-        return [Part(whole, whole, causal=True)]
+        return Part(whole, whole, causal=True)
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both
-        return [Part(whole, first, causal=False)]
+        return Part(whole, first, causal=False)
     # Both of source's chunks follow our first one, and precede our second one
-    return [Part(second, whole, causal=False)]
+    return Part(second, whole, causal=False)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -300,13 +300,13 @@ def part_gradients(
     do = do.to(q.dtype)
     k = repeat_heads(k.to(q.dtype), heads)
     v = repeat_heads(v.to(q.dtype), heads)
-    p = (scaled_scores(q, k, causal) - lse[..., None]).exp()  # P
-    d_p = do @ v.mT  # dP
-    big_d = (do * o).sum(-1, keepdim=True)  # D
-    ds = p * (d_p - big_d)  # dS
-    dq = (ds @ k) / root
-    dk = (ds.mT @ q) / root
-    dv = p.mT @ do
+    shares = (scaled_scores(q, k, causal) - lse[..., None]).exp()  # P
+    shares_grad = do @ v.mT  # dP
+    row_sum = (do * o).sum(-1, keepdim=True)  # D
+    scores_grad = shares * (shares_grad - row_sum)  # dS
+    dq = (scores_grad @ k) / root
+    dk = (scores_grad.mT @ q) / root
+    dv = shares.mT @ do
     # A kv head serves several query heads: its gradient is the sum over them.
     dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
     dv = dv.unflatten(1, (kv_heads, -1)).sum(2)
@@ -314,22 +314,11 @@ def part_gradients(
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal ring attention: queries stay on their rank, keys and values travel.
-
-    `part_forward` and `part_backward` are `part_attention` and `part_gradients`, or functions that
-    do the same by a fused kernel.
-    """
+    """Causal ring attention: queries stay on their rank, keys and values travel."""
 
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: Group,
-        visible_parts: Callable,
-        part_forward: Callable,
-        part_backward: Callable,
+        ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Part | None]
     ) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in
         wide(q.dtype).
@@ -339,8 +328,10 @@ class RingAttention(torch.autograd.Function):
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
             source_k, source_v = source_kv
-            for queries, keys, causal in visible_parts(group.rank, source, q.shape[2]):
-                part_o, part_lse = part_forward(
+            part = visible(group.rank, source, q.shape[2])
+            if part is not None:
+                queries, keys, causal = part
+                part_o, part_lse = part_attention(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
                 )
                 # views: this changes o and lse
@@ -348,8 +339,7 @@ class RingAttention(torch.autograd.Function):
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
-        ctx.visible_parts = visible_parts
-        ctx.part_backward = part_backward
+        ctx.visible = visible
         return o
 
     @staticmethod
@@ -367,8 +357,10 @@ class RingAttention(torch.autograd.Function):
             source_k, source_v = source_kv
             own_dkv = torch.zeros_like(received)  # the term of our queries
             own_dk, own_dv = own_dkv  # views
-            for queries, keys, causal in ctx.visible_parts(ctx.group.rank, source, q.shape[2]):
-                part_dq, part_dk, part_dv = ctx.part_backward(
+            part = ctx.visible(ctx.group.rank, source, q.shape[2])
+            if part is not None:
+                queries, keys, causal = part
+                part_dq, part_dk, part_dv = part_gradients(
                     do[:, :, queries],
                     q[:, :, queries],
                     source_k[:, :, keys],
@@ -385,25 +377,19 @@ class RingAttention(torch.autograd.Function):
             received, arriving = pass_on(dkv, ctx.group)
         arriving.wait()  # the gradient of our own k and v is back, complete
         dk, dv = received.to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    visible_parts: Callable[[int, int, int], list[Part]],
-    part_forward: Callable[..., tuple[Tensor, Tensor]] = part_attention,
-    part_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_gradients,
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Part | None]
 ) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] ->
-    like q. `visible_parts`: `zigzag_visible` or `ordered_visible`.
+    like q. `visible`: `zigzag_visible` or `ordered_visible`.
     """
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    o = RingAttention.apply(q, k, v, group, visible_parts, part_forward, part_backward)
+    o = RingAttention.apply(q, k, v, group, visible)
     return o.transpose(1, 2)
 
 
@@ -411,16 +397,12 @@ class ContextMode(NamedTuple):
     """How a sequence is sharded, and how its shards attend to one another."""
 
     positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
-    attention: Callable[..., Tensor]  # (q, k, v, group) -> like q, as ring_attention
-    # Raises UserError if this attention cannot work with the flags; None: it always can
-    check: Callable[["Config", ModelConfig], None] | None = None
+    attention: Callable[..., Tensor]  # (q, k, v, group) -> like q: replaces `attend`
 
 
 CONTEXT: dict[str, ContextMode] = {
-    "zigzag": ContextMode(zigzag_positions, partial(ring_attention, visible_parts=zigzag_visible)),
-    "ordered": ContextMode(
-        ordered_positions, partial(ring_attention, visible_parts=ordered_visible)
-    ),
+    "zigzag": ContextMode(zigzag_positions, partial(ring_attention, visible=zigzag_visible)),
+    "ordered": ContextMode(ordered_positions, partial(ring_attention, visible=ordered_visible)),
 }
 
 
@@ -457,8 +439,6 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     if group.size == 1:
         return torch.arange(model.config.seq_len)
     mode = CONTEXT[config.cp_mode]
-    if mode.check is not None:
-        mode.check(config, model.config)
     positions = mode.positions(model.config.seq_len, group.rank, group.size)
     if config.sp and len(positions) % tp:
         raise UserError(

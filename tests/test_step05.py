@@ -144,14 +144,16 @@ def count_pairs(visible: Callable, positions: Callable, n: int) -> list[float]:
     pairs = torch.zeros(6 * n, 6 * n)
     work = [0.0] * n
     for rank, source in np.ndindex(n, n):
-        for queries, keys, causal in visible(rank, source, 6):
-            rows = positions(6 * n, rank, n)[queries]
-            columns = positions(6 * n, source, n)[keys]
-            block = torch.ones(len(rows), len(columns))
-            if causal:
-                block = block.tril()
-            pairs[rows[:, None], columns] += block
-            work[rank] += block.sum().item()
+        part = visible(rank, source, 6)
+        if part is None:
+            continue
+        rows = positions(6 * n, rank, n)[part.queries]
+        columns = positions(6 * n, source, n)[part.keys]
+        block = torch.ones(len(rows), len(columns))
+        if part.causal:
+            block = block.tril()
+        pairs[rows[:, None], columns] += block
+        work[rank] += block.sum().item()
     close(pairs, torch.ones_like(pairs).tril(), "how often each query (row) attends to each key")
     return work
 
@@ -293,7 +295,7 @@ def test_k_and_v_of_earlier_hops_are_freed():
     group, (q, k, v, do), _ = shard_inputs()
     found = []
 
-    def visible(*hop: int) -> list[step.Part]:  # is called at the start of each hop
+    def visible(*hop: int) -> step.Part:  # is called at the start of each hop
         found.append(live.bytes)
         return step.zigzag_visible(*hop)
 

@@ -94,7 +94,9 @@ def pairs_of(mode: str, own: list[list[int]], rank: int, source: int) -> list[tu
     `own`: the positions that each rank has.
     """
     pairs = []
-    for queries, keys, causal in VISIBLE[mode](rank, source, len(own[rank])):
+    part = VISIBLE[mode](rank, source, len(own[rank]))
+    if part is not None:
+        queries, keys, causal = part
         for i, query in enumerate(own[rank][queries]):
             for j, key in enumerate(own[source][keys]):
                 if i >= j or not causal:

@@ -9,9 +9,9 @@ their rank, and sequences are sharded in zigzag, so that all ranks have the same
     queries of chunk 0      keys 0             causal
     queries of chunk 3      keys 0 1 2, 3      all pairs, and the causal half
 
-One all-gather replaces the ring's messages. Nothing hides it, but attention has at most two parts
-for each chunk. They are computed and merged by step 5's `RingAttention` in a group of one rank,
-which sends nothing. For backward a rank keeps the keys and values of all ranks.
+One all-gather replaces the ring's messages. Nothing hides it, but attention is PyTorch's own, once
+for each chunk, and merges nothing. Its mask has a boolean for each query and key of a chunk, and
+for backward a rank keeps the keys and values of all ranks: for very long sequences use a ring.
 
 LAW. Let the k and v of a rank's tokens have B bytes, and their gradients, in fp32 or wider, G. In
 each layer and micro-batch, a rank sends
@@ -22,26 +22,17 @@ For tiny in fp32 with cp 4, B = G = 4 sequences x 64 tokens x 2 x 4 heads x 16 x
 bytes. So a rank sends 6 B = 786,432 bytes; in the ring it sends 10 B = 1,310,720.
 
 Run it:    torchrun --nproc_per_node=4 -m extras step05_cp_ring.py --cp 4 --cp-mode allgather
-You should see step 1's losses. (--cp-mode allgather-flash uses the kernel of flash_ring.py.)
+You should see step 1's losses.
 """
 
-from collections.abc import Callable
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.comm import Group
 from common.model import wide
 from step04_tp_sp import gather_tokens, sum_and_shard_tokens
-from step05_cp_ring import (
-    CONTEXT,
-    ContextMode,
-    Part,
-    part_attention,
-    part_gradients,
-    ring_attention,
-    zigzag_positions,
-)
+from step05_cp_ring import CONTEXT, ContextMode, zigzag_positions
 
 
 class GatherKeys(torch.autograd.Function):
@@ -69,31 +60,22 @@ def gather_in_order(x: Tensor, group: Group) -> Tensor:
     return torch.cat((*first_chunks, *reversed(second_chunks)), 1)
 
 
-def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    part_forward: Callable = part_attention,
-    part_backward: Callable = part_gradients,
-) -> Tensor:
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
     keys_and_values = gather_in_order(torch.cat((k, v), -1), group)  # one message for both
-    k, v = keys_and_values.chunk(2, -1)
-
-    def visible(_rank: int, _source: int, length: int) -> list[Part]:
-        chunk_length = length // 2
-        parts = []
-        for i, chunk in enumerate((group.rank, 2 * group.size - 1 - group.rank)):
-            queries = slice(i * chunk_length, (i + 1) * chunk_length)
-            start = chunk * chunk_length
-            if start > 0:
-                parts.append((queries, slice(0, start), False))
-            parts.append((queries, slice(start, start + chunk_length), True))
-        return parts
-
-    alone = Group("alone", 0, 1, None)
-    return ring_attention(q, k, v, alone, visible, part_forward, part_backward)
+    k, v = keys_and_values.transpose(1, 2).chunk(2, -1)
+    outputs = []
+    own_chunks = (group.rank, 2 * group.size - 1 - group.rank)
+    for chunk, q_chunk in zip(own_chunks, q.transpose(1, 2).chunk(2, 2), strict=True):
+        length = q_chunk.shape[2]
+        end = (chunk + 1) * length
+        # Query i of the chunk is token end - length + i, and sees the keys up to its own
+        visible = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+        o = F.scaled_dot_product_attention(
+            q_chunk, k[:, :, :end], v[:, :, :end], attn_mask=visible, enable_gqa=True
+        )
+        outputs.append(o)
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)

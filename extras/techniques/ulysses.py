@@ -31,8 +31,8 @@ from torch import Tensor
 
 from common import UserError
 from common.comm import Group, all_to_all
-from common.model import ModelConfig, attend
-from step05_cp_ring import CONTEXT, Config, ContextMode, ordered_positions
+from common.model import attend
+from step05_cp_ring import CONTEXT, ContextMode, ordered_positions
 
 
 class Swap(torch.autograd.Function):
@@ -59,20 +59,10 @@ class Swap(torch.autograd.Function):
         return Swap.apply(grad, ctx.group, ctx.gathered, ctx.given), None, None, None
 
 
-def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-    """Replaces `attend`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q."""
-    copies = max(1, group.size // k.shape[2])  # of each key/value head, so that each rank gets one
-    q = Swap.apply(q, group, 2, 1)
-    k = Swap.apply(k.repeat_interleave(copies, 2), group, 2, 1)
-    v = Swap.apply(v.repeat_interleave(copies, 2), group, 2, 1)
-    return Swap.apply(attend(q, k, v), group, 1, 2)
-
-
-def check_heads(config: Config, shape: ModelConfig):
-    """Raise UserError unless each rank can get the same number of heads."""
-    n = config.cp
-    heads = shape.n_heads // config.tp
-    kv_heads = max(1, shape.n_kv_heads // config.tp)
+def check_heads(heads: int, kv_heads: int, n: int):
+    """Raise UserError unless n ranks can get the same number of heads each. (With tp, these are the
+    heads of one rank of tp.)
+    """
     if heads % n or (kv_heads % n and n % kv_heads):
         raise UserError(
             f"--cp-mode ulysses: --cp {n} must divide a rank's {heads} heads, and divide its "
@@ -80,4 +70,16 @@ def check_heads(config: Config, shape: ModelConfig):
         )
 
 
-CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention, check_heads)
+def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
+    """Replaces `attend`: q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q. Raises
+    UserError if heads do not suffice.
+    """
+    check_heads(q.shape[2], k.shape[2], group.size)
+    copies = max(1, group.size // k.shape[2])  # of each key/value head, so that each rank gets one
+    q = Swap.apply(q, group, 2, 1)
+    k = Swap.apply(k.repeat_interleave(copies, 2), group, 2, 1)
+    v = Swap.apply(v.repeat_interleave(copies, 2), group, 2, 1)
+    return Swap.apply(attend(q, k, v), group, 1, 2)
+
+
+CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
