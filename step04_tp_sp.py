@@ -349,14 +349,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """Return this rank's shard of a meta-device parameter along `dim`; in a group of one (step 7
-    with --ep 1), the parameter itself.
+    """Return this rank's shard of a meta-device parameter along `dim`.
 
     Shards are equally long, so the last ones may be padded, or all padding. The record
     (common/layout.py) notes the shard's place.
     """
-    if group.size == 1:
-        return weight
     full = weight.shape[dim]
     length = math.ceil(full / group.size)
     shape = list(weight.shape)

@@ -488,9 +488,11 @@ def shard_moe(moe: MoE, mesh: Mesh):
     # Ranks of tp route different tokens, so each has only a term of the router's gradient
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
-        linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        # shard_param has noted a shard over ep, by which global_norm knows that ranks of ep hold
-        # different experts. This notes over which ranks the gradient is summed
+        if mesh["ep"].size > 1:
+            # This also notes a shard over ep, by which global_norm knows that ranks of ep hold
+            # different experts
+            linear.weight = shard_param(linear.weight, 0, mesh["ep"])
+        # Over which ranks the gradient is summed
         note_record(linear.weight, data_group="expert_data")
 
 

@@ -45,7 +45,7 @@ def copied_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Pa
     ranks = mesh.rows("tp").reshape(-1, n_heads, tp // n_heads)
     mesh.add_groups("kv copies", ranks.reshape(-1, tp // n_heads), queue="gradients")
     mesh.add_groups("kv parts", ranks.swapaxes(1, 2).reshape(-1, n_heads), queue="gradients")
-    part = shard_param(weight, 0, mesh["kv parts"])  # of one head: the weight itself
+    part = shard_param(weight, 0, mesh["kv parts"])
     note_record(part, partial_over="kv copies")
     return part
 
