@@ -99,12 +99,13 @@ from torch.utils.checkpoint import checkpoint
 
 from common.compiling import compile_model
 from common.data import Data
+from common.device import choose_device
 from common.flags import flag
 from common.initial import materialize
 from common.launch import main
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.shapes import model_shape
-from common.trainer import Run, RunConfig, choose_device
+from common.trainer import Run, RunConfig
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:

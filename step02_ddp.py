@@ -79,13 +79,14 @@ from torch import Tensor, nn
 import step01_single_gpu as step01
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
+from common.device import choose_device
 from common.flags import flag
 from common.initial import materialize
 from common.launch import compare_launches, initialise, main
 from common.layout import data_group_of
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
-from common.trainer import Run, choose_device
+from common.trainer import Run
 from step01_single_gpu import (
     Optimizer,
     clip_coefficient,

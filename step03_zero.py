@@ -126,13 +126,14 @@ from torch import Tensor, nn
 import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
+from common.device import choose_device
 from common.flags import flag
 from common.initial import materialize
 from common.launch import main
 from common.layout import data_group_of, global_norm, record_of
 from common.model import IGNORE, Decoder, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device
+from common.trainer import Run
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,

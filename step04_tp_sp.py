@@ -145,12 +145,13 @@ import step03_zero as step03
 from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
+from common.device import choose_device
 from common.flags import AT_LEAST_2, flag
 from common.launch import main
 from common.layout import Shard, global_norm, note_record, record_of
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.shapes import model_shape
-from common.trainer import Run, choose_device
+from common.trainer import Run
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import ZERO, make_optimizer

@@ -1,5 +1,4 @@
-"""What a run shows: its parameters before the first step, a line of progress, a picture of its
-loss.
+"""What a run shows: its parameters before the first step, a line of progress, its files.
 
 With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny with
 --tp 2; "4 x" means one in each of 4 layers:
@@ -12,14 +11,18 @@ With several ranks it prints how each parameter is sharded. Three rows of step 4
 The last column says over which ranks a gradient is summed (groups of one rank are left out).
 """
 
+import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from common import UserError
 from common.comm import Mesh
 from common.layout import data_group_of, full_shape, record_of
 from common.ranks import Ranks
@@ -101,14 +104,28 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 
 
 def count_parameters(rows: dict[str, Row], model: nn.Module, optimizer: Any) -> str:
-    """A line of text: how many parameters the whole model has, and how many of them this rank
-    computes with and updates. (`Run` prints rank 0's.)
+    """A line of text: how many parameters the whole model has, and how many of them this rank,
+    which is rank 0, computes with and updates.
     """
     total = sum(math.prod(row.whole) for row in rows.values())
     own = sum(param.numel() for param in model.parameters())
     updated = sum(master.numel() for master in optimizer.masters.values())
     own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
     return f"parameters: {total:,}; {own_part}"
+
+
+def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str, Any]) -> str:
+    """What rank 0 prints before the first step: the devices, the mesh, the data and the number of
+    parameters; with several ranks also how each is sharded. `parts`: as `Run.steps` gets them.
+    """
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
+    model = parts["model"]
+    dtype = next(model.parameters()).dtype
+    lines = [f"device: {mesh.world} x {device}, {dtype}; mesh: {sizes}", parts["data"].summary]
+    if mesh.world > 1:
+        lines.append(parameter_table(rows))
+    lines.append(count_parameters(rows, model, parts["optimizer"]))
+    return "\n".join(lines)
 
 
 def progress(row: dict[str, Any]) -> str:
@@ -121,12 +138,57 @@ def progress(row: dict[str, Any]) -> str:
     return shown
 
 
-def draw_loss(history: list[dict], target: Path):
-    """Draw the loss over the steps into the file `target`."""
+def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
+    """One gradient that is not finite of each of the first four ranks that have such gradients, or
+    "none". A collective. `gradients`: this rank's, by name.
+    """
+    bad = []
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            bad.append(name)
+    found = []
+    for rank, names in enumerate(ranks.gather(bad)):
+        if names:
+            # Backward usually goes from the last parameter to the first, so this came first
+            found.append(f"{names[-1]} on rank {rank}")
+    return ", ".join(found[:4]) or "none"
+
+
+# --- The files that rank 0 writes into the run's directory ----------------------------------------
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """In this context, an OSError becomes a UserError that names --out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write: {error.strerror or error}") from error
+
+
+def begin_files(out: Path, flags: dict[str, Any], history: list[dict]):
+    """Create the directory, config.json, and metrics.jsonl with the rows of the steps that are
+    done. Raises OSError.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(flags, indent=1))
+    rows = "".join(json.dumps(row) + "\n" for row in history)
+    (out / "metrics.jsonl").write_text(rows)
+
+
+def append_row(out: Path, row: dict[str, Any]):
+    """Add a row to metrics.jsonl. Raises UserError."""
+    with writing_to(out), open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def draw_loss(out: Path, history: list[dict]):
+    """Draw the loss over the steps into loss.png. Raises UserError."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
     marker = "o" if len(history) == 1 else ""  # a line needs two points
     axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
-    figure.savefig(target, dpi=120)
+    with writing_to(out):
+        figure.savefig(out / "loss.png", dpi=120)

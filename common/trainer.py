@@ -1,4 +1,4 @@
-"""The flags and the device of a run; and `Run`: its directory, progress bar and checkpoints.
+"""The flags of a run; and `Run`: its directory, progress bar and checkpoints.
 
     with Run(config) as run:
         for step in run.steps(model=..., optimizer=..., ...):   yields 0, 1, ...
@@ -30,13 +30,12 @@ How a run ends early, after a signal or because a step hangs: watch.py.
 
 import dataclasses
 import inspect
-import json
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +45,23 @@ from tqdm import tqdm
 from common import UserError
 from common.checkpoint import Checkpoint, pieces_of
 from common.comm import Mesh
+from common.device import DTYPES
 from common.flags import flag
 from common.meter import Meter, flops_per_token
 from common.profiling import check_profile, make_profiler
 from common.ranks import Ranks
 from common.report import (
-    Row,
-    count_parameters,
+    append_row,
+    begin_files,
     draw_loss,
     gather_rows,
-    parameter_table,
+    introduction,
     progress,
+    where_not_finite,
 )
 from common.resume import check_flags, choose_checkpoint
 from common.storage import save_checkpoint
 from common.watch import HangWatch, Signals
-
-DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclasses.dataclass
@@ -87,37 +86,10 @@ class RunConfig:
     profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
-def choose_device(config: RunConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run; a GPU becomes PyTorch's current one. Raises UserError if this rank
-    needs a GPU of its own and has none.
-
-    auto: this process's GPU if the node has any, else the CPU; bf16 if that GPU has it, else fp32.
-    """
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind)
-    has_bf16 = False
-    if kind == "cuda":
-        gpus = torch.cuda.device_count()
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))  # set by torchrun
-        if gpus == 0:
-            raise UserError("--device cuda: this node has no GPU: use --device cpu")
-        if device.index >= gpus:
-            raise UserError(
-                f"--device: each rank needs a GPU of its own, and this node has {gpus}: "
-                "lower --nproc_per_node, or use --device cpu"
-            )
-        torch.cuda.set_device(device)
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate it
-    if config.dtype == "auto":
-        return device, torch.bfloat16 if has_bf16 else torch.float32
-    return device, DTYPES[config.dtype]
-
-
 class Run:
-    """The files and progress bar of a run. Each rank writes its part of a checkpoint and the files
-    with RANK in their name; rank 0 writes the others.
+    """What surrounds the steps of a run: its files, its progress bar, checkpoints and signals. Each
+    rank writes its part of a checkpoint and the files with RANK in their name; rank 0 writes the
+    others.
     """
 
     def __init__(self, config: Any):
@@ -151,8 +123,7 @@ class Run:
         """Stop the watch; draw loss.png, unless an error ended the run."""
         self.watch.stop()
         if self.is_rank_0 and error is None and self.history:
-            with self.writing():
-                draw_loss(self.history, self.out / "loss.png")
+            draw_loss(self.out, self.history)
 
     # The loop
 
@@ -165,8 +136,8 @@ class Run:
             after some steps         saves a checkpoint (--save-every)
             after a signal           saves one, and ends
 
-        `parts`, by name: model and optimizer; data (a test may leave it out); from step 2 on mesh
-        and sync (an optional kind of sync may have state to save). Raises UserError.
+        `parts`, by name: model, optimizer and data; from step 2 on mesh and sync (an optional kind
+        of sync may have state to save). Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
@@ -192,16 +163,16 @@ class Run:
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
         Call it with the same numbers on all ranks: all must raise, or none, because the message is
-        made by a collective (`gradients_not_finite`).
+        made by a collective.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
             name = wrong[0]
             what = name.replace("_", " ")
+            where = where_not_finite(self.parts["optimizer"].gradients(), self.ranks)
             raise UserError(
                 f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If one rank trains "
-                "well with the same flags, it may be a bug in the sharding. Not finite: "
-                f"{self.gradients_not_finite()})"
+                f"well with the same flags, it may be a bug in the sharding. Not finite: {where})"
             )
 
     def record(self, step: int, tokens: int, **numbers: float):
@@ -221,10 +192,9 @@ class Run:
         row["sent"] = self.take_sent()
         self.history.append(row)
         if self.is_rank_0:
-            self.bar.set_postfix_str(progress(row), refresh=False)
-            self.bar.update()
-            with self.writing(), open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(self.out, row)
+        self.bar.set_postfix_str(progress(row), refresh=False)
+        self.bar.update()
 
     # Before the first step
 
@@ -239,15 +209,18 @@ class Run:
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
-        self.begin_files()
-        rows = gather_rows(self.parts["model"], self.mesh, self.ranks)
+        try:
+            self.ranks.attempt(begin_files, self.out, self.flags, self.history, first_only=True)
+        except UserError as error:
+            raise UserError(f"--out {self.out}: cannot write: {error}") from error
+        model = self.parts["model"]
+        rows = gather_rows(model, self.mesh, self.ranks)
         # Step 7's flag; in other steps a token visits the one MLP
         top_k = getattr(self.config, "experts_per_token", 1)
-        model = self.parts["model"]
         flops = flops_per_token(rows, model.config, top_k)
         param = next(model.parameters())
         self.meter = Meter(param.device, param.dtype, flops, self.world)
-        self.introduce(rows)
+        self.say(introduction(self.meter.device_name, self.mesh, rows, self.parts))
         self.take_sent()  # forget what the start has sent: metrics.jsonl counts only the steps
         self.bar = tqdm(
             initial=done, total=self.config.steps, unit="step", disable=not self.is_rank_0
@@ -259,8 +232,7 @@ class Run:
 
         Raises UserError if ranks have read different data, or if the checkpoint does not fit.
         """
-        data = self.parts.get("data")
-        self.fingerprint = data.fingerprint() if data else ""
+        self.fingerprint = self.parts["data"].fingerprint()
         self.ranks.require_same(
             self.fingerprint, "--dataset: the fingerprints of its tokens differ"
         )
@@ -271,38 +243,10 @@ class Run:
         saved = Checkpoint(folder)
         check_flags(saved, self.flags, self.fingerprint)
         saved.restore(self.parts["model"], self.parts["optimizer"])
-        if self.is_rank_0:
-            self.history = saved.about["history"]
+        self.history = saved.about["history"]
         done = saved.about["step"]
         self.say(f"resuming from {folder}: {done} of {self.config.steps} steps are done")
         return done
-
-    def begin_files(self):
-        """Begin the run's files, on rank 0. A collective. Raises UserError."""
-        try:
-            self.ranks.attempt(self.create_files, first_only=True)
-        except UserError as error:
-            raise UserError(f"--out {self.out}: cannot write: {error}") from error
-
-    def create_files(self):
-        """Create the directory. metrics.jsonl begins with the steps that are done."""
-        rows = "".join(json.dumps(row) + "\n" for row in self.history)
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
-        (self.out / "metrics.jsonl").write_text(rows)
-
-    def introduce(self, rows: dict[str, Row]):
-        """Print the devices, the mesh, the data and the number of parameters; with several ranks
-        also how each is sharded.
-        """
-        sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
-        dtype = next(self.parts["model"].parameters()).dtype
-        self.say(f"device: {self.world} x {self.meter.device_name}, {dtype}; mesh: {sizes}")
-        if "data" in self.parts:
-            self.say(self.parts["data"].summary)
-        if self.world > 1:
-            self.say(parameter_table(rows))
-        self.say(count_parameters(rows, self.parts["model"], self.parts["optimizer"]))
 
     # After a step
 
@@ -334,21 +278,6 @@ class Run:
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 
-    # For messages and metrics.jsonl
-
-    def gradients_not_finite(self) -> str:
-        """One gradient of each of the first four ranks that have such gradients, or "none"."""
-        bad = []
-        for name, gradient in self.parts["optimizer"].gradients().items():
-            if gradient is not None and not gradient.isfinite().all():
-                bad.append(name)
-        found = []
-        for rank, names in enumerate(self.ranks.gather(bad)):
-            if names:
-                # Backward usually goes from the last parameter to the first, so this came first
-                found.append(f"{names[-1]} on rank {rank}")
-        return ", ".join(found[:4]) or "none"
-
     def take_sent(self) -> dict[str, int]:
         """The bytes that this rank has sent since the last call, by group."""
         sent: Counter = Counter()
@@ -361,11 +290,3 @@ class Run:
         """Print on rank 0."""
         if self.is_rank_0:
             print(text, flush=True)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """In this context, an OSError becomes a UserError that names --out."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"--out {self.out}: cannot write: {error.strerror or error}") from error

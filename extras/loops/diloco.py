@@ -34,12 +34,13 @@ import step01_single_gpu as step01
 from common import UserError
 from common.comm import Group, Mesh, all_reduce
 from common.data import Data
+from common.device import choose_device
 from common.flags import flag
 from common.initial import materialize
 from common.launch import main
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
-from common.trainer import Run, choose_device
+from common.trainer import Run
 from extras.state import StatefulRun
 from step01_single_gpu import (
     Optimizer,

@@ -30,12 +30,13 @@ from torch import Tensor
 import step06_pipeline as step06
 from common.comm import Mesh, all_reduce
 from common.data import Data
+from common.device import DTYPES, choose_device
 from common.flags import flag
 from common.launch import main
 from common.layout import global_norm
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
-from common.trainer import DTYPES, Run, choose_device
+from common.trainer import Run
 from extras.state import StatefulRun
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks

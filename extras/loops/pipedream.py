@@ -40,11 +40,12 @@ import step06_pipeline as step06
 from common import UserError
 from common.comm import Mesh, all_reduce
 from common.data import Data
+from common.device import choose_device
 from common.flags import flag
 from common.launch import main
 from common.model import IGNORE, Decoder, ModelConfig
 from common.shapes import model_shape
-from common.trainer import Run, choose_device
+from common.trainer import Run
 from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer

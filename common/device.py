@@ -1,0 +1,46 @@
+"""The device and the dtype of a run."""
+
+import os
+from typing import Any
+
+import torch
+
+from common import UserError
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a run, by --device and --dtype. Raises UserError as `own_gpu`.
+
+    --device auto: this process's GPU if the node has any, else the CPU. --dtype auto: bf16 if that
+    GPU has it, else fp32.
+    """
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = own_gpu() if kind == "cuda" else torch.device("cpu")
+    dtype = DTYPES[config.dtype]
+    if dtype is None:
+        # GPUs before Ampere, 8.0, only emulate bf16
+        has_bf16 = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        dtype = torch.bfloat16 if has_bf16 else torch.float32
+    return device, dtype
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process, which becomes PyTorch's current one. Raises UserError if the node
+    has too few.
+    """
+    index = int(os.environ.get("LOCAL_RANK", 0))  # torchrun's: this process's number on its node
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise UserError("--device cuda: this node has no GPU: use --device cpu")
+    if index >= gpus:
+        raise UserError(
+            f"--device: each rank needs a GPU of its own, and this node has {gpus}: "
+            "lower --nproc_per_node, or use --device cpu"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
