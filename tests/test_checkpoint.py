@@ -208,7 +208,9 @@ REFUSED = [
 
 @cases("name, text", REFUSED)
 def test_runs_do_not_mix(tmp_path, monkeypatch, name, text):
-    """A directory with checkpoints is continued from its newest one, or left alone."""
+    """If --out has checkpoints, --resume must choose the newest: nothing, an older one and another
+    run are refused. So is a path without any.
+    """
     monkeypatch.chdir(tmp_path)
     saved_run(Path("OUT"), "step-00000002", "step-00000004")
     saved_run(Path("OTHER"), "step-00000002")
@@ -347,7 +349,7 @@ impatient = mock.patch.object(storage, "PATIENCE", 0.0)
 
 
 @impatient
-def train_apart(options: dict[str, Any]):
+def train_without_a_shared_disk(options: dict[str, Any]):
     """Train with a directory of its own for each rank, as nodes without a shared disk have."""
     train(STEP3, options | dict(out=f"{options['out']}/{os.environ['RANK']}"))
 
@@ -356,7 +358,7 @@ def test_without_a_shared_disk_no_checkpoint_gets_a_name(pools, tmp_path):
     """The first save ends the run with one line."""
     text = "--out: cannot save .*: rank 0: rank-00001.pt is not there: nodes must share"
     with pytest.raises(RankError, match=text):
-        pools(2).run(train_apart, dict(save_every=2, out=str(tmp_path)))
+        pools(2).run(train_without_a_shared_disk, dict(save_every=2, out=str(tmp_path)))
     close(list(tmp_path.glob("*/checkpoints/step-*")), [], "checkpoints")
 
 
@@ -383,11 +385,14 @@ def test_files_that_a_rank_does_not_see_are_no_damage(pools, tmp_path):
 
 
 def test_a_full_disk_is_an_oserror(tmp_path):
-    """`Ranks.attempt` passes on only an OSError: after another error the other ranks would wait."""
+    """`write_file` raises an OSError. (After another error, `Ranks.attempt` would leave the other
+    ranks waiting.)
+    """
     path = tmp_path / "rank-00000.pt"
     path.symlink_to("/dev/full")  # a file that is always full
     with pytest.raises(OSError, match="No space left on device"):
-        write_file(path, dict(more_than_a_buffer=torch.zeros(2**20)), {})
+        # So large that torch.save meets the error, and not the flush after it
+        write_file(path, dict(large=torch.zeros(2**20)), {})
 
 
 def test_the_error_that_follows_a_full_disk_is_not_shown(tmp_path):

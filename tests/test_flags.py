@@ -68,7 +68,7 @@ REFUSED = [
 
 @cases("words, text", REFUSED)
 def test_a_wrong_flag_is_named(words, text):
-    """One line says which flag is wrong, and what it may be."""
+    """The error begins with the wrong flag, and says what is wrong with it."""
     with pytest.raises(UserError) as error:
         parse(Config, words.split())
     assert str(error.value).startswith(text), error.value

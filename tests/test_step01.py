@@ -135,8 +135,10 @@ PARAMETERS = {
 
 
 @cases("preset", PRESETS)
-def test_presets_have_their_published_size(preset):
-    """Each preset has as many parameters as its model card says; a tied matrix counts once."""
+def test_presets_have_their_size(preset):
+    """Each preset has as many parameters as its model card says (debug and tiny have none: they are
+    counted by hand). A tied matrix counts once.
+    """
     with torch.device("meta"):
         model = Decoder(PRESETS[preset])
     close(sum(param.numel() for param in model.parameters()), PARAMETERS[preset], "parameters")
@@ -547,8 +549,10 @@ def test_what_is_recorded():
 
 
 @task("loop", 1)
-def test_batches_without_targets_change_nothing(monkeypatch):
-    """If all targets are IGNORE, losses and norms are 0, and the last norm's weight stays 1."""
+def test_without_targets_loss_and_gradients_are_zero(monkeypatch):
+    """If all targets are IGNORE, losses and norms are 0, and not 0 / 0, which is nan. The last
+    norm's weight stays 1. (Matrices still decay.)
+    """
     batch = (torch.ones(12, 16, dtype=torch.int64), torch.full((12, 16), IGNORE))
     monkeypatch.setattr(Data, "batch", lambda data, number: batch)
     losses, norms, _, weights = train(STEP1, {})

@@ -63,7 +63,7 @@ def test_a_rank_has_a_shard_of_a_unit(rank, parts, shard):
 @task("units", 2)
 def test_unit_names():
     """The units are E, each layer, and H; parameters of another group are a unit of their own."""
-    model = decoder(n_layers=11)
+    model = decoder(n_layers=11)  # layer 1 is not layer 10
     mlp = model.model.layers["10"].mlp
     for param in mlp.parameters():
         note_record(param, data_group="experts")

@@ -174,11 +174,12 @@ def test_keep_stages(tied, stages, layers, others, copies):
 
 @ranks(3)
 @task("keep", 3)
-@cases("rows, sent", [(5, [160]), (0, [])])
+@cases("rows, sent", [(5, [160]), (0, [])])  # 160: 5 x 4 numbers of fp64
 def test_sum_tied(rows, sent):
     """The first rank and the last add up a tied matrix's gradients; an empty shard is not sent."""
     group = Mesh(pp=3)["pp"]
     terms = [draw("embedding", rank, rows, 4) for rank in range(3)]
+    # Rank 1, the middle stage, does not hold the matrix
     gradients = {} if group.rank == 1 else {TIED: terms[group.rank].clone()}
     model = decoder(tied=True)
     note_record(model.get_parameter(TIED), stage_copies=2)
@@ -277,8 +278,10 @@ def require_no_deadlock(messages: list[list[Action]]):
 
 
 @task("programs", 2)
-def test_add_messages_of_the_docstrings_example():
-    """The whole program of rank 1 of 2, interleaved with 2 micro-batches."""
+def test_add_messages_of_its_docstrings_example():
+    """The whole program of rank 1 of 2, interleaved with 2 micro-batches. (The docstring shows how
+    it begins.)
+    """
     text = """
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2,
         receive F1.3, compute F0.3, compute B0.3, send B0.2, compute F1.3, receive B0.1,

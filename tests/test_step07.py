@@ -539,9 +539,10 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
         close(loss_and_weights(resumed[rank]), expected, f"rank {rank}: loss and weights")
 
 
-# Two experts, and each token visits both: all are equally busy
+# The laws of step 7 with two experts. Each token visits both, so that all are equally busy.
+# In a layer, for a micro-batch:
 BUSY = dict(cp=4, ep=2, experts=2)
-FORWARD = 262_144 + 8  # over ep, in a layer: rows and counts
+FORWARD = 262_144 + 8  # over ep: rows, and counts, 1/2 x 8 x 2 experts
 BACKWARD = 262_144
 # Over tp, with dp 2: 4 layers of 4 S, head and embedding. Then what the loss takes, and all-reduces
 # of 9 norms, the squared norm, and 4 routers of 2 experts
@@ -551,11 +552,13 @@ OVER_TP = (4 * 4 * S + 4 * S) // 2 + 8_192 + 4_616 + 4 * 2 * 128 * 4
 OVER_TP_AGAIN = OVER_TP + 4 * 2 * S // 2  # 6 S in a layer
 COUNTS = 4 * 2 * 8  # over tp, with --balance bias: of 2 experts in 4 layers
 SENT = [
-    # step, flags, and what a rank sends for one micro-batch: the docstrings' worked numbers
+    # step, flags, and what rank 0 sends in a training step with one micro-batch. Steps 4 and 6, and
+    # step 5 without recomputation: the docstrings' worked numbers
     ("step04_tp_sp", dict(tp=2, global_batch_size=8), dict(tp=9_437_184 + 8_192 + 4_616)),
     ("step05_cp_ring", dict(cp=4), dict(cp=4 * 1_310_720)),  # of 4 layers
+    # Once more (n-1) B, 3 x 131,072
     ("step05_cp_ring", dict(cp=4, recompute="full"), dict(cp=4 * (1_310_720 + 393_216))),
-    ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 18)),  # the first rank
+    ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 18)),
     (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), sequence=4 * 24)),
     (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), sequence=4 * 48)),
     (S7, TP, dict(tp=OVER_TP)),
@@ -565,13 +568,13 @@ ONE_STEP = TINY | dict(dtype="fp32", steps=1, global_batch_size=4, micro_batch_s
 
 
 def sent_in_a_step(name: str, flags: dict) -> dict[str, int]:
-    """What this rank sends by group in a training step of tiny, in fp32."""
+    """What this rank sends by group in a training step of tiny, in fp32, as the run counts it."""
     return run_of(name, ONE_STEP | flags).history[0]["sent"]
 
 
 @cases("name, flags, expected", SENT)
-def test_worked_numbers_of_bytes(pools, name, flags, expected):
-    """On four ranks, with the docstrings' sizes: 4 sequences in a micro-batch."""
+def test_sent_follows_the_docstrings_laws(pools, name, flags, expected):
+    """On four ranks, with the docstrings' sizes: tiny, 4 sequences in a micro-batch."""
     found = pools(4).run(sent_in_a_step, name, flags)[0]
     close({dim: found[dim] for dim in expected}, expected, "bytes")
 
