@@ -3,11 +3,11 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
-(Here a model of 6 layers.) Micro-batches pass through the stages. Neighbours exchange only x and
-its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the sequence; with sequence
-parallelism, 1/tp of that.) The price is idle time: the last ranks wait at the start, until the
-first x has reached them, and have nothing left to do at the end; the first ranks wait in between,
-for dx to come back.
+(Here a model of 6 layers.) Micro-batches pass through the stages. For each of them, neighbours
+exchange only x and its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the sequence;
+with sequence parallelism, 1/tp of that.) The price is idle time: the last ranks wait at the start,
+until the first x has reached them, and have nothing left to do at the end; the first ranks wait in
+between, for dx to come back. This idle time is the *bubble*.
 
 FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
@@ -58,13 +58,13 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-`Stage` keeps, in place of y, only the last node of its graph.
+`Stage` keeps, in place of y, only the last node of its graph: y can then be freed once it is sent.
 
-THE LAW, with one stage on each rank. For each micro-batch the first rank sends a y over pp, the
-last a dx, and the others both. Every rank also takes part in all-reduces of the loss (4 bytes) and
-of the squared norm (8). If embedding and head are tied, the first rank and the last also send each
-other their gradient of that matrix (with ZeRO, of their shards), once a step. For tiny in fp32, pp
-4 and 8 micro-batches:
+THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
+rank sends a y over pp, the last a dx, and the others both. Every rank also takes part in
+all-reduces of the loss (4 bytes) and of the squared norm (8). If embedding and head are tied, the
+first rank and the last also send each other their gradient of that matrix (with ZeRO, their shards
+of it), once a step. For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 x 256 x 128 x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
@@ -154,7 +154,7 @@ class Stage:
 
     def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
         """A new training step: tokens and targets of its micro-batches, int64 [batch, seq], and the
-        number of target tokens of the global batch, on all ranks.
+        number of target tokens of the global batch, counted over all ranks.
         """
         self.xs = xs
         self.ys = ys
@@ -250,7 +250,7 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     their terms. (a + b and b + a have the same bits, so the two copies stay equal.)
 
     Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
-    have the same number in data (dp x cp), so the two shards have the same elements.
+    are at the same place in their group data (dp x cp), so the two shards have the same elements.
     """
     if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
         return
@@ -262,8 +262,9 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
 
 
 def first_contact(group: Group, device: torch.device):
-    """With NCCL, all ranks of a group must take part in its first operation. A schedule's first
-    message is between two ranks only. So all ranks all-reduce first, which connects them.
+    """With NCCL, if the first call in a group is the one that `exchange` uses (batch_isend_irecv),
+    all ranks of the group must take part in it. A schedule's first message is between two ranks
+    only. So all ranks all-reduce first, which connects them.
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
 
@@ -308,14 +309,17 @@ class Pipeline:
         """Run forward and backward of all micro-batches, int64 [batch, seq] -> the loss, 0 except
         on the last stage.
         """
-        self.xs = xs
         self.stage.begin(xs, ys, n_targets)
         self.execute()
         return self.stage.loss
 
+    def execute(self):
+        """Run the forwards and backwards of all micro-batches, and send their messages."""
+        raise NotImplementedError
+
     def recv_forward(self, i: int) -> Tensor | None:
         """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
-        return self.send_receive(self.group.rank - 1, receive_micro_batch=i)
+        return self.send_receive(self.group.rank - 1, receive=i)
 
     def send_forward(self, y: Tensor):
         """Send y to the next rank. (The last rank sends nothing.)"""
@@ -323,7 +327,7 @@ class Pipeline:
 
     def recv_backward(self, i: int) -> Tensor | None:
         """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
-        return self.send_receive(self.group.rank + 1, receive_micro_batch=i)
+        return self.send_receive(self.group.rank + 1, receive=i)
 
     def send_backward(self, dx: Tensor | None):
         """Send dx to the previous rank. (The first rank sends nothing.)"""
@@ -331,20 +335,20 @@ class Pipeline:
 
     def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
         """Send y and receive the dy of micro-batch i, together."""
-        return self.send_receive(self.group.rank + 1, send=y, receive_micro_batch=i)
+        return self.send_receive(self.group.rank + 1, send=y, receive=i)
 
     def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
         """Send dx and receive the x of micro-batch i, together."""
-        return self.send_receive(self.group.rank - 1, send=dx, receive_micro_batch=i)
+        return self.send_receive(self.group.rank - 1, send=dx, receive=i)
 
     def send_receive(
-        self, peer: int, send: Tensor | None = None, receive_micro_batch: int | None = None
+        self, peer: int, send: Tensor | None = None, receive: int | None = None
     ) -> Tensor | None:
         """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
         nothing, and return None.
 
-        `receive_micro_batch`: receive one, of the size of this micro-batch's x (the last one may
-        have fewer sequences). The number gives only the size: messages of two ranks arrive in the
+        `receive`: the number of the micro-batch whose x or dy is to be received. It gives only the
+        size (the last micro-batch may have fewer sequences): messages of two ranks arrive in the
         order in which they were sent.
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
@@ -354,15 +358,11 @@ class Pipeline:
         received = None
         if send is not None:
             sends.append((send, peer))
-        if receive_micro_batch is not None:
-            received = self.buffer(receive_micro_batch)
+        if receive is not None:
+            received = empty_x(self.stage.xs[receive], self.model, self.sp_ranks)
             receives.append((received, peer))
         exchange(sends, receives, self.group).wait()
         return received
-
-    def buffer(self, i: int) -> Tensor:
-        """Memory to receive the x or dy of micro-batch i."""
-        return empty_x(self.xs[i], self.model, self.sp_ranks)
 
 
 class AllForwardAllBackward(Pipeline):
@@ -370,7 +370,7 @@ class AllForwardAllBackward(Pipeline):
 
     def execute(self):
         """All forwards, then all backwards in the same order."""
-        m = len(self.xs)
+        m = len(self.stage.xs)
         for i in range(m):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
@@ -390,10 +390,10 @@ class OneForwardOneBackward(Pipeline):
         """At most p - rank micro-batches are in flight. In the steady part a rank sends y and
         receives dy together, then sends dx and receives x together.
         """
-        m = len(self.xs)
+        m = len(self.stage.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
-        # Warm-up: p - 1 - rank forwards, one for each later rank
+        # Warm-up: p - 1 - rank forwards, one for each later rank (or m, if there are fewer)
         for i in range(warm_up):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
@@ -488,7 +488,8 @@ def make_interleaved(
 
     The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
     (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. Here a
-    character is half a unit of the pictures above, because a stage is half as long:
+    character is half a unit of the pictures above, because a stage is half as long (`python -m
+    common.schedules 2 4 2` draws this):
 
         1F1B           rank 0    0011....aaaa22bbbb33cccc..dddd    6 idle beside 24
                        rank 1    ..00aaaa11bbbb22cccc33dddd....
@@ -502,7 +503,8 @@ def make_interleaved(
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
     gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
     (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
-    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones.
+    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (Of these 5, p - 1 - rank = 1
+    only gives messages time to travel: see `interleaved` in common/schedules.py.)
 
     Takes what `Pipeline` takes. Raises UserError if p does not divide m.
     """
@@ -536,11 +538,13 @@ class ListPipeline:
     comes after rank 0's B0: a circle. `simulate` (common/schedules.py) notices that no rank can go
     on, and raises ValueError.
 
-    MESSAGES CAN DEADLOCK, too. `exchange` does not wait for its messages, but with NCCL those of a
-    group are one queue: behind a send that waits for its receive, no receive begins. So assume that
-    a send blocks until it is received. Each rank below follows 1F1B, and both hang in their last
-    operation: rank 0 in the send of F1's output, rank 1 in the send of B0's, because neither has
-    begun to receive.
+    MESSAGES CAN DEADLOCK, too. The loops above send and receive together where both neighbours have
+    something to send; a program has single sends and receives. (F0 is here the forward of
+    micro-batch 0 through the rank's only stage.) `exchange` does not wait for its messages, but
+    with NCCL those of a group are one queue: behind a send that waits for its receive, no receive
+    begins. So assume that a send blocks until it is received. Each rank below follows 1F1B, and
+    both hang in their last operation: rank 0 in the send of F1's output, rank 1 in the send of
+    B0's, because neither has begun to receive.
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send
@@ -591,10 +595,8 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous send to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # For an action of this rank: its input, and the message that brings it
+        # The input of an action, and the message that brings it. (Computed here: no message)
         inputs: dict[Action, tuple[Tensor, Pending]] = {}
-        # For an action of another rank: the input that this rank has computed for it
-        outputs: dict[Action, Tensor] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "receive":
@@ -603,19 +605,16 @@ class ListPipeline:
             elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:
                     sending[peer].wait()
-                sending[peer] = exchange([(outputs.pop(action), peer)], [], self.group)
+                output, _ = inputs.pop(action)
+                sending[peer] = exchange([(output, peer)], [], self.group)
             else:
                 # No entry: the first stage's forward has tokens, the last one's backward the loss
                 received, pending = inputs.pop(action, (None, Pending()))
                 pending.wait()
                 output = self.compute(action, received)
                 next_action = consumer(action, self.n_stages)
-                if next_action is None:
-                    continue
-                if next_action.stage in self.stages:
-                    inputs[next_action] = output, Pending()  # it is here already
-                else:
-                    outputs[next_action] = output
+                if next_action is not None:
+                    inputs[next_action] = output, Pending()
         for pending in sending.values():
             pending.wait()
 

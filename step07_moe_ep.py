@@ -9,19 +9,19 @@ each token. Parameters grow with E, FLOPs of experts with K (Shazeer et al. 2017
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
 WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each layer, and gets
-the tokens that chose them. Four tokens of one micro-batch (on two ranks, neighbours along cp or
-tp), K = 2, four experts. Each choice of a token is a row: e0:t1 is a copy of x of token t1, for
-expert e0, and e0(t1) is what e0 makes of it; each s is the score of its own row.
+the tokens that chose them. Four tokens of one micro-batch, K = 2, four experts, on two ranks that
+share the micro-batch (by cp or tp). Each choice of a token is a row: e0:t1 is a copy of x of token
+t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token's score of e0.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e0 e3
     sorted: for rank 0 | 1          e0:t0 e0:t1 | e2:t1 e3:t0        e0:t3 e1:t2 | e2:t2 e3:t3
     received: from rank 0 | 1       e0:t0 e0:t1 | e0:t3 e1:t2        e2:t1 e3:t0 | e2:t2 e3:t3
-    by expert: the rank's 1st | 2nd e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
-    outputs: of its 1st | 2nd       e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
+    by expert: 1st | 2nd expert     e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
+    outputs: 1st | 2nd expert       e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
     returned: from rank 0 | 1       e0(t0) e0(t1) | e2(t1) e3(t0)    e0(t3) e1(t2) | e2(t2) e3(t3)
-    out                             t0 = s e3(t0) + s e0(t0)         t2 = s e2(t2) + s e1(t2)
-                                    t1 = s e0(t1) + s e2(t1)         t3 = s e0(t3) + s e3(t3)
+    out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
+                                    t1: s0 e0(t1) + s2 e2(t1)        t3: s0 e0(t3) + s3 e3(t3)
 
 `dispatch` goes from "sorted" to "by expert": an all-to-all, in which every rank sends rows to every
 other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", by the
@@ -29,12 +29,13 @@ reverse: it sorts by rank, then sends. (The sorting is `transpose_blocks`.) In b
 gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So ranks
 first tell one another how many rows will come.
 
-WHY do tokens travel, and not weights? A rank then needs memory for its own experts only. Often it
-also sends less: in the launch below (pp 2, cp 2, tp 2, ep 2) a rank would have to send its 4
-experts, 540,672 numbers, to the other rank in each forward of a layer. But of a micro-batch a rank
-routes only 4 x 256 / (cp 2 x tp 2) = 256 tokens, so 512 rows of 128 numbers. About half of these
-are for the other rank's experts: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536
-in all. (With many tokens on a rank, or small experts, weights would be cheaper.)
+WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
+Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
+rank would send its 4 experts, 540,672 numbers, to the other rank in each forward of a layer. With
+tokens, a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of 128
+numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent twice in
+forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts, weights
+would be cheaper.)
 
 GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
 pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
@@ -73,36 +74,39 @@ spread evenly over the experts, it sends over ep, in each layer and for each mic
 With --recompute full, forward's bytes are sent twice. With --balance loss each forward, the
 repeated one too, also all-reduces 8 E bytes of counts over `sequence`.
 
-Over tp a layer with experts sends (tp-1)/tp x 4 S, not step 4's 8 S: only attention's operators
-stay. (S as there; with --recompute full 6 S, not 11 S.) Once in a training step the gradient of
+Over tp a rank sends, in each layer and for each micro-batch, (tp-1)/tp x 4 S, not step 4's 8 S:
+only attention's operators stay. (With --recompute full 6 S, not 11 S. S is step 4's: the bytes of a
+micro-batch's x, for all tokens that the ranks of tp share.) Once in a training step the gradient of
 each router, E x dim elements (with ZeRO, the rank's part of it), is all-reduced over tp. For tiny
 as launched below, in fp32, in each layer and for each micro-batch:
 
-    ep, forward     1/2 x (2 x 256 x 2 x 128 x 4 + 8 x 8) = 262,144 + 32 bytes
-    ep, backward    1/2 x  2 x 256 x 2 x 128 x 4          = 262,144
-    sequence        2 x 3/4 x 8 bytes x 8 experts         = 96
-    tp              1/2 x 4 x (4 x 128 x 128 x 4)         = 524,288
+    ep, forward     1/2 x (2 x 256 tokens x K 2 x dim 128 x 4 bytes + 8 x 8 experts) = 262,144 + 32
+    ep, backward    1/2 x  2 x 256 tokens x K 2 x dim 128 x 4 bytes                  = 262,144
+    sequence        2 x 3/4 x 8 bytes x 8 experts                                    = 96
+    tp              1/2 x 4 x (4 sequences x 256 / cp 2 tokens x dim 128 x 4 bytes)  = 524,288
 
-With 2 layers on a rank and 8 micro-batches, `sent` is 16 x 96 = 1,536 over `sequence`, and near
-16 x 524,320 = 8,389,120 over ep, because choices are not spread evenly. The gradients of 4 experts
-in each of 2 layers, 2 x 4 x 135,168 x 4 = 4,325,376 bytes, are all-reduced once in a training step
-over expert_data, which has 2 ranks: so a rank sends 2 x 1/2 x 4,325,376 bytes.
+With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
+16 x 96 = 1,536 over `sequence`, and near 16 x 524,320 = 8,389,120 over ep, because choices are not
+spread evenly. The gradients of 4 experts in each of 2 layers, 2 x 4 x 135,168 x 4 = 4,325,376
+bytes, are all-reduced once in a training step over expert_data, which has 2 ranks: so a rank sends
+2 x 1/2 x 4,325,376 bytes.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
 choices of a token). Let f_e be the fraction of a micro-batch's choices that chose expert e, and P_e
-the mean p_e of its tokens. A micro-batch has, in each layer, the term
+the mean p_e of its tokens. With M micro-batches in a training step, of all ranks of dp together,
+the gradients are those of
 
-    aux_loss_coeff * E * sum_e f_e P_e
+    loss + aux_loss_coeff / M x (sum over micro-batches and layers of  E sum_e f_e P_e)
 
-The gradients of a training step are those of its loss plus these terms, summed over layers and
-averaged over all micro-batches, of all ranks of dp. (The loss that you see excludes them.)
+(The loss that you see excludes the second term.)
 
 In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
 0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.
 
 f comes from counts, so it has no gradient. The auxiliary loss gives the router's logit of e for a
-token, (W x)_e, the gradient c p_e (f_e - sum_j p_j f_j), with c > 0. So the update pushes the logit
+token, (W x)_e, the gradient c p_e (f_e - sum_j p_j f_j), where c is aux_loss_coeff E / (M x tokens
+of the micro-batch). So the update pushes the logit
 down if f_e is above the mean of f under this token's p, and up if it is below.
 
 f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
@@ -154,7 +158,7 @@ from step06_pipeline import SCHEDULES, sum_tied
 #     K   experts of a token (top_k)             G   ranks of the group ep
 #     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
-# In the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
+# On a rank of the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
 # leaving_GL[r, i]: how many of our rows go to rank r's i-th expert.
 # arriving_GL[r, i]: how many rows come from rank r for our i-th expert.
 # (Rank 0 of the figure: both are [[2, 0], [1, 1]].)
@@ -184,15 +188,13 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(transposed)
 
 
-def send_rows(rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
+def send_rows(rows: Tensor, group: Group, sent_G: list[int], received_G: list[int]) -> Tensor:
     """An all-to-all of rows [n, D], sorted by the rank to which they go -> the rows received,
-    sorted by the rank from which they come. The row sums of sent_GL and received_GL are how many go
-    to, and come from, each rank.
+    sorted by the rank from which they come. sent_G and received_G: how many go to, and come from,
+    each rank.
     """
-    sent_rows = sent_GL.sum(1).tolist()
-    received_rows = received_GL.sum(1).tolist()
-    received = rows.new_empty(sum(received_rows), rows.shape[1])
-    all_to_all(received, rows.contiguous(), group, sent_rows, received_rows).wait()
+    received = rows.new_empty(sum(received_G), rows.shape[1])
+    all_to_all(received, rows.contiguous(), group, sent_G, received_G).wait()
     return received
 
 
@@ -200,24 +202,30 @@ class SendRows(torch.autograd.Function):
     """`send_rows`. In backward the gradients of the rows go back the way the rows came."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
+    def forward(
+        ctx, rows: Tensor, group: Group, sent_G: list[int], received_G: list[int]
+    ) -> Tensor:
         """The rows received."""
-        ctx.route = (group, sent_GL, received_GL)
-        return send_rows(rows, group, sent_GL, received_GL)
+        ctx.route = (group, sent_G, received_G)
+        return send_rows(rows, group, sent_G, received_G)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         """The gradients of the rows received -> those of the rows sent."""
-        group, sent_GL, received_GL = ctx.route
-        return send_rows(grad, group, received_GL, sent_GL), None, None, None
+        group, sent_G, received_G = ctx.route
+        return send_rows(grad, group, received_G, sent_G), None, None, None
+
+
+def rows_by_rank(counts_GL: Tensor) -> list[int]:
+    """How many rows go to, or come from, each rank: the sums over its experts."""
+    return counts_GL.sum(1).tolist()
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
     of each of our experts, int64 [L], on the device.
 
-    Counts travel before rows: a rank must know how many rows it will receive to allocate memory for
-    them.
+    Counts travel before rows: to allocate memory for the rows, a rank must know how many will come.
     """
     leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
     arriving_GL = torch.empty_like(leaving_GL)
@@ -225,15 +233,17 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     counts_L = arriving_GL.sum(0)
     # Split sizes: the CPU waits for the GPU here, once for both. (On a GPU with a kernel for
     # grouped_mm nothing else waits, if `expert_product` uses it.)
-    leaving_GL, arriving_GL = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return leaving_GL, arriving_GL, counts_L
+    both = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return both[0], both[1], counts_L
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
     sorted by expert.
     """
-    received_RD = SendRows.apply(sorted_ND, group, leaving_GL, arriving_GL)
+    sent_G = rows_by_rank(leaving_GL)
+    received_G = rows_by_rank(arriving_GL)
+    received_RD = SendRows.apply(sorted_ND, group, sent_G, received_G)
     # These are sorted by rank, then by expert
     return transpose_blocks(received_RD, arriving_GL)
 
@@ -243,7 +253,9 @@ def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tenso
     our rows, [N, D].
     """
     by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
-    return SendRows.apply(by_rank_RD, group, arriving_GL, leaving_GL)
+    sent_G = rows_by_rank(arriving_GL)
+    received_G = rows_by_rank(leaving_GL)
+    return SendRows.apply(by_rank_RD, group, sent_G, received_G)
 
 
 def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -298,10 +310,10 @@ class MoE(nn.Module):
     none).
     """
 
-    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
+    def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
         super().__init__()
         self.router = nn.Linear(dim, config.experts, bias=False)
-        self.experts = Experts(config.experts, dim, ffn_dim)  # `shard_moe` keeps this rank's
+        self.experts = Experts(config.experts, dim, expert_dim)  # `shard_moe` keeps this rank's
         self.top_k = config.experts_per_token
         self.ep_group = mesh["ep"]
 
@@ -329,7 +341,8 @@ class MoE(nn.Module):
         # [[3, 0], [0, 2]], flat 3 0 0 2, so order is 1 2 3 0, and token 0 1 1 0
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
-        out_ND = self.run_experts(x_TD[token_N], counts_E)  # the figure: "sorted" to "returned"
+        sorted_ND = x_TD.index_select(0, token_N)
+        out_ND = self.run_experts(sorted_ND, counts_E)  # the figure: "sorted" to "returned"
         place_N = order_N.argsort()  # the place of each choice among the sorted ones: 3 0 1 2
         return out_ND.index_select(0, place_N).unflatten(0, ids_TK.shape)
 
@@ -356,11 +369,11 @@ class MoE(nn.Module):
         out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
-        return self.after_forward(out_TD.view_as(x), p_TE, counts_E)
+        return self.balance(out_TD.view_as(x), p_TE, counts_E)
 
-    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Where a subclass looks at the choices, to balance them. Returns `out`, the layer's output
-        [batch, seq, dim], with the same numbers.
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Return the layer's output [batch, seq, dim]. A subclass may record the choices, or give
+        `out` a second gradient, but must not change its numbers.
 
         p [T, E]: all probabilities. counts int64 [E]: how many of this rank's choices each got.
         """
@@ -401,8 +414,8 @@ class AddGradientOfLoss(torch.autograd.Function):
 class LossBalancedMoE(MoE):
     """--balance loss: Switch Transformer's load-balancing auxiliary loss (Fedus et al. 2021)."""
 
-    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
-        super().__init__(dim, ffn_dim, config, mesh)
+    def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
+        super().__init__(dim, expert_dim, config, mesh)
         self.sequence_group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
         sequences = config.global_batch_size // mesh["dp"].size  # of this rank
         if sequences % config.micro_batch_size:
@@ -431,7 +444,7 @@ class LossBalancedMoE(MoE):
         n_experts = len(f_E)
         return n_experts * (f_E * term_of_P_E).sum()
 
-    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
         aux_loss = self.aux_loss(p_TE, counts_E)
         return AddGradientOfLoss.apply(out, self.coeff * aux_loss)
@@ -447,7 +460,7 @@ class Config(step06.Config):
 
     experts: int = flag(8, "MLPs in each layer", least=1)
     experts_per_token: int = flag(2, "how many of them a token visits", least=1)
-    expert_dim: int = flag(0, "width of an expert; 0: the preset's ffn_dim")
+    expert_dim: int = flag(0, "width of an expert; 0: the model's ffn_dim")
     balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
     aux_loss_coeff: float = flag(
         0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
@@ -457,7 +470,7 @@ class Config(step06.Config):
 
 
 def check_experts(config: Config, mesh: Mesh):
-    """Raise UserError unless the flags of experts fit one another and the ranks."""
+    """Raise UserError unless the numbers of experts and of ranks fit one another."""
     ranks = mesh.world // config.pp
     if config.experts % config.ep:
         raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
@@ -486,7 +499,8 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # Ranks of tp route different tokens, so each has only a term of the router's gradient
+    # All ranks hold the router. Ranks of data see different sequences or tokens; so do those of tp,
+    # and each of these has only a term of the router's gradient
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         if mesh["ep"].size > 1:
@@ -503,10 +517,10 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """
     check_experts(config, mesh)
     make_groups(mesh, config)
-    width = config.expert_dim or model.config.ffn_dim
+    expert_dim = config.expert_dim or model.config.ffn_dim
     for layer in model.model.layers.values():
         with torch.device("meta"):
-            moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
+            moe = BALANCE[config.balance](model.config.dim, expert_dim, config, mesh)
         shard_moe(moe, mesh)
         layer.mlp = moe
 
@@ -527,9 +541,9 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
     positions = shard_context(model, mesh, config).to(device)
-    # new: it has these experts
+    # new: it has these experts. (After step 5, which notes one data_group for all parameters)
     shard_experts(model, mesh, config)
-    # Step 6: it has these layers
+    # Step 6: it has these layers. (After all the others, which change every layer)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
     set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
@@ -545,7 +559,7 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         # This runs forward and backward of all micro-batches
         loss = pipeline.step(xs, ys, n_targets)
-        sync.finish()  # now each gradient is the sum over the ranks that share its weights
+        sync.finish()  # now gradients of experts are summed over expert_data, others over data
         # Over tp this sums the gradients of norms (SP) and of routers
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         # Over pp this sums the gradients of a matrix that two stages hold
@@ -581,8 +595,8 @@ class BiasBalancedMoE(MoE):
     then over tp: all ranks of a stage route different tokens of the step.
     """
 
-    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
-        super().__init__(dim, ffn_dim, config, mesh)
+    def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
+        super().__init__(dim, expert_dim, config, mesh)
         self.data_group = mesh["data"]
         self.tp_group = mesh["tp"]
         self.rate = config.bias_rate
@@ -595,7 +609,7 @@ class BiasBalancedMoE(MoE):
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
-    def after_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
         (With --recompute full forward runs twice, but the second run stops before this line: it

@@ -7,8 +7,9 @@ on each rank. There are three: `afab` and `one_f_one_b`, called with v = 1, and 
 differ in `warm_up`, the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
-                                          then interleaved with 2 stages a rank. (A stage is then
-                                          half as long, so a character stands for half the time.)
+                                          then interleaved with 2 stages a rank, each of half as
+                                          many layers. (A character is the forward of such a half,
+                                          so those of AFAB and 1F1B take two.)
 """
 
 import argparse
@@ -40,8 +41,8 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
     remaining backwards.
 
     Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second
-    one, and so on (in backward: last stage first). With 2 ranks, rank 0 has stages 0 and 2; its
-    forwards of 4 micro-batches are
+    one, and so on (in backward: last stage first). With 2 ranks and v = 2, rank 0 has stages 0 and
+    2; its forwards of 4 micro-batches are
 
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
         F2.0 F3.0 F2.2 F3.2      the second round
@@ -91,9 +92,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would then
-    # do one more forward for each later rank. Here we do two, so that an output may travel while
-    # both ranks work on something else. (If messages took no time, one would give the same bubble)
+    # After (v-1) p forwards, the next is the first one on this rank's last stage. To these, 1F1B's
+    # warm-up would add p-1-rank, one for each later rank. We add twice as many: then an output can
+    # travel while both ranks work on something else. (If messages took no time, p-1-rank would
+    # give the same bubble, with as many fewer forwards in flight)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -111,9 +113,15 @@ def consumer(action: Action, n_stages: int) -> Action | None:
 
 
 def producer(action: Action, n_stages: int) -> Action | None:
-    """The action whose output this one needs. A forward needs the previous stage's forward (on the
-    first stage nothing: None), a backward the next stage's backward, the last stage's backward its
-    own forward, which ends with the loss.
+    """The action whose output this one needs, of the same micro-batch:
+
+        F of the first stage      none: None
+        F of another stage        F of the stage before
+        B of the last stage       F of this stage, which ends with the loss
+        B of another stage        B of the stage after
+
+    (A backward also needs its own stage's forward. That came earlier, because the next stage's
+    forward needed its output.)
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
@@ -134,16 +142,14 @@ class Span(NamedTuple):
 
 
 def simulate(
-    lists: list[list[Action]],
-    rank_of_stage: list[int],
-    costs: dict[str, float],
-    message: float = 0,
+    lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, float]
 ) -> list[Span]:
     """When each action of a schedule runs, sorted by its end. Each rank runs its list in order, and
-    starts an action as soon as the rank is free and the action's input is there.
+    starts an action as soon as the rank is free and the action's input is there. (Messages take no
+    time.)
 
-    `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
-    message between two ranks. Raises ValueError if the lists deadlock.
+    `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. Raises ValueError if the
+    lists deadlock.
     """
     ends: dict[Action, float] = {}  # when an action ended
     free_at = [0.0] * len(lists)  # when each rank has finished what it has run so far
@@ -159,10 +165,7 @@ def simulate(
                 if needed is not None:
                     if needed not in ends:  # its rank has not come to it: go on with the next rank
                         break
-                    arrival = ends[needed]
-                    if rank_of_stage[needed.stage] != rank:
-                        arrival += message
-                    start = max(start, arrival)
+                    start = max(start, ends[needed])
                 queue.popleft()
                 ends[action] = start + costs[action.kind]
                 free_at[rank] = ends[action]
@@ -177,10 +180,10 @@ class Instruction(NamedTuple):
 
         compute a         run action a, when its input is there
         receive a, peer   begin to receive, from `peer`, the input of this rank's action a
-        send a, peer      send, to `peer`, the input of its action a
+        send a, peer      send, to `peer`, what that rank's action a needs
 
-    "send F0.2" and "receive F0.2" are the two ends of one message, the output of F0.1, from the
-    rank of stage 1 to that of stage 2.
+    F0.2 is the forward of micro-batch 0 through stage 2. So "send F0.2" and "receive F0.2" are the
+    two ends of one message, the output of F0.1, from the rank of stage 1 to that of stage 2.
     """
 
     verb: str  # "compute", "send" or "receive"
@@ -200,7 +203,7 @@ def add_messages(
     output, it appends a send to this program, and a receive to that rank's program.
 
     An example: the program of rank 1, of 2, interleaved with 2 stages a rank, for 2 micro-batches.
-    Its stages are 1 and 3. (F1.2: the forward of micro-batch 1 through stage 2.)
+    Its stages are 1 and 3.
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
@@ -276,8 +279,10 @@ def main():
         schedules.append(("interleaved", interleaved, v))
     for name, schedule, stages in schedules:
         lists = [schedule(p, m, stages, rank) for rank in range(p)]
+        # Of v stages on a rank, each takes 1/v of the time of a rank's only stage
+        costs = {kind: cost * v // stages for kind, cost in COSTS.items()}
         print(name)
-        print(draw(lists, round_robin(p, stages)))
+        print(draw(lists, round_robin(p, stages), costs))
 
 
 if __name__ == "__main__":

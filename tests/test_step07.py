@@ -279,7 +279,7 @@ def test_bias_moves_by_the_rate_towards_the_mean_load():
     moe = layer(balance="bias", bias_rate=0.5)
     unused = torch.zeros(1)
     for counts in ([4, 1, 0, 1, 3], [2, 0, 3, 1, 1]):
-        moe.after_forward(unused, unused, torch.tensor(counts))
+        moe.balance(unused, unused, torch.tensor(counts))
     moe.end_step()
     moe.end_step()  # no loads since
     close(moe.bias.tolist(), [-0.5, 0.5, 0.5, 0.5, -0.5], "the biases")

@@ -17,26 +17,30 @@ You should see losses that agree with step 1's in about three digits.
 import torch
 from torch import Tensor
 
+from common.comm import exchange
 from extras.techniques.compressed_sync import from_int8, to_int8
-from step06_pipeline import SCHEDULES, OneForwardOneBackward, dtype_of
+from step06_pipeline import SCHEDULES, OneForwardOneBackward, empty_x
 
 
 class Int8Pipeline(OneForwardOneBackward):
     """1F1B whose messages are integers, with a scale for each token."""
 
-    def buffer(self, i: int) -> Tensor:
-        """An empty message."""
-        x = super().buffer(i)
-        return x.new_empty(*x.shape[:2], x.shape[2] + 4, dtype=torch.int8)
-
     def send_receive(
-        self, peer: int, send: Tensor | None = None, receive_micro_batch: int | None = None
+        self, peer: int, send: Tensor | None = None, receive: int | None = None
     ) -> Tensor | None:
         """As `Pipeline.send_receive`."""
-        if send is not None and 0 <= peer < self.group.size:  # the last rank's y, the loss, stays
-            send = to_int8(send)
-        message = super().send_receive(peer, send, receive_micro_batch)
-        return None if message is None else from_int8(message, dtype_of(self.model))
+        if not 0 <= peer < self.group.size:
+            return None
+        sends = []
+        receives = []
+        if send is not None:
+            sends.append((to_int8(send), peer))
+        if receive is not None:
+            x = empty_x(self.stage.xs[receive], self.model, self.sp_ranks)
+            message = x.new_empty(*x.shape[:2], x.shape[2] + 4, dtype=torch.int8)
+            receives.append((message, peer))
+        exchange(sends, receives, self.group).wait()
+        return from_int8(message, x.dtype) if receives else None
 
 
 SCHEDULES["1f1b-int8"] = Int8Pipeline

@@ -230,7 +230,7 @@ for hop in range(group.size):
         6,
         ["messages"],
         {
-            "OneForwardOneBackward.execute": """m = len(self.xs)
+            "OneForwardOneBackward.execute": """m = len(self.stage.xs)
 ahead = min(m, self.group.size - 1 - self.group.rank)
 x = self.recv_forward(0)
 for k in range(m + ahead):
@@ -240,7 +240,7 @@ for k in range(m + ahead):
     if k < ahead:
         receives = []
         if following is not None and self.group.rank > 0:
-            x = self.buffer(following)
+            x = empty_x(self.stage.xs[following], self.model, self.sp_ranks)
             receives.append((x, self.group.rank - 1))
         exchange([(y, self.group.rank + 1)], receives, self.group).wait()
     else:
