@@ -434,7 +434,7 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     group = mesh["cp"]
     tp = mesh["tp"].size
     # queue="gradients" (common/comm.py): so a large bucket never delays the ring's k and v
-    mesh.join("data", "dp", "cp", queue="gradients")
+    mesh.add_groups_along("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
         note_record(param, data_group="data")
     if group.size == 1:

@@ -488,13 +488,14 @@ def check_experts(config: Config, mesh: Mesh):
 
 def make_groups(mesh: Mesh, config: Config):
     """Create the groups ep, expert_data and sequence of the table GROUPS, on every rank."""
-    # A grid for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]]. A row
-    # holds all experts, and a column has the same ones. The ranks of a row are neighbours: they
-    # differ in tp first, then in cp, then in dp. (For `queue` see `add_groups` in common/comm.py)
-    for grid in mesh.ranks.reshape(config.pp, -1, config.ep):
-        mesh.add_groups("ep", grid, queue="activations")
-        mesh.add_groups("expert_data", grid.T, queue="gradients")
-    mesh.join("sequence", "cp", "tp", queue="activations")
+    # A table of ranks for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]].
+    # A row holds all experts, and a column has the same ones. The ranks of a row are neighbours:
+    # they differ in tp first, then in cp, then in dp. (For `queue` see `add_groups` in
+    # common/comm.py)
+    for rows in mesh.grid.reshape(config.pp, -1, config.ep):
+        mesh.add_groups("ep", rows, queue="activations")
+        mesh.add_groups("expert_data", rows.T, queue="gradients")
+    mesh.add_groups_along("sequence", "cp", "tp", queue="activations")
 
 
 def shard_moe(moe: MoE, mesh: Mesh):

@@ -32,12 +32,12 @@ start their collectives in the same order.
 Let S be the bytes of the whole tensor: an all_gather's output, a reduce_scatter's input. In a ring
 of n ranks each sends
 
-    all_reduce                    2 (n-1)/n S       8 MB on 4 ranks: 12 MB
-    all_gather, reduce_scatter    (n-1)/n S         8 MB on 4 ranks: 6 MB
+    all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
+    all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-In `all_to_all` and `exchange` only what goes to other ranks is counted. (`Mesh.sent` adds up these
-numbers. They are computed: NCCL may choose a tree, in which some ranks send more and others less,
-or let the network's switches add, which sends less.)
+Of an `all_to_all` only what goes to other ranks is counted, of an `exchange` all. (`Mesh.sent` adds
+up these numbers. They are computed: NCCL may choose a tree, in which some ranks send more and
+others less, or let the network's switches add, which sends less.)
 """
 
 import math
@@ -52,6 +52,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from common import UserError
+
+# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
+# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
+if hasattr(dist, "all_gather_single"):
+    _all_gather = dist.all_gather_single
+    _reduce_scatter = dist.reduce_scatter_single
+else:
+    _all_gather = dist.all_gather_into_tensor
+    _reduce_scatter = dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -79,7 +88,12 @@ class Group:
 
 
 class Mesh:
-    """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
+    """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp.
+
+    (From step 4 on, two groups may have the same ranks, but different *queues*. PyTorch's object
+    for a group, its *handle*, sends messages in their order. So large messages that can wait,
+    gradients, have other handles than small urgent ones, activations: see `add_groups`.)
+    """
 
     def __init__(self, **sizes: int):
         """`sizes`: ranks along each dimension; the last varies fastest. All ranks must make the
@@ -101,13 +115,13 @@ class Mesh:
         self.groups: dict[str, Group] = {}
         self.sent: Counter = Counter()  # shared by all groups of this mesh
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
-        self.ranks = np.arange(self.world).reshape(*sizes.values())
+        self.grid = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            queue = "gradients" if name == "dp" else "activations"  # matters from step 4 on
-            self.join(name, name, queue=queue)
+            queue = "gradients" if name == "dp" else "activations"
+            self.add_groups_along(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
-        """This rank's group along a dimension, or another group by its name, such as "data"."""
+        """This rank's group along a dimension, or (from step 5 on) another group by its name."""
         return self.groups[name]
 
     def rows(self, *dims: str) -> np.ndarray:
@@ -118,12 +132,12 @@ class Mesh:
         [[0 2 4 6] [1 3 5 7]].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
-        others = [axis for axis in range(self.ranks.ndim) if axis not in axes]
+        others = [axis for axis in range(self.grid.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
         # `axes` become the last ones, so that the ranks of a group become neighbours, a row
-        return self.ranks.transpose(others + axes).reshape(-1, size)
+        return self.grid.transpose(others + axes).reshape(-1, size)
 
-    def join(self, name: str, *dims: str, queue: str):
+    def add_groups_along(self, name: str, *dims: str, queue: str):
         """Create the groups along `dims`; self[name] is the one that has this rank."""
         self.add_groups(name, self.rows(*dims), queue)
 
@@ -131,12 +145,11 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes self[name]. All ranks must call this.
 
-        `queue`, "gradients" or "activations", matters from step 4 on. NCCL sends the messages of
-        one handle in their order. If a layer's activations, which are needed at once, came behind a
-        large bucket of gradients, the computation would stand still until the bucket is sent. So
-        groups for the gradients that are summed during backward have other handles than groups for
-        activations, even if they have the same ranks. (ZeRO gathers weights in the queue of
-        gradients: in stage 3 at most one unit's sum is ahead of them.)
+        `queue`: "gradients" or "activations". If a layer's activations, which are needed at once,
+        came behind a large bucket of gradients, the computation would stand still until the bucket
+        is sent. So groups for the gradients that are summed during backward have other handles than
+        groups for activations, even if they have the same ranks. (ZeRO gathers weights in the queue
+        of gradients: in stage 3 at most one unit's sum is ahead of them.)
         """
         for row in map(tuple, rows.tolist()):
             handle = self.handle_of(row, queue)
@@ -179,8 +192,8 @@ class Pending:
         self.then = then
 
     def wait(self):
-        """Wait until the results may be used. (On a GPU Python goes on; only what the GPU computes
-        later waits.) A second call does nothing.
+        """Wait until the results may be used. On a CPU, this blocks Python. On a GPU, it only sets
+        an order: what is launched later runs after the messages. A second call does nothing.
         """
         if not self.works:
             return
@@ -199,6 +212,11 @@ def count_sent(operation: str, group: Group, nbytes: float):
     group.sent[group.name, operation] += round(nbytes)
 
 
+# --compile must not trace it in step 4's layers. (torch.compiler.disable would do the same, but it
+# imports the compiler, which takes seconds in each process.)
+count_sent._torchdynamo_disable = True
+
+
 def all_reduce(tensor: Tensor, group: Group) -> Pending:
     """Sum `tensor` over the group, in place."""
     if group.size == 1:
@@ -214,7 +232,7 @@ def exchange(
     another one several messages, the first that it sends is the first that the other receives, and
     so on. Both must agree on shape and dtype: gloo checks only that the bytes fit.
     """
-    if group.size == 1:  # the first receive gets the first send, and so on
+    if group.size == 1:  # a ring of one: the first receive gets the first send, and so on
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
@@ -289,20 +307,3 @@ def all_to_all(
         output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
     )
     return Pending(group, [work], [tensor])
-
-
-# --- Two workarounds for PyTorch ------------------------------------------------------------------
-
-# --compile must not trace `count_sent`, which step 4's compiled layers call.
-# (torch.compiler.disable would do the same, but it imports the compiler, which takes seconds in
-# each process.)
-count_sent._torchdynamo_disable = True
-
-# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
-# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
-if hasattr(dist, "all_gather_single"):
-    _all_gather = dist.all_gather_single
-    _reduce_scatter = dist.reduce_scatter_single
-else:
-    _all_gather = dist.all_gather_into_tensor
-    _reduce_scatter = dist.reduce_scatter_tensor

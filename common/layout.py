@@ -2,8 +2,8 @@
 summed, and from step 4 on, which shard of it this rank has. (Where step 3's ZeRO cuts is not in the
 record.)
 
-The parts of this file follow the steps; read a part when you come to its step. Steps 1 to 3 change
-nothing in the record.
+The parts of this file follow the steps; read a part when you come to its step. (Some lines are for
+later steps, and say so.) Steps 1 to 3 change nothing in the record.
 """
 
 from dataclasses import dataclass, replace
@@ -24,12 +24,13 @@ class ParamRecord:
     whole, and its gradient is summed over dp. (Step 2 needs only the first field.)
     """
 
-    # The group over which its gradient is summed: the ranks that train the same weights on other
-    # sequences of the batch (from step 5 on also: on other tokens of these sequences)
+    # The group over which its gradient is summed, by `sync`: ranks that hold the same weights, and
+    # each train them on different sequences (from step 5 on also: on different tokens of the same)
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if it has the whole parameter
     shard: "Shard | None" = None
-    # Step 4: the group over which its gradient must be summed as well (`sum_partial_gradients`)
+    # Step 4: ranks that train on the same sequences, and each have only a term of the gradient.
+    # After `sync` it is summed over this group, too (`sum_partial_gradients`)
     partial_over: str | None = None
     # Step 6: 2 for a tied matrix that both the first and the last pipeline stage hold (`sum_tied`)
     stage_copies: int = 1
@@ -62,14 +63,14 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
         copies = copies_of(record_of(params[name]), mesh, sharded)
-        squares = torch.linalg.vector_norm(gradient).double().square()
-        total += squares / copies
-    for name in norm_groups(mesh):
-        all_reduce(total, mesh[name]).wait()
+        square = torch.linalg.vector_norm(gradient).double().square()
+        total += square / copies
+    for group in norm_groups(mesh):
+        all_reduce(total, mesh[group]).wait()
     return total.sqrt().item()
 
 
-def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> float:
+def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
     """How many ranks hold the same elements of a gradient.
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 1 with ZeRO,
@@ -81,20 +82,21 @@ def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> float:
     """
     copies = mesh.world
     if sharded:  # by ZeRO
-        copies /= mesh[record.data_group].size
+        copies //= mesh[record.data_group].size
     if record.shard is not None:  # from step 4 on
-        copies /= mesh[record.shard.over].size
+        copies //= mesh[record.shard.over].size
     if "pp" in mesh.groups:  # step 6: only the ranks of one stage hold it, or of two if it is tied
-        copies /= mesh["pp"].size / record.stage_copies
+        copies = copies * record.stage_copies // mesh["pp"].size
     return copies
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups over which to sum, one after another, to get the sum over all ranks. (If the ranks
-    [0 1] [2 3] have the numbers [1 2] [3 4], sums over rows give [3 3] [7 7], and then sums over
-    columns [10 10] [10 10].)
+    """The groups over which to sum, one after another, to get the sum over all ranks: in step 3 dp
+    alone, in step 4 dp and then tp. (If the ranks [0 1] [2 3] have the numbers [1 2] [3 4], sums
+    over rows give [3 3] [7 7], and then sums over columns [10 10] [10 10]. One sum over all ranks
+    would need a group that nothing else needs.)
 
-    In step 3 that is dp alone. From step 5 on, one sum over "data" replaces those over dp and cp.
+    From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
     """
     if "data" not in mesh.groups:
         return list(mesh.sizes)
@@ -123,27 +125,26 @@ def note_record(param: Tensor, **changes: Any):
     """Change fields of a parameter's record. Steps 4 to 7 note in it what they change; initial
     weights, sums of gradients, ZeRO, the global norm and checkpoints follow it.
 
-    In step 4, on the first of two ranks of tp:
+    In step 4 with sequence parallelism, on the first of two ranks of tp:
 
         parameter, its full shape    shard                 partial_over
         q_proj.weight [128, 128]     dim 0 over tp: 0-63   None
         norm.weight [128]            None                  "tp"
 
     (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W.) The gradient of
-    a norm must also be summed over tp, because with sequence parallelism the ranks of tp have
-    different tokens.
+    a norm must also be summed over tp, because the ranks of tp have different tokens of a sequence.
     """
     param.parallel_record = replace(record_of(param), **changes)
 
 
-def shard_of(full: Tensor, shard: Shard) -> Tensor:
+def shard_of(whole: Tensor, shard: Shard) -> Tensor:
     """This rank's shard of a tensor, zero in the padding. It may be all padding."""
-    shape = list(full.shape)
+    shape = list(whole.shape)
     shape[shard.dim] = shard.stop - shard.start
-    local = full.new_zeros(shape)
-    start = min(shard.start, full.shape[shard.dim])
-    length = min(shard.stop, full.shape[shard.dim]) - start
-    local.narrow(shard.dim, 0, length).copy_(full.narrow(shard.dim, start, length))
+    local = whole.new_zeros(shape)
+    start = min(shard.start, shard.full)
+    length = min(shard.stop, shard.full) - start
+    local.narrow(shard.dim, 0, length).copy_(whole.narrow(shard.dim, start, length))
     return local
 
 

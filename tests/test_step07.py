@@ -225,7 +225,7 @@ def test_aux_loss_of_the_figure():
 def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
-    mesh.join("sequence", "cp", "tp", queue="gradients")
+    mesh.add_groups_along("sequence", "cp", "tp", queue="gradients")
     moe = layer()
     moe.sequence_group = mesh["sequence"]
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]

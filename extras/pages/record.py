@@ -298,7 +298,7 @@ def router(mesh: Mesh, ep: int) -> step07.MoE:
     element.
     """
     flags = FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1, balance="none")
-    mesh.add_groups("ep", mesh.ranks.reshape(-1, ep), queue="gradients")
+    mesh.add_groups("ep", mesh.grid.reshape(-1, ep), queue="gradients")
     layer = step07.MoE(SMALL.dim, SMALL.ffn_dim, step07.Config(**flags), mesh)
     weight = layer.router.weight.data
     weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))

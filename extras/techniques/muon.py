@@ -211,7 +211,7 @@ def stage_group(mesh: Any) -> Group:
     if mesh is None:
         return Group("muon", 0, 1, None)
     dims = [dim for dim in mesh.sizes if dim != "pp"]
-    mesh.join("muon", *dims, queue="gradients")
+    mesh.add_groups_along("muon", *dims, queue="gradients")
     return mesh["muon"]
 
 

@@ -31,7 +31,7 @@ def build_model(flags: dict[str, Any]) -> Decoder:
         alone = flags | dict(pp=1, cp=1, tp=1, ep=1)
         config = cls(**{each.name: alone[each.name] for each in fields(cls) if each.name in alone})
         mesh = Mesh(pp=1, dp=1, cp=1, tp=1)
-        mesh.join("data", "dp", "cp", queue="gradients")
+        mesh.add_groups_along("data", "dp", "cp", queue="gradients")
         step07.shard_experts(model, mesh, config)
     return model
 
