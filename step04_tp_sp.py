@@ -1,4 +1,4 @@
-"""Step 4: tensor and sequence parallelism. Ranks share each matrix and, between blocks, the tokens.
+"""Step 4: tensor and sequence parallelism. Ranks divide matrices and, between blocks, tokens.
 
 A *block*, attention or the MLP, is two matrix products with something between: h(x A) B.
 
@@ -39,8 +39,8 @@ tiny's 8 query heads and 4 key/value heads:
     g    ReduceFromTensorParallel   all-reduce the terms       identity: dL/d(term) = dL/d(sum)
 
 Each of the n ranks calls backward on the same loss. Still gradients are not n times too large:
-after g all ranks have the same dy, each takes it through its own term alone, and f adds these n
-different terms.
+after g all ranks have the same dy, each computes from it the gradient of its own term alone, and f
+adds these n different terms.
 
 Where f and g are in the code:
 
@@ -50,16 +50,18 @@ Where f and g are in the code:
                        of the block's `project`
     lm_head            a forward pre-hook              - (its logits stay sharded)
 
-So one f serves q, k and v, another one gate and up. RoPE comes after f: it sees all positions.
+So one f serves q, k and v, another one gate and up.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
 n ranks compute the same norms and residual sums x + block(x), on the same s tokens. An all-reduce
 is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does
 the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its
-norms, its residual sums, and what norms save for backward are 1/n. (But the block's first matrices
-save whole what f gathers.) A micro-batch sends as many bytes as without SP (with --recompute full
-more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only its own tokens'
-term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a training step.
+norms, its residual sums, and what norms save for backward are 1/n. (But f's output, all s tokens,
+is saved on every rank, for the gradients of the block's first matrices.) f gathers the tokens
+before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without SP (with
+--recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only
+its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
+training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
@@ -68,9 +70,9 @@ term of the gradient: `sum_partial_gradients` adds these terms up over tp, once 
 (`enter_block` is f, `leave_block` is g, each with SP or without. In Korthikanti et al. f and g of
 SP are named g and g-bar.)
 
-THE VOCABULARY. Rank i has the rows of its token ids in embedding and head. In the embedding, tokens
-with other ids give zeros, and g sums. In the loss each rank has the logits of its ids, and two
-numbers a token from each rank are enough (`VocabParallelCrossEntropy`).
+THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
+In the embedding, tokens with other ids give zeros, and g sums. In the loss each rank has the logits
+of its ids, and two numbers a token from each rank are enough (`VocabParallelCrossEntropy`).
 
 WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have all of
 it, and the same. Shard: each has its part. Partial: each has a term of a sum. (In DTensor's words:
@@ -84,26 +86,27 @@ Replicate, Shard, Partial.)
     q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
     q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
     o_proj down_proj                       [out, in/n]      shard    shard     rows of B
-    their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
+    output of these two and of the         [b, s, dim]      partial  whole     g's forward sums it
+    embedding, before g
     logits                                 [b, s, vocab/n]  shard    shard
 
-(If n does not divide vocab or ffn_dim, the last shards end in zeros. They stay zeros: a padded
-channel of the MLP is 0 and meets zeros in down_proj, and the loss leaves padded logits out, so
-their gradients are zero.)
+(If n does not divide vocab or ffn_dim, the last shards end in zeros. They stay zeros, because their
+gradients are zero: a padded channel of the MLP is 0 and meets zeros in down_proj, no token has a
+padded id, and the loss leaves padded logits out.)
 
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of x sends 2 (n-1)/n S, an all-gather or a
 reduce-scatter (n-1)/n S. So an f, or a g, costs (n-1)/n x 2 S in forward and backward together. A
-layer has two f and two g, the embedding one g, the head one f. In a micro-batch a rank sends over
-tp (n-1)/n times
+layer has two f and two g, the embedding one g, the head one f. Multiply this table by (n-1)/n: the
+bytes that a rank sends over tp in a micro-batch.
 
-                                        a layer   embedding and head
-    with SP or without                  8 S       4 S
-    SP, --recompute full                11 S      4 S     + 3 S: forward again without its last g
-    --no-sp --recompute full            10 S      4 S     + 2 S: forward again without its last g
+                                        each layer         embedding and head
+    with SP or without                  8 S                4 S
+    SP, --recompute full                8 S + 3 S = 11 S   4 S
+    --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
-(In forward each f and each g of SP costs S; without SP a g costs 2 S, and an f nothing.
-Recomputation stops as soon as it has all that backward needs, and the output of a layer's last g is
-not needed. With --compile it does not stop.)
+(+ 3 S or + 2 S: a layer's forward again, without its last g. In forward each f and each g of SP
+costs S; without SP a g costs 2 S, and an f nothing. Recomputation stops as soon as it has all that
+backward needs, and the output of the last g is not needed. With --compile it does not stop.)
 
 For the loss a rank also takes part, in each micro-batch, in an all-gather of two fp32 numbers a
 token from each rank: it sends n-1 times 2 numbers a token. Once in a training step it takes part in
@@ -114,7 +117,8 @@ ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
                     bytes for each of its 4 x 256 tokens: 8,192
     all-reduces     2 x 1/2 x (9 x 128 x 4 + 8) = 4,616
-    over tp         4 micro-batches and the all-reduces: 37,786,120 bytes in a training step
+    over tp         4 micro-batches (32 sequences / dp 2 / 4) and the all-reduces: 37,786,120 bytes
+                    in a training step
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -321,10 +325,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
         logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
-        held = (targets >= ids.start) & (targets < ids.stop)
-        # Column 0, masked below, if another rank has the target's logit
-        column = (targets - ids.start).where(held, 0)[..., None]
-        own_target_logit = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
+        held = (targets >= ids.start) & (targets < ids.stop)  # whether we have the target's logit
+        column = (targets - ids.start).where(held, 0)[..., None]  # if not: column 0, masked below
+        logit_there = logits.gather(-1, column).squeeze(-1)
+        own_target_logit = logit_there.where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
 
         sent = torch.stack((own_log_sum, own_target_logit))  # [2, batch, seq]
@@ -333,20 +337,19 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = received[:, 0].logsumexp(0)
         target_logit = received[:, 1].sum(0)
 
-        softmax = (logits - log_sum[..., None]).exp_()  # this rank's columns of it
-        softmax[..., len(ids) :] = 0.0
-        # softmax - one-hot, in place, because it is large; 0 for tokens that are not counted
-        target_here = held[..., None].type_as(softmax)  # 1 or 0
-        softmax.scatter_add_(-1, column, -target_here)
-        softmax.mul_(counted[..., None])
-        ctx.save_for_backward(softmax)  # which is now the logits' gradient
+        # The gradient, softmax - one-hot, [batch, seq, vocab/n], in place, because it is large
+        gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
+        gradient[..., len(ids) :] = 0.0
+        gradient.scatter_add_(-1, column, -held[..., None].type_as(gradient))
+        gradient.mul_(counted[..., None])  # 0 for tokens that are not counted
+        ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
 
     @staticmethod
     def backward(ctx, loss_gradient: Tensor):
         """Return the logits' gradient, given the scalar gradient of the loss."""
-        (logits_gradient,) = ctx.saved_tensors
-        return logits_gradient * loss_gradient, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * loss_gradient, None, None, None
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
@@ -388,8 +391,8 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
-# RowParallelLinear one whose weight has fewer inputs. (Its attributes out_features and in_features
-# still have the whole model's sizes: nothing reads them)
+# RowParallelLinear one whose weight has fewer inputs. (Its out_features and in_features, which
+# print(model) shows, are still the whole model's)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
     "q_proj": by_columns,
     "k_proj": by_heads,
@@ -415,7 +418,7 @@ def shard_vocabulary(model: Decoder, group: Group):
         model.lm_head.weight = weight
     else:
         model.lm_head.weight = shard_param(model.lm_head.weight, 0, group)
-    shard = record_of(weight).shard
+    shard = record_of(weight).shard  # that of the head is the same
     ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(weight, ids)
 
@@ -487,7 +490,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
 class Config(step03.Config):
     """Tensor and sequence parallelism."""
 
-    tp: int = flag(1, "ranks that share each matrix", least=1)
+    tp: int = flag(1, "ranks that divide each matrix", least=1)
     sp: bool = flag(True, "between the blocks, shard the tokens over tp", needs={"tp": AT_LEAST_2})
     zero: str = flag(
         "0",

@@ -1,14 +1,14 @@
-"""Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other
+"""Step 5: context parallelism. Ranks divide each sequence; only attention needs the tokens of other
 ranks.
 
 Each of n ranks has s/n of a sequence's s tokens, and so keeps only 1/n of the activations:
 sequences can be n times as long. Norms, matrices and the loss act on each token alone. In
 attention, a query attends to its own key and all earlier ones, which other ranks may have.
 
-Queries stay on their rank. Keys and values travel round a ring, always to the next higher rank, and
-from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In each, a rank
-holds the k and v of one rank, and computes with those that its queries see. Meanwhile it receives
-the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
+Queries stay on their rank. Keys and values travel round a ring, always to the right: to the next
+higher rank, and from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In
+each, a rank holds the k and v of one rank, and computes with those that its queries see. Meanwhile
+it receives the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
 `#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
@@ -36,8 +36,8 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
               its chunk 4     # # # # + . . .
 
 Each rank has 16 small units, which are 16 / 4 = 4 of the units above. In order, ranks had 1, 3, 5
-and 7, on average also 4. The work is equal not only in total but in each hop. Rank 1, for example,
-has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+and 7, on average also 4, but all waited for 7. The work is equal not only in total but in each hop.
+Rank 1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
@@ -48,20 +48,21 @@ has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 then masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused
 kernel skips most of that half.)
 
-THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part*. For each part it
-computes the output o of attention over these keys alone, and lse = log sum exp(scores). Two parts
-are merged without approximation, by weights that add up to 1 (online softmax: Milakov and
-Gimelshein 2018; `merge` has an example):
+THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part* of the keys. For
+each part it computes the output o of attention over these keys alone, and lse = log sum
+exp(scores). Two parts are merged without approximation, by weights that add up to 1 (online
+softmax: Milakov and Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
-BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own, because to
-keep those of all ranks would use the memory that cp saves. With them travels dkv: the gradient of
-these k and v, as far as it is summed. k and v leave when a hop begins; dkv leaves when the rank has
-added the term of its own queries, and so travels during the next hop, at the end of which it is
-needed. After n hops all ranks have added their terms, and the last message brings dkv back to its
-owner; no computation is left to hide it. So k and v are sent n-1 times, and dkv n times. For 3
-ranks (kv2 are the k and v of rank 2, and dkv2 {2 0} is the sum of the terms of ranks 2 and 0):
+BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own. (Those of
+all ranks would need memory for all s tokens, which cp is there to avoid.) With them travels dkv:
+the gradient of these k and v, as far as it is summed. k and v leave when a hop begins. dkv cannot
+leave so early, because the rank must first add the term of its own queries. So dkv travels during
+the next hop, and is needed at its end. After n hops all ranks have added their terms, and the last
+message brings dkv back to its owner; no computation is left to hide it. So k and v are sent n-1
+times, and dkv n times. For 3 ranks (kv2 are the k and v of rank 2, and dkv2 {2 0} is the sum of the
+terms of ranks 2 and 0):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -101,8 +102,8 @@ README, "Around the course".)
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step05_cp_ring
-In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches: in fp32
-41,943,040.
+In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches (32 sequences / 4):
+in fp32 41,943,040.
 
 PyTorch's own way, on GPUs: context_parallel of torch.distributed.tensor.experimental. Around
 forward and backward, with positions = arange(s), `with context_parallel(device_mesh["cp"],
@@ -112,7 +113,7 @@ it gathers k and v; set_rotate_method("alltoall"), of
 torch.distributed.tensor.experimental._attention, sends them round a ring.
 
 Try this: in `merge`, average the two outputs: share = 0.5. pytest tests/test_step05.py -k merge
-fails.
+fails, and the losses leave step 1's from the first step on.
 """
 
 import math
@@ -169,8 +170,8 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     yield source, kv  # the last ones, which are not sent on
 
 
-class Part(NamedTuple):
-    """Which of our queries attend to which of the source's keys. Part(slice(4, 8), slice(0, 8),
+class Visible(NamedTuple):
+    """Which of our queries attend to which of the source's keys. Visible(slice(4, 8), slice(0, 8),
     False): our tokens 4 to 7 attend to all of the source's tokens 0 to 7.
     """
 
@@ -186,7 +187,7 @@ def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
     return torch.arange(seq_len).chunk(n)[rank]
 
 
-def ordered_visible(rank: int, source: int, length: int) -> Part | None:
+def ordered_visible(rank: int, source: int, length: int) -> Visible | None:
     """Which queries of `rank` attend to which keys of `source`; None: no query does. Both ranks
     have `length` = s/n tokens.
 
@@ -196,7 +197,7 @@ def ordered_visible(rank: int, source: int, length: int) -> Part | None:
     whole = slice(0, length)
     if source > rank:
         return None
-    return Part(whole, whole, causal=source == rank)
+    return Visible(whole, whole, causal=source == rank)
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
@@ -209,18 +210,18 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
 
 
-def zigzag_visible(rank: int, source: int, length: int) -> Part:
+def zigzag_visible(rank: int, source: int, length: int) -> Visible:
     """As `ordered_visible`, for two chunks on each rank: in each hop all ranks do the same work."""
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
     # The diagonal: tokens are in order of position, so causal is right for both chunks together
     if source == rank:
-        return Part(whole, whole, causal=True)
+        return Visible(whole, whole, causal=True)
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both
-        return Part(whole, first, causal=False)
+        return Visible(whole, first, causal=False)
     # Both of source's chunks follow our first one, and precede our second one
-    return Part(second, whole, causal=False)
+    return Visible(second, whole, causal=False)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -272,7 +273,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     cannot happen: our own keys come first, and each query sees its own.)
     """
     share = torch.sigmoid(part_lse - lse)[..., None]
-    o.lerp_(part_o.to(o.dtype), share)  # o + share (part_o - o)
+    o.lerp_(part_o, share)  # o + share (part_o - o)
     lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
 
 
@@ -301,13 +302,13 @@ def part_gradients(
     do = do.to(q.dtype)
     k = repeat_heads(k.to(q.dtype), heads)
     v = repeat_heads(v.to(q.dtype), heads)
-    shares = (scaled_scores(q, k, causal) - lse[..., None]).exp()  # P
-    shares_grad = do @ v.mT  # dP
-    row_sum = (do * o).sum(-1, keepdim=True)  # D
-    scores_grad = shares * (shares_grad - row_sum)  # dS
-    dq = (scores_grad @ k) / root
-    dk = (scores_grad.mT @ q) / root
-    dv = shares.mT @ do
+    probs = (scaled_scores(q, k, causal) - lse[..., None]).exp()  # P
+    dprobs = do @ v.mT  # dP
+    row_sums = (do * o).sum(-1, keepdim=True)  # D
+    dscores = probs * (dprobs - row_sums)  # dS
+    dq = (dscores @ k) / root
+    dk = (dscores.mT @ q) / root
+    dv = probs.mT @ do
     # A kv head serves several query heads: its gradient is the sum over them.
     dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
     dv = dv.unflatten(1, (kv_heads, -1)).sum(2)
@@ -319,7 +320,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Part | None]
+        ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Visible | None]
     ) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in
         wide(q.dtype).
@@ -346,7 +347,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do: Tensor):
         """k and v travel as in forward. dkv, in wide(q.dtype), follows: a rank adds its term and
-        sends dkv on, and it arrives while the next rank computes its own term.
+        sends dkv on, and it arrives while the next rank computes its own term (but for the last
+        message, to the owner).
         """
         q, own_kv, o, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
@@ -356,8 +358,8 @@ class RingAttention(torch.autograd.Function):
         arriving = Pending()  # the message that brings `received`; in hop 0 there is none
         for source, source_kv in travel(own_kv, ctx.group):
             source_k, source_v = source_kv
-            own_dkv = torch.zeros_like(received)  # the term of our queries
-            own_dk, own_dv = own_dkv  # views
+            term = torch.zeros_like(received)  # of the source's dkv: that of our queries
+            dk_term, dv_term = term  # views
             part = ctx.visible(ctx.group.rank, source, q.shape[2])
             if part is not None:
                 queries, keys, causal = part
@@ -371,10 +373,10 @@ class RingAttention(torch.autograd.Function):
                     causal,
                 )
                 dq[:, :, queries] += part_dq
-                own_dk[:, :, keys] += part_dk
-                own_dv[:, :, keys] += part_dv
+                dk_term[:, :, keys] += part_dk
+                dv_term[:, :, keys] += part_dv
             arriving.wait()
-            dkv = own_dkv.add_(received)  # with the terms of earlier ranks
+            dkv = term.add_(received)  # with the terms of earlier ranks
             received, arriving = pass_on(dkv, ctx.group)
         arriving.wait()  # the gradient of our own k and v is back, complete
         dk, dv = received.to(q.dtype)
@@ -382,7 +384,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Part | None]
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Visible | None]
 ) -> Tensor:
     """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] ->
     like q. `visible`: `zigzag_visible` or `ordered_visible`.
@@ -411,7 +413,7 @@ CONTEXT: dict[str, ContextMode] = {
 class Config(step04.Config):
     """Context parallelism."""
 
-    cp: int = flag(1, "ranks that share each sequence", least=1)
+    cp: int = flag(1, "ranks that divide each sequence", least=1)
     cp_mode: str = flag(
         "zigzag",
         "how sequences are sharded, and how shards attend to one another",
@@ -421,12 +423,12 @@ class Config(step04.Config):
 
 
 def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
-    """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's
+    """Let the ranks of `mesh["cp"]` divide each sequence. Returns the positions of this rank's
     tokens, int64 [s/n], on the CPU.
 
     Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
-    before k travels. Raises UserError if n does not fit the sequences or, with SP, tp the tokens of
-    a rank.
+    before k travels. Raises UserError if a sequence cannot be cut among n ranks or, with SP, a
+    rank's tokens among the ranks of tp.
 
     Ranks of cp, like those of dp, hold the same weights and see different tokens. So gradients are
     summed, and ZeRO shards, over dp x cp: `mesh["data"]`.
@@ -488,8 +490,7 @@ def train(config: Config, run: Run):
         loss = 0.0
         sync.begin(len(xs))
         for x, y in zip(xs, ys, strict=True):
-            summed_loss = model(x, y, positions)  # new: positions
-            micro_loss = summed_loss / n_targets  # scale once ...
+            micro_loss = model(x, y, positions) / n_targets  # new: positions. Scale once ...
             micro_loss.backward()  # ... then only sum: this adds to the rank's gradients
             loss = loss + micro_loss.detach()
         sync.finish()  # now each gradient is the sum over dp and cp

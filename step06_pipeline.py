@@ -425,7 +425,7 @@ SCHEDULES: dict[str, Callable] = {"afab": AllForwardAllBackward, "1f1b": OneForw
 class Config(step05.Config):
     """Pipeline parallelism."""
 
-    pp: int = flag(1, "ranks that share the layers", least=1)
+    pp: int = flag(1, "ranks that divide the layers", least=1)
     schedule: str = flag("1f1b", "order of the work", SCHEDULES)
     chunks: int = flag(
         2, "stages on each rank", least=2, needs={"schedule": ["interleaved"], "pp": AT_LEAST_2}

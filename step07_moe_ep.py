@@ -466,7 +466,7 @@ class Config(step06.Config):
         0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
     )
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
-    ep: int = flag(1, "ranks, of dp x cp x tp, that share the experts", least=1)
+    ep: int = flag(1, "ranks, of dp x cp x tp, that divide the experts", least=1)
 
 
 def check_experts(config: Config, mesh: Mesh):

@@ -127,8 +127,8 @@ FAULTS = [
     ),
     Fault(
         "common.layout",
-        "squares / copies",
-        "squares",
+        "square / copies",
+        "square",
         "test_step03::test_global_norm",
         "every copy of an element counts in the norm",
     ),
@@ -141,8 +141,8 @@ FAULTS = [
     ),
     Fault(
         "step05_cp_ring",
-        "micro_loss = summed_loss / n_targets",
-        'micro_loss = summed_loss / n_targets * mesh["cp"].size',
+        "micro_loss = model(x, y, positions) / n_targets",
+        'micro_loss = model(x, y, positions) / n_targets * mesh["cp"].size',
         "test_step05::test_cp_trains_to_step_1s_numbers",
         "the loss is multiplied by cp",
     ),
@@ -162,8 +162,8 @@ FAULTS = [
     ),
     Fault(
         "step05_cp_ring",
-        "source_k, source_v = source_kv\n            own_dkv",
-        "source_k, source_v = own_kv\n            own_dkv",
+        "source_k, source_v = source_kv\n            term",
+        "source_k, source_v = own_kv\n            term",
         "test_step05::test_ring_backward",
         "backward uses the k and v of another hop, although forward is right",
     ),

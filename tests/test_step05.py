@@ -80,13 +80,13 @@ def test_part_attention(kind, wide, bound, keys, causal):
 
 
 @task("parts", 4)
-@cases("dtype, offset", [(FP64, 900.0), (BF16, 0.0)])  # e^900 is inf; bf16 is merged into fp64
-def test_merge(dtype, offset):
+@cases("offset", [0.0, 900.0])  # e^900 is inf
+def test_merge(offset):
     """Three parts, from an empty start: the average of their values by weight, in place."""
-    values = draw("values", 0, 3, 2, 4, 5, 8).to(dtype)
+    values = draw("values", 0, 3, 2, 4, 5, 8)
     weights = draw("weights", 0, 3, 2, 4, 5).exp()
     part_lse = weights.log() + offset
-    o = torch.zeros_like(values[0], dtype=FP64)
+    o = torch.zeros_like(values[0])
     lse = torch.full_like(part_lse[0], -torch.inf)
     for i in range(3):
         step.merge(o, lse, values[i], part_lse[i])
@@ -295,7 +295,7 @@ def test_k_and_v_of_earlier_hops_are_freed():
     group, (q, k, v, do), _ = shard_inputs()
     found = []
 
-    def visible(*hop: int) -> step.Part:  # is called at the start of each hop
+    def visible(*hop: int) -> step.Visible:  # is called at the start of each hop
         found.append(live.bytes)
         return step.zigzag_visible(*hop)
 

@@ -92,7 +92,7 @@ class FlashRing(torch.autograd.Function):
             queries, keys, causal = zigzag_visible(group.rank, source, q.shape[2])
             source_k, source_v = source_kv[:, :, :, keys]
             part_o, part_lse = flash_attention(q[:, :, queries], source_k, source_v, causal)
-            merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
+            merge(o[:, :, queries], lse[:, :, queries], part_o.to(o.dtype), part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
