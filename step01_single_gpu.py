@@ -15,14 +15,15 @@ such.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
-token that ends a document); sequences of 256 tokens; 804,224 parameters.
+token that ends a document); sequences of 256 tokens; 804,224 parameters. (A model's number of
+parameters counts numbers. Elsewhere a parameter is a tensor, such as one matrix.)
 
 PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
 1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
 gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies (as Micikevicius et
 al. 2017 did for fp16). Weights are bf16 on a GPU that has it, else fp32, unless --dtype says
-otherwise. AdamW's *moments* are running averages of the gradient and of its square, one number
-each. Bytes for each parameter:
+otherwise. AdamW's *moments* are running averages of the gradient and of its square, two numbers for
+each weight. Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -30,9 +31,8 @@ each. Bytes for each parameter:
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
        2      2 + 4        4       4 + 4     20    as here, and a bf16 gradient is kept, too
 
-RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. With a
-fused attention kernel (on a CPU; on a GPU in bf16), and without --compile, a layer saves for each
-token
+RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. On a
+GPU in bf16, without --compile, a layer saves for each token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two norms                       512
@@ -43,15 +43,15 @@ token
     and in fp32:
     n_heads + 2             log sum exp(scores) for each head, 1 / rms for each norm   10
 
-(From log sum exp, the kernel's backward computes the attention probabilities again, so that they
-need not be saved. In fp32, PyTorch has no such kernel on GPUs for heads that share keys.) In bf16
-these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. With --recompute full (activation
+In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. (A CPU saves 12 dim bytes more, 1,536,
+because its norms are not fused. RoPE's tables, which all layers share, are not counted. The
+attention kernel is fused: from log sum exp its backward computes the attention probabilities again,
+so that they need not be saved. On a GPU in fp32, PyTorch has no such kernel for heads that share
+keys, and saves them.) With --recompute full (activation
 checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in bf16: 256
 bytes), and backward repeats its forward. The repetition stops as soon as it has the input of
 down_proj, the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it
 does not stop.)
-
-(RoPE's tables, which all layers share, are not counted. A CPU has no fused norm, and saves more.)
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward
 (2 for the gradient of the input, 2 for that of the weight). (The embedding's cost none: it is
@@ -69,8 +69,8 @@ matrices have 804,224 - 257 x 128 - 9 x 128 = 770,176 weights:
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
 A layer of tiny has 184,320 weights in matrices, of which down_proj has 352 x 128 = 45,056.
-Recomputation repeats the 2 forward FLOPs of each weight of a layer, except those of down_proj, and
-the two products of attention:
+Recomputation repeats the two products of attention, and the 2 forward FLOPs of each weight of a
+layer but down_proj's:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
@@ -199,7 +199,7 @@ def learning_rate(step: int, config: Config) -> float:
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
     lowest = 0.1 * config.lr
     return lowest + (config.lr - lowest) * (1 + math.cos(math.pi * progress)) / 2
 
@@ -220,7 +220,7 @@ class Optimizer:
 
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set two dicts keyed by name, `params` and their `masters`; then `torch_optimizer`, which
-        updates the masters. (`mesh` is only for an optional optimizer.)
+        updates the masters. (`mesh`, which step 3 gives, is only for an optional optimizer.)
         """
         self.model = model
         self.config = config

@@ -8,7 +8,7 @@
 torchrun starts this script n times. Each process is a *rank* and joins the others with
 `init_process_group`. A *collective* is a call that all ranks of a group make. After
 `dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element. (Ours, in
-common/comm.py, starts the sum and returns a `Pending`, whose `wait` ends it.)
+common/comm.py, starts the sum and returns a `Pending`. After its `wait`, the sum may be used.)
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T, where l_i is the loss of target token i, and T
 counts those of the global batch. The gradient of a sum is the sum of gradients. Each rank's loss is
@@ -30,8 +30,9 @@ THREE WAYS TO SUM:
 BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--bucket-mb; a larger
 parameter has its own): each `.grad` is a view of one. A bucket counts how many additions to its
 gradients are still to come. Tiny's first has 11 parameters (the head, the last norm, and layer 3's
-nine), so with 2 micro-batches its counter starts at 22. It reaches 0 in the backward of the last
-micro-batch: the all-reduce of this bucket starts, while backward goes on to earlier layers.
+nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter starts at 22. It reaches 0
+in the backward of the last micro-batch: the all-reduce of this bucket starts, while backward goes
+on to earlier layers.
 
 All ranks must start their collectives in the same order. So buckets are sent in a fixed order: a
 complete one waits for those before it (Li et al. 2020, "PyTorch Distributed"). Below is the
@@ -50,8 +51,8 @@ below): in a training step 2 (n-1)/n times the bytes of all gradients and of the
 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, up to rounding. The effects of rounding grow from step to step, so
-this judges only the first 20:
+You should see step 1's losses, up to rounding. The effects of rounding grow from one training step
+to the next, so this judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU, train both runs with --dtype fp32.) In runs/step02_ddp/metrics.jsonl, `sent` has the
 bytes that rank 0 sends in a training step, for each group, here only dp. (It leaves out the small
@@ -219,15 +220,12 @@ class BucketSync:
     If a parameter has a `.grad`, backward adds to it in place. So `begin` sets each `.grad` to a
     part of a bucket's buffer: there the gradients of all micro-batches add up, and nothing is
     copied. Backward completes gradients roughly from the last parameter to the first; buckets list
-    them in this order. All ranks must start their collectives in the same order: a bucket is sent
-    when it *and all before it* are complete. (The embedding's gradient comes last: no computation
-    is left that could overlap the last sum.)
+    them in this order. A bucket is sent when it *and all before it* are complete. (The embedding's
+    gradient comes last: no computation is left that could overlap the last sum.)
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
-        """Fill buckets, and add hooks. The optimizer must exist already: it sets the gradients'
-        dtype.
-        """
+        """Fill buckets, and add hooks. `Optimizer` comes first: it sets grad_dtype."""
         params_in_backward = list(model.parameters())[::-1]  # roughly the order of backward
         self.buckets = fill_buckets(params_in_backward, mesh, config.bucket_mb * 2**20)
         self.unsent: list[Bucket] = []
@@ -300,7 +298,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
-    optimizer = Optimizer(model, config, mesh)
+    optimizer = Optimizer(model, config)
     sync = SYNCS[config.sync](model, config, mesh)  # new: sums gradients over the ranks
 
     # new: sync and mesh

@@ -3,8 +3,8 @@ weights.
 
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
 every rank makes the same update. AdamW updates each element by itself. So with ZeRO, rank r of n
-updates only shard r of the weights, whichever matrices or halves of matrices that is, and needs
-*state*, masters and moments, of that shard alone. (Only clipping looks at all elements of the
+updates only shard r of the weights, which may begin or end inside a matrix, and needs *state*,
+masters and moments, of that shard alone. (Only clipping looks at all elements of the
 gradient: their squares are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
@@ -30,9 +30,9 @@ Plain gradient descent with rate 0.1:
                gradient    sum 11 22                sum 33 44
 
 (own: of this rank's sequences, in a buffer apart from the sum; stage 1 frees it after the update,
-stage 2 after its reduce-scatter. sum: over both ranks.) For the weights of its sum a rank also
-holds masters and moments (this example has neither): for all four in stage 0, for two in the
-others. With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In
+stage 2 after its reduce-scatter. sum: over both ranks.) A rank also holds masters and moments, if
+there are any: of all four weights in stage 0, of its two in the others. (Plain gradient descent has
+none.) With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In
 stages 1 and 2 an all-gather gives all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
@@ -52,16 +52,17 @@ sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not i
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
       next micro-batch's forward (see `Zero2`)
-    - in stage 3, the whole weights of two units (if embedding and head are tied, three; with --keep
-      all: see `Zero3`)
-    - the gradient that autograd has just computed, of one parameter, in the weights' dtype (if
-      embedding and head are tied, also the head's term, until the embedding's comes)
+    - in stage 3, the whole weights of two units; with --keep, of all (see `Zero3`)
+    - the gradient that autograd has just computed, of one parameter, in the weights' dtype
     - with gloo, but not with NCCL, a second buffer of the unit's size for each reduce-scatter in
       flight: in stage 1, in the end, for all units
 
-State is sharded first: it is the largest part, and stage 1 sends no more bytes than step 2 (except
-for padding), because an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes
-the update between the two.
+(If embedding and head are tied, some numbers here and below change: `Zero3` says which.)
+
+State is sharded first: it is the largest part, and stage 1 sends as many elements as step 2, but
+for the padding and 8 bytes of a norm: an all-reduce is a reduce-scatter and then an all-gather, and
+stage 1 makes the update between the two. (In bf16 it sends fewer bytes, because the gathered
+weights have 2 bytes, not 4.)
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
@@ -73,8 +74,7 @@ What is sent. Let
     m    the number of micro-batches that a rank has in a training step
     P    the number of parameters, in stages 1 to 3 with the padding of units
     e    the elements of E and H. A micro-batch gathers these once, not twice: E's backward needs no
-         weights, and H's follows its forward at once, so H stays. (If embedding and head are tied,
-         e is the last norm alone: see `Zero3`)
+         weights, and H's follows its forward at once, so H stays
 
 In a training step a rank sends (n-1)/n times this many elements:
 
@@ -151,8 +151,8 @@ class Unit:
         flat           [padded]        weights' dtype   the parameters are views of it
         shard          [padded / n]    weights' dtype   this rank's shard of `flat`
         master         [padded / n]    wide             its master
-        local_grad     [padded]        wide             of this rank's tokens (in stages 2 and 3, of
-                                                        one micro-batch's)
+        local_grad     [padded]        wide             of this rank's micro-batches so far (in
+                                                        stages 2 and 3, of the current one)
         summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
     (padded: the number of the parameters' elements, with the padding. wide: fp32, or fp64 if the
@@ -174,15 +174,15 @@ class Unit:
         some_param = next(iter(named.values()))  # all have the same dtype and device
         self.flat = some_param.new_zeros(self.shard_length * group.size)
         for name, param in named.items():
-            self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # it stays the same nn.Parameter
+            self.part_of(self.flat, name).copy_(param.detach())
+            param.data = self.part_of(self.flat, name)  # it stays the same nn.Parameter
         self.shard = self.flat[self.shard_start : self.shard_start + self.shard_length]
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
         self.summed_grad: Tensor | None = None
 
-    def view(self, flat: Tensor, name: str) -> Tensor:
+    def part_of(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
         `flat`.
         """
@@ -198,15 +198,13 @@ class Unit:
         """
         start, stop = self.bounds[name]
         low = max(start, self.shard_start)
-        high = min(stop, self.shard_start + self.shard_length)
-        if high < low:
-            return low, low
+        high = max(low, min(stop, self.shard_start + self.shard_length))
         return low, high
 
     def own_part(self, own_shard: Tensor, name: str) -> Tensor:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
-        `summed_grad`; k is 0 if other ranks have all of the parameter. (In the example rank 1's
-        part is all its shard, and rank 2's the first 5 elements of its shard.)
+        `summed_grad`; k is 0 if other ranks have all of the parameter. (In `own_range`'s example
+        rank 1's part is all its shard, and rank 2's the first 5 elements of its shard.)
         """
         low, high = self.own_range(name)
         return own_shard[low - self.shard_start : high - self.shard_start]
@@ -239,8 +237,8 @@ class Zero1(Optimizer):
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
     fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
-    reduce-scatter. (A bucket of step 2 crosses layers, so its order is made explicit there. A unit
-    is one module, and on all ranks the same graph fixes the order.) The hook expects one gradient
+    reduce-scatter. (All ranks run the same backward, so they complete units in the same order.) The
+    hook expects one gradient
     of each parameter in every micro-batch; if one is missing, `finish` raises an error.
 
     Only `Optimizer.step` of step 1 is inherited. It updates `masters`, here this rank's part of
@@ -260,6 +258,7 @@ class Zero1(Optimizer):
         # Reduce-scatters: of a unit, into this rank's shard of the sum
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):
+            # Initial weights unit by unit, so that with stage 3 no rank ever has the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -288,7 +287,7 @@ class Zero1(Optimizer):
             raise RuntimeError(f"a gradient of {name} came after the last expected one")
         if unit.local_grad is None:
             unit.local_grad = torch.zeros_like(unit.flat, dtype=wide(unit.flat.dtype))
-        unit.view(unit.local_grad, name).add_(param.grad)
+        unit.part_of(unit.local_grad, name).add_(param.grad)
         param.grad = None
         if self.sum_is_due(unit):
             self.start_sum(unit)
@@ -373,8 +372,8 @@ class Zero2(Zero1):
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether as many gradients have come since the last sum as the unit has parameters. In one
-        backward, each parameter gets one.
+        """Whether this was the unit's last gradient of a micro-batch. (In each, a parameter gets
+        one.)
         """
         return unit.missing % len(unit.named) == 0
 
@@ -442,9 +441,10 @@ class Zero3(Zero2):
     A unit is freed when its last gradient has arrived. In a layer, input_layernorm's comes last.
     What is left of the layer's backward then reads no weights.
 
-    If embedding and head are tied, their matrix is in E, and H is the last norm alone. E is then
-    gathered twice, for the embedding and with H, and stays whole to the end of backward, where its
-    gradient is complete. So three units are whole at a time. (The law's e counts only the norm.)
+    TIED embedding and head. Their matrix is in E, and H is the last norm alone. E is then gathered
+    twice, for the embedding and with H, and stays whole to the end of backward, where its gradient
+    is complete. So three units are whole at a time; the law's e counts only the norm; and besides
+    the gradient that autograd has just computed, the head's term waits for the embedding's.
     """
 
     unit_type = ShardedUnit
