@@ -52,7 +52,7 @@ def load_model(
     materialize(model, 0, device, dtype)
     values = {}
     for name in saved.pieces:
-        shape = saved.any_piece(name).place.whole
+        shape = saved.example[name].place.whole
         box = tuple((0, size) for size in shape)
         values[name] = saved.assemble_shard(name, "master", box, shape)
     if model.config.tied:  # saved once, as the embedding
