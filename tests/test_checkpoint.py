@@ -69,6 +69,7 @@ def checkpoint_of(pieces: dict[Place, dict[str, Tensor]]) -> Checkpoint:
     saved = Checkpoint.__new__(Checkpoint)
     saved.folder = Path("X")
     saved.pieces = dict(weight=pieces)
+    saved.example = dict(weight=Piece(*next(iter(pieces.items()))))
     return saved
 
 
