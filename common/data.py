@@ -1,13 +1,14 @@
 """Batches of tokens. Which tokens a training step sees depends only on the data, --seed, the
-sequence length, the global batch size and the number of the step: never on ranks or layout.
+sequence length, the global batch size and the number of the step (and on NumPy, which draws the
+order): never on ranks or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
     the targets. With seq 4:    window 0: inputs stream[0:4], targets stream[1:5]
                                 window 1: inputs stream[4:8], targets stream[5:9]
 
-The last twentieth of the windows (at least one) is held out: no run trains on their targets.
-(`Data.held_out` returns them to an optional tool, which computes a trained model's loss.) Each
+The last twentieth of the windows (at least one) is held out: no run with this sequence length
+trains on their targets, so that a trained model's loss on them can be computed afterwards. Each
 epoch goes through the other n windows once, in a random order of its own, drawn from (seed, epoch):
 
     sample i    the window at place i mod n in the order of epoch i // n
@@ -16,7 +17,8 @@ epoch goes through the other n windows once, in a random order of its own, drawn
 With n = 10 and B = 4, training step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then
 places 0 and 1 of epoch 1.
 
-Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
+Targets are shifted here, before step 5 shards a sequence: the target of a shard's last token is in
+another shard. Attention may look back across END into
 an earlier document. Every rank reads the whole global batch, since token ids are small, and works
 on its share.
 
@@ -67,7 +69,7 @@ def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     return np.concatenate(streams), replaced
 
 
-@lru_cache(maxsize=2)  # a batch may span two epochs (or more, if there are few windows)
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """The numbers 0 to n-1 in the random order of an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n)
@@ -121,10 +123,6 @@ class Data:
             epoch, place = divmod(sample, self.n_train)
             windows.append(shuffled(self.n_train, self.seed, epoch)[place])
         return self.read(windows)
-
-    def held_out(self, n: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the first n held-out windows (or all, if fewer), int64 [n, seq]."""
-        return self.read(range(self.n_train, min(self.n_train + n, self.n_windows)))
 
     def read(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Tokens and targets of `windows`, int64 [windows, seq]."""

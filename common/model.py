@@ -92,7 +92,8 @@ def rope_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels (a, b) = (i, i + head_dim/2) to (a cos - b sin, b cos + a sin).
+    """RoPE: rotate each pair of channels (a, b) = (i, i + head_dim/2) to (a cos - b sin, b cos +
+    a sin).
 
     x [batch, seq, heads, head_dim] -> like x.
     """
@@ -100,26 +101,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = torch.cat((-second, first), dim=-1)
     # x * cos + turned * sin; addcmul saves one pass over memory
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
-
-
-class RoPE(torch.autograd.Function):
-    """`rotate`, with a backward of its own: the rotation by the opposite angle, whose sine is -sin.
-
-    (Autograd could differentiate `rotate`, too. But for a 16-bit x it would round each of the
-    gradient's two terms, and then their sum. This rounds once, and makes fewer passes over memory.)
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `rotate`."""
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of x."""
-        cos, sin = ctx.saved_tensors
-        return rotate(dy, cos, -sin), None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -160,8 +141,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
         q, k, v = self.project(x, self.q_proj, self.k_proj, self.v_proj)
-        q = RoPE.apply(self.split_heads(q), cos, sin)
-        k = RoPE.apply(self.split_heads(k), cos, sin)
+        q = rotate(self.split_heads(q), cos, sin)
+        k = rotate(self.split_heads(k), cos, sin)
         o = self.attend(q, k, self.split_heads(v))
         return self.o_proj(o.flatten(-2))
 

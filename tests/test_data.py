@@ -96,14 +96,6 @@ def test_each_epoch_has_every_window_once_in_another_order(numbered):
     assert len(set(orders)) == 6  # of 2 seeds x 3 epochs
 
 
-def test_held_out_windows_are_the_last_twentieth(numbered):
-    """`held_out` returns at most these, here two of 43, and fewer if asked for fewer."""
-    tokens, targets = numbered().held_out(99)
-    assert tokens.tolist() == [[*b"0041"], [*b"0042"]]
-    assert targets.tolist() == [[*b"0410"], [*b"042", END]]
-    assert numbered().held_out(1)[0].tolist() == [[*b"0041"]]
-
-
 def test_two_windows_are_the_fewest(numbered):
     """One window to train on and one to hold out are enough; with fewer, an error says so. (Of the
     text's 43 x 4 bytes and END, 173 tokens, two windows of 86 take 2 x 86 + 1.)

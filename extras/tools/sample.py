@@ -39,6 +39,11 @@ class Config:
     dataset: str = flag("", "whose tokens to use; default: the run's")
 
 
+def held_out(data: Data, n: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of the first n held-out windows (or all, if fewer), int64 [n, seq]."""
+    return data.read(range(data.n_train, min(data.n_train + n, data.n_windows)))
+
+
 @torch.no_grad()
 def held_out_loss(model: Decoder, tokens: Tensor, targets: Tensor) -> float:
     """The mean loss in nats of tokens and targets, int64 [n, seq]."""
@@ -91,7 +96,7 @@ def main(argv: list[str]):
     ids = encode(tokenizer, text)
     if not ids or max(ids) >= shape.vocab_size:
         raise UserError(f"text {text!r}: its ids {ids} must be below {shape.vocab_size}")
-    tokens, targets = Data(dataset, shape, 1, 0).held_out(config.sequences)
+    tokens, targets = held_out(Data(dataset, shape, 1, 0), config.sequences)
     loss = held_out_loss(model, tokens.to(device), targets.to(device))
     print(f"{run}: {loss:.4f} nats per token of {len(tokens)} held-out sequences\n")
     known = tokenizer.get_vocab_size() if tokenizer else END + 1
