@@ -14,20 +14,20 @@ share the micro-batch (by cp or tp). Each choice of a token is a row: e0:t1 is a
 t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token's score of e0.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
-    routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e0 e3
-    sorted: for rank 0 | 1          e0:t0 e0:t1 | e2:t1 e3:t0        e0:t3 e1:t2 | e2:t2 e3:t3
-    received: from rank 0 | 1       e0:t0 e0:t1 | e0:t3 e1:t2        e2:t1 e3:t0 | e2:t2 e3:t3
-    by expert: 1st | 2nd expert     e0:t0 e0:t1 e0:t3 | e1:t2        e2:t1 e2:t2 | e3:t0 e3:t3
-    outputs: 1st | 2nd expert       e0(t0) e0(t1) e0(t3) | e1(t2)    e2(t1) e2(t2) | e3(t0) e3(t3)
-    returned: from rank 0 | 1       e0(t0) e0(t1) | e2(t1) e3(t0)    e0(t3) e1(t2) | e2(t2) e3(t3)
+    routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e1 e2
+    sorted: for rank 0 | 1          e0:t0 e0:t1 | e2:t1 e3:t0        e1:t2 e1:t3 | e2:t2 e2:t3
+    received: from rank 0 | 1       e0:t0 e0:t1 | e1:t2 e1:t3        e2:t1 e3:t0 | e2:t2 e2:t3
+    by expert: 1st | 2nd expert     e0:t0 e0:t1 | e1:t2 e1:t3        e2:t1 e2:t2 e2:t3 | e3:t0
+    outputs: 1st | 2nd expert       e0(t0) e0(t1) | e1(t2) e1(t3)    e2(t1) e2(t2) e2(t3) | e3(t0)
+    returned: from rank 0 | 1       e0(t0) e0(t1) | e2(t1) e3(t0)    e1(t2) e1(t3) | e2(t2) e2(t3)
     out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
-                                    t1: s0 e0(t1) + s2 e2(t1)        t3: s0 e0(t3) + s3 e3(t3)
+                                    t1: s0 e0(t1) + s2 e2(t1)        t3: s1 e1(t3) + s2 e2(t3)
 
 `dispatch` goes from "sorted" to "by expert": an all-to-all, in which every rank sends rows to every
-other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", by the
-reverse: it sorts by rank, then sends. (The sorting is `transpose_blocks`.) In backward the rows'
-gradients go back the way the rows came. How many rows a rank gets depends on the tokens. So ranks
-first tell one another how many rows will come.
+other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", and
+undoes this: it sorts the outputs by rank, then sends them back. (The sorting is
+`transpose_blocks`.) In backward the rows' gradients go back the way the rows came. How many rows a
+rank gets depends on the tokens. So ranks first tell one another how many rows will come.
 
 WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
 Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
@@ -42,13 +42,14 @@ pp) every rank has different tokens: ranks of dp have other sequences; ranks of 
 other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
 refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
 mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
-so step 4's `enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with dp 4, cp 2, tp
-2, ep 8:
+so step 4's `enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with pp 1, dp 4, cp
+2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      own sequences
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
+    tp           tp              0 1                 divide attention's matrices  f, g; router sums
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
     ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
     expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
@@ -58,38 +59,37 @@ so step 4's `enter_block` and `leave_block` around an MLP are gone. On 16 ranks,
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
 expert_data adds them. ZeRO, too, shards a parameter over the group that sums its gradient: experts
-over expert_data, the others over data. (Gradients of routers are also summed over tp, as those of
-norms in step 4.)
+over expert_data, the others over data. (All ranks of a stage hold a router, and see different
+tokens. Its gradient is summed over data, and then over tp, as those of norms in step 4.)
 
 THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672; with
 --expert-dim, that in place of ffn_dim).
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
-elements, which go to the experts and back, in forward and in backward. If each rank's choices are
-spread evenly over the experts, it sends over ep, in each layer and for each micro-batch,
+elements, which go to the experts and back, in forward and in backward. It sends these bytes, if
+each rank's choices are spread evenly over the experts (e: bytes of an element; S: those of a
+micro-batch's x for all tokens that the ranks of tp share, as in step 4; n: ranks of the group):
 
-    forward     (ep-1)/ep of 2 T K dim elements, and of 8 E bytes of counts
-    backward    (ep-1)/ep of 2 T K dim elements
+    over          once in             bytes                           with --recompute full
+    ep            layer, micro-batch  (n-1)/n (4 T K dim e + 8 E)     (n-1)/n (6 T K dim e + 16 E)
+    sequence      layer, micro-batch  2 (n-1)/n 8 E                   twice as many
+    tp            layer, micro-batch  (n-1)/n 4 S                     (n-1)/n 6 S
+    tp            layer, step         2 (n-1)/n the router's gradient
+    expert_data   layer, step         2 (n-1)/n its experts' gradients
 
-With --recompute full, forward's bytes are sent twice. With --balance loss each forward, the
-repeated one too, also all-reduces 8 E bytes of counts over `sequence`.
-
-Over tp a rank sends, in each layer and for each micro-batch, (tp-1)/tp x 4 S, not step 4's 8 S:
-only attention's operators stay. (With --recompute full 6 S, not 11 S. S is step 4's: the bytes of a
-micro-batch's x, for all tokens that the ranks of tp share.) Once in a training step the gradient of
-each router, E x dim elements (with ZeRO, the rank's part of it), is all-reduced over tp. For tiny
-as launched below, in fp32, in each layer and for each micro-batch:
+(ep: rows there and back, in forward and in backward, and counts. sequence: counts, with --balance
+loss. tp: attention's f and g; an MLP in place of the experts would have 4 S more. step: a training
+step, with --zero 0.) For tiny as launched below, in fp32:
 
     ep, forward     1/2 x (2 x 256 tokens x K 2 x dim 128 x 4 bytes + 8 x 8 experts) = 262,144 + 32
     ep, backward    1/2 x  2 x 256 tokens x K 2 x dim 128 x 4 bytes                  = 262,144
     sequence        2 x 3/4 x 8 bytes x 8 experts                                    = 96
     tp              1/2 x 4 x (4 sequences x 256 / cp 2 tokens x dim 128 x 4 bytes)  = 524,288
+    expert_data     2 x 1/2 x 4 experts x 135,168 weights x 4 bytes                  = 2,162,688
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
-16 x 96 = 1,536 over `sequence`, and near 16 x 524,320 = 8,389,120 over ep, because choices are not
-spread evenly. The gradients of 4 experts in each of 2 layers, 2 x 4 x 135,168 x 4 = 4,325,376
-bytes, are all-reduced once in a training step over expert_data, which has 2 ranks: so a rank sends
-2 x 1/2 x 4,325,376 bytes.
+16 x 96 = 1,536 over `sequence`, 2 x 2,162,688 = 4,325,376 over expert_data, and near
+16 x 524,320 = 8,389,120 over ep, because choices are not spread evenly.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
@@ -101,13 +101,13 @@ the gradients are those of
 
 (The loss that you see excludes the second term.)
 
-In the figure f = 3/8 1/8 2/8 2/8. With P = 0.4 0.1 0.25 0.25, E sum f P is 4 x (0.15 + 0.0125 +
-0.0625 + 0.0625) = 1.15; if all f and all P are 1/E, it is 1.
+In the figure f = 2/8 2/8 3/8 1/8. With P = 0.25 0.25 0.4 0.1, E sum f P is 4 x (0.0625 + 0.0625 +
+0.15 + 0.0125) = 1.15; if all f and all P are 1/E, it is 1.
 
 f comes from counts, so it has no gradient. The auxiliary loss gives the router's logit of e for a
 token, (W x)_e, the gradient c p_e (f_e - sum_j p_j f_j), where c is aux_loss_coeff E / (M x tokens
-of the micro-batch). So the update pushes the logit
-down if f_e is above the mean of f under this token's p, and up if it is below.
+of the micro-batch). So the update pushes the logit down if f_e is above the mean of f under this
+token's p, and up if it is below.
 
 f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
 --micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
@@ -159,9 +159,10 @@ from step06_pipeline import SCHEDULES, sum_tied
 #     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
 # On a rank of the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
-# leaving_GL[r, i]: how many of our rows go to rank r's i-th expert.
-# arriving_GL[r, i]: how many rows come from rank r for our i-th expert.
-# (Rank 0 of the figure: both are [[2, 0], [1, 1]].)
+# leaving_GL[r, i]: how many of our rows go to rank r's i-th expert. On rank 0 of the figure:
+#     [[2, 0], [1, 1]]: e0 gets 2, e1 none, e2 and e3 get 1 each.
+# arriving_GL[r, i]: how many rows come from rank r for our i-th expert. On rank 0 of the figure:
+#     [[2, 0], [0, 2]]: rank 0 sends 2 for e0, rank 1 sends 2 for e1.
 
 
 def count_choices(ids_TK: Tensor, experts: int) -> Tensor:
@@ -177,7 +178,8 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
     then by i.
 
-    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
+    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none). (bb: a block of
+    two rows.)
     """
     blocks = rows.split(sizes.flatten().tolist())
     n_i, n_j = sizes.shape
@@ -231,10 +233,10 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     arriving_GL = torch.empty_like(leaving_GL)
     all_to_all(arriving_GL, leaving_GL, group).wait()
     counts_L = arriving_GL.sum(0)
-    # Split sizes: the CPU waits for the GPU here, once for both. (On a GPU with a kernel for
-    # grouped_mm nothing else waits, if `expert_product` uses it.)
-    both = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return both[0], both[1], counts_L
+    # Split sizes: the CPU waits for the GPU here, once for both. (The layer waits nowhere else,
+    # unless `expert_product` takes its second path, whose `tolist` waits, too.)
+    on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return on_cpu[0], on_cpu[1], counts_L
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
@@ -369,13 +371,13 @@ class MoE(nn.Module):
         out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
-        return self.balance(out_TD.view_as(x), p_TE, counts_E)
+        return self.after_experts(out_TD.view_as(x), p_TE, counts_E)
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Return the layer's output [batch, seq, dim]. A subclass may record the choices, or give
-        `out` a second gradient, but must not change its numbers.
+    def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Return the layer's output `out` [batch, seq, dim]. A subclass may record the choices, or
+        attach a loss whose gradient backward adds.
 
-        p [T, E]: all probabilities. counts int64 [E]: how many of this rank's choices each got.
+        p_TE: all probabilities. counts_E: how many of this rank's choices each expert got.
         """
         return out
 
@@ -385,8 +387,8 @@ class MoE(nn.Module):
 
 def keep_choices() -> tuple:
     """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
-    saved. Computed again, p may be rounded differently, so that another expert is chosen than in
-    forward: then the rows would no longer fit.
+    saved. Computed again, p need not have the same bits, so another expert could be chosen than in
+    forward. Then the rows would no longer fit.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -444,7 +446,7 @@ class LossBalancedMoE(MoE):
         n_experts = len(f_E)
         return n_experts * (f_E * term_of_P_E).sum()
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
         aux_loss = self.aux_loss(p_TE, counts_E)
         return AddGradientOfLoss.apply(out, self.coeff * aux_loss)
@@ -470,7 +472,7 @@ class Config(step06.Config):
 
 
 def check_experts(config: Config, mesh: Mesh):
-    """Raise UserError unless the numbers of experts and of ranks fit one another."""
+    """Raise UserError unless the flags of experts fit one another and the layout."""
     ranks = mesh.world // config.pp
     if config.experts % config.ep:
         raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
@@ -500,8 +502,8 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # All ranks hold the router. Ranks of data see different sequences or tokens; so do those of tp,
-    # and each of these has only a term of the router's gradient
+    # Each rank of the stage has a term of the router's gradient: `sync` sums them over data, and
+    # `sum_partial_gradients` over tp
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         if mesh["ep"].size > 1:
@@ -513,8 +515,8 @@ def shard_moe(moe: MoE, mesh: Mesh):
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Check the flags, create the groups of experts, and replace MLPs (with step 4's operators
-    around them) by this rank's experts. Raises UserError.
+    """Check the flags, create the groups of experts, and replace each MLP (with step 4's operators
+    around it) by a layer with the router and this rank's experts. Raises UserError.
     """
     check_experts(config, mesh)
     make_groups(mesh, config)
@@ -610,7 +612,7 @@ class BiasBalancedMoE(MoE):
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
         (With --recompute full forward runs twice, but the second run stops before this line: it

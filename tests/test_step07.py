@@ -194,9 +194,9 @@ def test_a_layer_of_bf16_routes_in_fp32():
 
 @task("balance", 1)
 def test_aux_loss_of_the_figure():
-    """Step 7's docstring: f = 3/8 1/8 2/8 2/8 and P = 0.4 0.1 0.25 0.25 give 1.15."""
-    p = torch.tensor([0.4, 0.1, 0.25, 0.25], dtype=FP64).expand(4, 4)
-    loss = layer(experts=4).aux_loss(p, torch.tensor([3, 1, 2, 2]))
+    """Step 7's docstring: f = 2/8 2/8 3/8 1/8 and P = 0.25 0.25 0.4 0.1 give 1.15."""
+    p = torch.tensor([0.25, 0.25, 0.4, 0.1], dtype=FP64).expand(4, 4)
+    loss = layer(experts=4).aux_loss(p, torch.tensor([2, 2, 3, 1]))
     close(loss, 1.15, "the auxiliary loss")
 
 
@@ -261,7 +261,7 @@ def test_bias_moves_by_the_rate_towards_the_mean_load():
     moe = layer(balance="bias", bias_rate=0.5)
     unused = torch.zeros(1)
     for counts in ([4, 1, 0, 1, 3], [2, 0, 3, 1, 1]):
-        moe.balance(unused, unused, torch.tensor(counts))
+        moe.after_experts(unused, unused, torch.tensor(counts))
     moe.end_step()
     moe.end_step()  # no loads since
     close(moe.bias.tolist(), [-0.5, 0.5, 0.5, 0.5, -0.5], "the biases")

@@ -86,7 +86,7 @@ TASKS: dict[int, dict[str, str]] = {
         "layer": "MoE.probabilities MoE.choose MoE.score MoE.through_experts count_choices "
         "MoE.forward",
         "balance": "AddGradientOfLoss.forward AddGradientOfLoss.backward LossBalancedMoE.aux_loss "
-        "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
+        "LossBalancedMoE.after_experts BiasBalancedMoE.choose BiasBalancedMoE.after_experts "
         "BiasBalancedMoE.end_step",
         "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "
         "exchange_counts MoE.run_experts",
