@@ -8,8 +8,8 @@ masters and moments, of that shard alone. (Only clipping looks at all elements o
 gradient: their squares are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
-H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide it; rank r
-updates shard r.
+H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide its number of
+elements; rank r updates shard r.
 
     unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
@@ -23,17 +23,18 @@ Plain gradient descent with rate 0.1:
     stage 0    weights     1 2 3 4                  1 2 3 4
                gradient    sum 11 22 33 44          sum 11 22 33 44
     stage 1    weights     1 2 3 4                  1 2 3 4
-               gradient    own 1 2 3 4, sum 11 22   own 10 20 30 40, sum 33 44
+               gradient    local 1 2 3 4, sum 11 22 local 10 20 30 40, sum 33 44
     stage 2    weights     1 2 3 4                  1 2 3 4
                gradient    sum 11 22                sum 33 44
     stage 3    weights     1 2                      3 4
                gradient    sum 11 22                sum 33 44
 
-(own: of this rank's sequences, in a buffer apart from the sum; stage 1 frees it after the update,
-stage 2 after its reduce-scatter. sum: over both ranks.) A rank also holds masters and moments, if
-there are any: of all four weights in stage 0, of its two in the others. (Plain gradient descent has
-none.) With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In
-stages 1 and 2 an all-gather gives all four to both.
+(local: of this rank's sequences, in a buffer apart from the sum; stage 1 frees it after the update,
+stages 2 and 3 after its reduce-scatter. sum: over both ranks.) A rank also holds masters and
+moments, if there are any: of all four weights in stage 0, of its two in the others. (Plain gradient
+descent has no moments, and in fp32 no masters apart from the weights.) With stages 1 to 3, rank 0
+then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In stages 1 and 2 an all-gather gives
+all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
@@ -42,27 +43,28 @@ every rank holds 6 bytes, and the ranks share out 16:
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
     0       weights, gradients, state       18             18       16             16
-    1       weights, own gradients          6 + 16/n       8        8 + 12/n       9.5
+    1       weights, local gradients        6 + 16/n       8        8 + 12/n       9.5
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-(Stage 1 in bf16: whole, 2 of the weight and 4 of this rank's own gradient; of one shard, 4 of the
-sum, which has a buffer of its own, 4 of the master and 8 of the moments.) Not in the table:
+(Stage 1 in bf16: whole, 2 of the weight and 4 of the local gradient; of one shard, 4 of the sum, 4
+of the master and 8 of the moments. Local gradients are needed until the end of backward; stage 1
+could free them just before the update, but not sooner.) Not in the table, mainly:
 
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
       next micro-batch's forward (see `Zero2`)
     - in stage 3, the whole weights of two units; with --keep, of all (see `Zero3`)
-    - the gradient that autograd has just computed, of one parameter, in the weights' dtype
-    - with gloo, but not with NCCL, a second buffer of the unit's size for each reduce-scatter in
-      flight: in stage 1, in the end, for all units
+    - the gradient that autograd has just computed, of one parameter (with --compile, of one layer),
+      in the weights' dtype
+    - in stages 2 and 3, a shard for the sum that is in flight
 
 (If embedding and head are tied, some numbers here and below change: `Zero3` says which.)
 
 State is sharded first: it is the largest part, and stage 1 sends as many elements as step 2, but
-for the padding and 8 bytes of a norm: an all-reduce is a reduce-scatter and then an all-gather, and
-stage 1 makes the update between the two. (In bf16 it sends fewer bytes, because the gathered
-weights have 2 bytes, not 4.)
+for the padding and the all-reduce of a norm: an all-reduce is a reduce-scatter and then an
+all-gather, and stage 1 makes the update between the two. (In bf16 it sends fewer bytes, because the
+gathered weights have 2 bytes, not 4.)
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
@@ -73,8 +75,7 @@ What is sent. Let
     n    be the number of ranks
     m    the number of micro-batches that a rank has in a training step
     P    the number of parameters, in stages 1 to 3 with the padding of units
-    e    the elements of E and H. A micro-batch gathers these once, not twice: E's backward needs no
-         weights, and H's follows its forward at once, so H stays
+    e    the elements of E and H
 
 In a training step a rank sends (n-1)/n times this many elements:
 
@@ -84,6 +85,8 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 3              m (2 P - e) + m P    each micro-batch gathers every unit twice, but E and H
                                               once, and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
+
+(E and H only once: E's backward needs no weights, and H's follows its forward at once, so H stays.)
 
 Tiny's e is 32,896 + 33,024 = 65,920. In every stage the squared norm of the gradient is
 all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
@@ -237,9 +240,10 @@ class Zero1(Optimizer):
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
     fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
-    reduce-scatter. (All ranks run the same backward, so they complete units in the same order.) The
-    hook expects one gradient
-    of each parameter in every micro-batch; if one is missing, `finish` raises an error.
+    reduce-scatter. (All ranks run the same backward, so they complete units in the same order. DDP
+    cannot rely on that, because a model may branch on its data; so step 2 forces the order.) The
+    hook expects one gradient of each parameter in every micro-batch; if one is missing, `finish`
+    raises an error.
 
     Only `Optimizer.step` of step 1 is inherited. It updates `masters`, here this rank's part of
     each parameter (a view of the unit's master), and calls `publish`, which gathers the weights.
@@ -372,8 +376,8 @@ class Zero2(Zero1):
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether this was the unit's last gradient of a micro-batch. (In each, a parameter gets
-        one.)
+        """Whether this was the unit's last gradient of a micro-batch. (With k parameters, `missing`
+        falls by k in each, and ends at 0.)
         """
         return unit.missing % len(unit.named) == 0
 
@@ -402,7 +406,8 @@ class ShardedUnit(Unit):
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
         self.shard = self.shard.clone()  # no longer a view of `flat`, which is freed
-        self.master = self.shard.to(self.master.dtype)  # in fp32 it was such a view, too
+        if self.master.dtype == self.shard.dtype:  # it was such a view, too
+            self.master = self.shard
         self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
         self.flat.untyped_storage().resize_(0)
 
@@ -438,13 +443,15 @@ class Zero3(Zero2):
     H stays whole from its forward to its backward. The backward of E needs no weights. So two units
     are whole at a time. With --keep, a unit is freed only at the update.
 
-    A unit is freed when its last gradient has arrived. In a layer, input_layernorm's comes last.
-    What is left of the layer's backward then reads no weights.
+    A unit is freed when its last gradient has arrived. In a layer, input_layernorm's comes last
+    (with --compile, all come together). What is left of the layer's backward then reads no weights.
+
+    Hooks serve *segments*: the embedding, a layer, or norm and head. Usually that is one unit.
 
     TIED embedding and head. Their matrix is in E, and H is the last norm alone. E is then gathered
     twice, for the embedding and with H, and stays whole to the end of backward, where its gradient
-    is complete. So three units are whole at a time; the law's e counts only the norm; and besides
-    the gradient that autograd has just computed, the head's term waits for the embedding's.
+    is complete. So three units are whole at a time; the law's e counts only the norm; and the
+    head's gradient of the shared matrix is kept until the embedding's is added.
     """
 
     unit_type = ShardedUnit
@@ -453,10 +460,9 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        # Hooks serve a segment: the embedding, a layer, or norm and head. segments[i] lists the
-        # units whose weights segment i uses, in the order of forward. Usually that is one; two for
-        # norm and head if tied, and for a layer with experts (step 7); none if another rank has the
-        # modules (step 6)
+        # segments[i]: the units whose weights segment i uses, in the order of forward. Two for norm
+        # and head if tied, and for a layer with experts (step 7); none if another rank has the
+        # modules (step 6); else one
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(model.model.embed_tokens)
         for layer in model.model.layers.values():
@@ -466,7 +472,8 @@ class Zero3(Zero2):
     def add_segment(self, *modules: nn.Module | None):
         """Hook modules that run one after another, and list the units with their parameters."""
         number = len(self.segments)
-        self.segments.append([])
+        units = []
+        self.segments.append(units)
         if modules[0] is None:  # step 6: another rank has them
             return
         params = set()
@@ -474,7 +481,7 @@ class Zero3(Zero2):
             params.update(module.parameters())
         for unit in self.units:
             if not params.isdisjoint(unit.named.values()):
-                self.segments[number].append(unit)
+                units.append(unit)
         modules[0].register_forward_pre_hook(partial(self.before_forward, number))
         modules[-1].register_forward_hook(partial(self.after_forward, number))
 
@@ -534,6 +541,7 @@ class Zero3(Zero2):
             unit.shard.copy_(unit.master)
 
 
+# --zero; "0" is handled by `make_optimizer`
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 
@@ -588,7 +596,7 @@ def train(config: Config, run: Run):
             micro_loss = model(x, y) / n_targets  # scale once ...
             micro_loss.backward()  # ... then only sum: this adds to the rank's gradients
             loss = loss + micro_loss.detach()
-        sync.finish()  # now each gradient is the sum over the ranks
+        sync.finish()  # now `gradients()` are sums over the ranks; with ZeRO, this rank's parts
         all_reduce(loss, mesh["dp"]).wait()
 
         # new: with ZeRO a rank has only its shard of the gradient, so squares are summed over ranks

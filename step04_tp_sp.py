@@ -2,14 +2,15 @@
 
 A *block*, attention or the MLP, is two matrix products with something between: h(x A) B.
 
-                 A (side by side)          h                                       B
+                 A: these, side by side    h                                       B
     MLP          gate_proj, up_proj        silu(gate) * up, each channel alone     down_proj
     attention    q_proj, k_proj, v_proj    attention: a key/value head and its     o_proj
                                            query heads need no other head
 
 In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), between channels or heads,
 and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can compute
-its term h(x A_i) B_i without the others, and the block's output is the sum of these terms.
+its term h(x A_i) B_i without the others, and the block's output is the sum of these terms. (All
+ranks of a tp group have the same x: they train on the same sequences.)
 
 In the code a matrix lies transposed: nn.Linear has weights [out, in]. So A is cut along dim 0, and
 B along dim 1 (`by_columns`, `by_rows`).
@@ -57,18 +58,19 @@ n ranks compute the same norms and residual sums x + block(x), on the same s tok
 is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does
 the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its
 norms, its residual sums, and what norms save for backward are 1/n. (But f's output, all s tokens,
-is saved on every rank, for the gradients of the block's first matrices.) f gathers the tokens
-before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without SP (with
---recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only
-its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
-training step.
+is saved on every rank, for the gradients of the block's first matrices. So for each token a layer
+saves 2 dim/n + 2 dim numbers for its norms, where step 1's table has 4 dim; with --recompute full
+dim/n in all, not dim.) f gathers the tokens before RoPE, so nothing changes for positions. A
+micro-batch sends as many bytes as without SP (with --recompute full more: see THE LAW). A norm's
+weight is whole on all ranks, but a rank now has only its own tokens' term of the gradient:
+`sum_partial_gradients` adds these terms up over tp, once in a training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-(`enter_block` is f, `leave_block` is g, each with SP or without. In Korthikanti et al. f and g of
-SP are named g and g-bar.)
+(`enter_parallel` is f, `leave_parallel` is g, each with SP or without. In Korthikanti et al. f and
+g of SP are named g and g-bar.)
 
 THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
 In the embedding, tokens with other ids give zeros, and g sums. In the loss each rank has the logits
@@ -86,32 +88,34 @@ Replicate, Shard, Partial.)
     q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
     q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
     o_proj down_proj                       [out, in/n]      shard    shard     rows of B
-    output of these two and of the         [b, s, dim]      partial  whole     g's forward sums it
-    embedding, before g
+    their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
+    output of embed_tokens, before g       [b, s, dim]      partial  whole     g's forward sums it
     logits                                 [b, s, vocab/n]  shard    shard
 
-(If n does not divide vocab or ffn_dim, the last shards end in zeros. They stay zeros, because their
-gradients are zero: a padded channel of the MLP is 0 and meets zeros in down_proj, no token has a
-padded id, and the loss leaves padded logits out.)
+(If n does not divide vocab or ffn_dim, the last shards end in zeros, or have only zeros. They stay
+zeros, because their gradients are zero: a padded channel of the MLP is 0 and meets zeros in
+down_proj, no token has a padded id, and the loss leaves padded logits out.)
 
-THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of x sends 2 (n-1)/n S, an all-gather or a
-reduce-scatter (n-1)/n S. So an f, or a g, costs (n-1)/n x 2 S in forward and backward together. A
-layer has two f and two g, the embedding one g, the head one f. Multiply this table by (n-1)/n: the
-bytes that a rank sends over tp in a micro-batch.
+THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of such a tensor sends 2 (n-1)/n S, an
+all-gather or a reduce-scatter (n-1)/n S. So an f, or a g, costs (n-1)/n x 2 S in forward and
+backward together. A layer has two f and two g, the embedding one g, the head one f. Multiply this
+table by (n-1)/n: the bytes that a rank sends over tp in a micro-batch.
 
                                         each layer         embedding and head
     with SP or without                  8 S                4 S
     SP, --recompute full                8 S + 3 S = 11 S   4 S
     --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
-(+ 3 S or + 2 S: a layer's forward again, without its last g. In forward each f and each g of SP
-costs S; without SP a g costs 2 S, and an f nothing. Recomputation stops as soon as it has all that
-backward needs, and the output of the last g is not needed. With --compile it does not stop.)
+(In forward each f and each g of SP costs S; without SP a g costs 2 S, and an f nothing. The layer's
+forward is repeated without its last g: with SP two f and a g, 3 S; without SP a g, 2 S.
+Recomputation stops as soon as it has all that backward needs, and the output of the last g is not
+needed. With --compile it does not stop.)
 
-For the loss a rank also takes part, in each micro-batch, in an all-gather of two fp32 numbers a
-token from each rank: it sends n-1 times 2 numbers a token. Once in a training step it takes part in
-all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms' weights (with
-ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
+For the loss, each rank has two numbers a token, which are all-gathered in each micro-batch: a rank
+sends n-1 times 2 numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step it takes
+part in all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms'
+weights (with ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2, in
+fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
@@ -257,14 +261,14 @@ class ReduceScatterToSequenceParallel(torch.autograd.Function):
         return gather_tokens(dy, ctx.group), None
 
 
-def enter_block(x: Tensor, group: Group, sp: bool) -> Tensor:
+def enter_parallel(x: Tensor, group: Group, sp: bool) -> Tensor:
     """f. x [batch, seq, dim], with SP [batch, seq/n, dim] -> [batch, seq, dim]."""
     if sp:
         return GatherFromSequenceParallel.apply(x, group)
     return CopyToTensorParallel.apply(x, group)
 
 
-def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
+def leave_parallel(x: Tensor, group: Group, sp: bool) -> Tensor:
     """g. This rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with SP
     [batch, seq/n, dim].
     """
@@ -279,8 +283,16 @@ def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> l
 
     x [batch, seq, dim], with SP [batch, seq/n, dim] -> for each linear layer [batch, seq, out/n].
     """
-    x = enter_block(x, group, sp)
+    x = enter_parallel(x, group, sp)
     return [linear(x) for linear in linears]
+
+
+def find_ids(tokens: Tensor, ids: range) -> tuple[Tensor, Tensor]:
+    """Which tokens are in `ids`, the ids of this rank: bool, like tokens. And where: their places
+    in `ids`, int64; 0, to be masked, for other tokens.
+    """
+    held = (tokens >= ids.start) & (tokens < ids.stop)
+    return held, (tokens - ids.start).where(held, 0)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -295,8 +307,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
-        held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start).where(held, 0)  # row 0, masked below, for other tokens
+        held, row = find_ids(tokens, self.ids)
         return F.embedding(row, self.weight) * held[..., None]
 
 
@@ -325,8 +336,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
         logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
-        held = (targets >= ids.start) & (targets < ids.stop)  # whether we have the target's logit
-        column = (targets - ids.start).where(held, 0)[..., None]  # if not: column 0, masked below
+        held, column = find_ids(targets, ids)  # whether we have the target's logit, and where
+        column = column[..., None]
         logit_there = logits.gather(-1, column).squeeze(-1)
         own_target_logit = logit_there.where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
@@ -340,7 +351,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # The gradient, softmax - one-hot, [batch, seq, vocab/n], in place, because it is large
         gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
         gradient[..., len(ids) :] = 0.0
-        gradient.scatter_add_(-1, column, -held[..., None].type_as(gradient))
+        one_hot = held[..., None].to(gradient.dtype)  # its number at `column`: 1, or 0
+        gradient.scatter_add_(-1, column, -one_hot)
         gradient.mul_(counted[..., None])  # 0 for tokens that are not counted
         ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
@@ -363,7 +375,8 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     shape = list(weight.shape)
     shape[dim] = length
     local = nn.Parameter(torch.empty(shape, device="meta"))
-    shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
+    start = group.rank * length
+    shard = Shard(dim, group.name, start=start, stop=start + length, full=full)
     note_record(local, shard=shard)
     return local
 
@@ -394,7 +407,7 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 # RowParallelLinear one whose weight has fewer inputs. (Its out_features and in_features, which
 # print(model) shows, are still the whole model's)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    "q_proj": by_columns,
+    "q_proj": by_columns,  # between heads, too, if `by_heads` accepts k_proj
     "k_proj": by_heads,
     "v_proj": by_heads,
     "o_proj": by_rows,
@@ -422,15 +435,15 @@ def shard_vocabulary(model: Decoder, group: Group):
     ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(weight, ids)
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    def sharded_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
-    model.loss = loss
+    model.loss = sharded_loss
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
-    """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g
-    around each block.
+    """Shard a model on the meta device, in place: fewer rows or columns in each matrix; f and g
+    around each block, g behind the embedding, and f before the head.
 
     Raises UserError if tp does not divide the key/value heads or, with SP, the tokens of a
     sequence.
@@ -443,10 +456,10 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence")
 
     def f_before(module: nn.Module, inputs: tuple) -> Tensor:
-        return enter_block(inputs[0], group, sp)
+        return enter_parallel(inputs[0], group, sp)
 
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        return leave_block(output, group, sp)
+        return leave_parallel(output, group, sp)
 
     shard_vocabulary(model, group)
     model.model.embed_tokens.register_forward_hook(g_after)
@@ -505,6 +518,7 @@ def train(config: Config, run: Run):
     # new: tp. It comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links.
     # (Mesh refuses a remainder)
     mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    # Along tp all have the same sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

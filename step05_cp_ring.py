@@ -11,11 +11,11 @@ each, a rank holds the k and v of one rank, and computes with those that its que
 it receives the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
-`#`: all pairs of a query and a key; `+`: the causal half of them (and the diagonal); `.`: none,
-because these keys come later.
+`#`: all pairs of a query and a key; `+`: the causal half of them (the diagonal is not counted
+below); `.`: none, because these keys come later.
 
     keys of rank ->       0 1 2 3
-    queries of rank 0     + . . .     1 unit of work, if + is 1 and # is 2
+    queries of rank 0     + . . .     1 unit of useful work, if + is 1 and # is 2
     queries of rank 1     # + . .     3
     queries of rank 2     # # + .     5
     queries of rank 3     # # # +     7: all ranks wait for this one
@@ -44,9 +44,9 @@ Rank 1, for example, has chunks 1 and 6, and works on these pairs (chunk of quer
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
 
-(That is useful work. In hop 0 our code computes 8 units, all four squares of its two chunks, and
-then masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused
-kernel skips most of that half.)
+(Useful work: in hop 0 our code computes 8 units, all four squares of its two chunks, and then masks
+about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused kernel skips
+most of that half.)
 
 THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part* of the keys. For
 each part it computes the output o of attention over these keys alone, and lse = log sum
@@ -94,10 +94,10 @@ For tiny in fp32 on 4 ranks:
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
 A rank's bytes grow like s, its FLOPs of attention like s^2/n, so FLOPs for each byte like s/n, the
-tokens on a rank. In zigzag, with many of them, all messages but the last dkv can hide behind
-computation. (`part_attention` stores all scores of a part, which a fused kernel does not. For real
-lengths on a GPU there is an optional technique, --cp-mode flash, the same ring with such a kernel:
-README, "Around the course".)
+tokens on a rank. If these are many, then in zigzag all messages of a layer but the last dkv can
+hide behind computation. (`part_attention` stores all scores of a part, which a fused kernel does
+not. For real lengths on a GPU there is an optional technique, --cp-mode flash, the same ring with
+such a kernel: README, "Around the course".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -112,8 +112,8 @@ and replaces SDPA. (Without positions among them, each rank would count its own 
 it gathers k and v; set_rotate_method("alltoall"), of
 torch.distributed.tensor.experimental._attention, sends them round a ring.
 
-Try this: in `merge`, average the two outputs: share = 0.5. pytest tests/test_step05.py -k merge
-fails, and the losses leave step 1's from the first step on.
+Try this: in `merge`, give each new part the same share: share = 0.5. pytest tests/test_step05.py -k
+merge fails, and the losses leave step 1's from the first step on.
 """
 
 import math
@@ -211,7 +211,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> Visible:
-    """As `ordered_visible`, for two chunks on each rank: in each hop all ranks do the same work."""
+    """As `ordered_visible`, for two chunks on each rank: in each hop all have equally much work."""
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
@@ -254,7 +254,8 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     v = repeat_heads(v.to(q.dtype), heads)
     scores = scaled_scores(q, k, causal)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    probs = (scores - lse[..., None]).exp()
+    return probs @ v, lse
 
 
 def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
@@ -330,9 +331,9 @@ class RingAttention(torch.autograd.Function):
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
             source_k, source_v = source_kv
-            part = visible(group.rank, source, q.shape[2])
-            if part is not None:
-                queries, keys, causal = part
+            pairs = visible(group.rank, source, q.shape[2])
+            if pairs is not None:
+                queries, keys, causal = pairs
                 part_o, part_lse = part_attention(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
                 )
@@ -360,9 +361,9 @@ class RingAttention(torch.autograd.Function):
             source_k, source_v = source_kv
             term = torch.zeros_like(received)  # of the source's dkv: that of our queries
             dk_term, dv_term = term  # views
-            part = ctx.visible(ctx.group.rank, source, q.shape[2])
-            if part is not None:
-                queries, keys, causal = part
+            pairs = ctx.visible(ctx.group.rank, source, q.shape[2])
+            if pairs is not None:
+                queries, keys, causal = pairs
                 part_dq, part_dk, part_dv = part_gradients(
                     do[:, :, queries],
                     q[:, :, queries],
@@ -373,8 +374,8 @@ class RingAttention(torch.autograd.Function):
                     causal,
                 )
                 dq[:, :, queries] += part_dq
-                dk_term[:, :, keys] += part_dk
-                dv_term[:, :, keys] += part_dv
+                dk_term[:, :, keys] = part_dk
+                dv_term[:, :, keys] = part_dv
             arriving.wait()
             dkv = term.add_(received)  # with the terms of earlier ranks
             received, arriving = pass_on(dkv, ctx.group)
@@ -426,16 +427,14 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     """Let the ranks of `mesh["cp"]` divide each sequence. Returns the positions of this rank's
     tokens, int64 [s/n], on the CPU.
 
-    Each layer's `attend` becomes ring attention if n > 1. RoPE rotates k by its global position
-    before k travels. Raises UserError if a sequence cannot be cut among n ranks or, with SP, a
-    rank's tokens among the ranks of tp.
+    Each layer's `attend` becomes ring attention if n > 1. Raises UserError if a sequence cannot be
+    cut among n ranks or, with SP, a rank's tokens among the ranks of tp.
 
-    Ranks of cp, like those of dp, hold the same weights and see different tokens. So gradients are
-    summed, and ZeRO shards, over dp x cp: `mesh["data"]`.
+    Gradients are summed, and ZeRO shards, over dp x cp: `mesh["data"]`.
     """
     group = mesh["cp"]
     tp = mesh["tp"].size
-    # queue="gradients" (common/comm.py): so a large bucket never delays the ring's k and v
+    # queue="gradients" (common/comm.py): so k and v never wait behind a large bucket
     mesh.add_groups_along("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
         note_record(param, data_group="data")
@@ -455,8 +454,8 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
 def own_tokens(
     tokens: Tensor, targets: Tensor, own: slice, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Shard the global batch: of this rank's sequences, its positions. Tokens and targets go
-    together.
+    """Shard the global batch: keep this rank's sequences, and of these the tokens at its positions.
+    Tokens and targets go together.
 
     tokens, targets int64 [global batch, s] -> int64 [own sequences, s/n], both, on the device of
     `positions`.

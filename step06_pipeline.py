@@ -51,8 +51,9 @@ The pictures simplify. Stages are never quite equal: the first has the embedding
 and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
 in the second part, does not wait at once, and so can overlap most messages with computation.)
 
-AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf, whose `.grad`
-is the dx to send. The simple way keeps x and y from the forward to the backward:
+AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf (a tensor that
+autograd did not compute), whose `.grad` is the dx to send. The simple way keeps x and y from the
+forward to the backward:
 
     x = received.requires_grad_()
     y = compute_output(x)                forward ends here; y is sent
@@ -61,10 +62,10 @@ is the dx to send. The simple way keeps x and y from the forward to the backward
 `Stage` keeps, in place of y, only the last node of its graph: y can then be freed once it is sent.
 
 THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
-rank sends a y over pp, the last a dx, and the others both. Every rank also takes part in
-all-reduces of the loss (4 bytes) and of the squared norm (8). If embedding and head are tied, the
-first rank and the last also send each other their gradient of that matrix (with ZeRO, their shards
-of it), once a step. For tiny in fp32, pp 4 and 8 micro-batches:
+rank sends a y over pp, the last a dx, and the others both. Once in a training step every rank also
+takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). If embedding and head
+are tied, the first rank and the last then also send each other their gradient of that matrix (with
+ZeRO, their shards of it). For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 x 256 x 128 x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
@@ -134,7 +135,7 @@ class Stage:
 
     Backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
     use its result. What backward needs is the graph that computed y. So a stage keeps, in place of
-    y, a handle on the last node of this graph, where backward starts: `get_gradient_edge(y)`. In
+    y, the last node of this graph, where backward starts: `get_gradient_edge(y)`. In
     the loops below, y is then freed when the next y takes its place: a rank holds at most two
     outputs at a time, not one for each micro-batch in flight. (Megatron-LM's
     deallocate_pipeline_outputs has the same aim.)
@@ -150,7 +151,7 @@ class Stage:
         self.number = number
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.config.n_layers
-        self.graphs: dict[int, tuple] = {}  # micro-batch -> (input, the graph's last node)
+        self.graphs: dict[int, tuple] = {}  # micro-batch -> (x, the last node of y's graph)
 
     def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
         """A new training step: tokens and targets of its micro-batches, int64 [batch, seq], and the
@@ -187,10 +188,10 @@ class Stage:
             x.requires_grad_()  # a leaf: backward leaves dx in x.grad
         with record_function(f"F{i}.{self.number}"):  # this range's name in a profile (--profile)
             y = self.compute_output(x, self.ys[i])
-        if self.is_last:
+        if self.is_last:  # y is the summed loss
             y = y / self.n_targets  # scale once ...
             self.loss += y.detach()
-        self.graphs[i] = x, get_gradient_edge(y)
+        self.graphs[i] = (x, get_gradient_edge(y))
         return y.detach()
 
     def backward(self, i: int, dy: Tensor | None) -> Tensor | None:
@@ -198,10 +199,10 @@ class Stage:
 
         `dy`: the output's gradient; on the last stage None, because the output is the loss.
         """
-        x, edge = self.graphs.pop(i)
+        x, last_node = self.graphs.pop(i)
         with record_function(f"B{i}.{self.number}"):
-            # ... then only sum: this adds to the gradients. `edge` stands for y
-            torch.autograd.backward((edge,), (dy,))
+            # ... then only sum: this adds to the gradients. `last_node` stands for y
+            torch.autograd.backward((last_node,), (dy,))
         return x.grad  # None for tokens
 
 
@@ -279,8 +280,8 @@ def empty_x(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
 
 
 def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
-    """The layers of a stage: equally many for each, or one more. Raises UserError if there are
-    fewer layers than stages.
+    """The layers of a stage. All stages have equally many; if that is impossible, some have one
+    more. Raises UserError if there are fewer layers than stages.
     """
     if n_layers < n_stages:
         advice = "lower --pp; or, with --schedule interleaved, --chunks"
@@ -393,13 +394,13 @@ class OneForwardOneBackward(Pipeline):
         m = len(self.stage.xs)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
-        # Warm-up: p - 1 - rank forwards, one for each later rank (or m, if there are fewer)
+        # Warm-up: p - 1 - rank forwards, one for each later rank (or all m, if m is smaller)
         for i in range(warm_up):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
             self.send_forward(y)
 
-        if warm_up < m:
+        if warm_up < m:  # the first input of the steady part
             x = self.recv_forward(warm_up)
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.stage.forward(i, x)
@@ -503,8 +504,8 @@ def make_interleaved(
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
     gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
     (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
-    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (Of these 5, p - 1 - rank = 1
-    only gives messages time to travel: see `interleaved` in common/schedules.py.)
+    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (One of these 5, p - 1 - rank, is
+    there only to give messages time to travel: see `interleaved` in common/schedules.py.)
 
     Takes what `Pipeline` takes. Raises UserError if p does not divide m.
     """
@@ -595,26 +596,27 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous send to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # The input of an action, and the message that brings it. (Computed here: no message)
-        inputs: dict[Action, tuple[Tensor, Pending]] = {}
+        # By the action that will use it, here or on another rank: a tensor, and the message that
+        # brings it (no message, if it was computed here)
+        tensors: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "receive":
                 buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
-                inputs[action] = buffer, exchange([], [(buffer, peer)], self.group)
+                tensors[action] = (buffer, exchange([], [(buffer, peer)], self.group))
             elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:
                     sending[peer].wait()
-                output, _ = inputs.pop(action)
+                output, _ = tensors.pop(action)
                 sending[peer] = exchange([(output, peer)], [], self.group)
             else:
                 # No entry: the first stage's forward has tokens, the last one's backward the loss
-                received, pending = inputs.pop(action, (None, Pending()))
+                received, pending = tensors.pop(action, (None, Pending()))
                 pending.wait()
                 output = self.compute(action, received)
                 next_action = consumer(action, self.n_stages)
                 if next_action is not None:
-                    inputs[next_action] = output, Pending()
+                    tensors[next_action] = (output, Pending())
         for pending in sending.values():
             pending.wait()
 

@@ -42,8 +42,8 @@ pp) every rank has different tokens: ranks of dp have other sequences; ranks of 
 other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
 refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
 mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
-so step 4's `enter_block` and `leave_block` around an MLP are gone. On 16 ranks, with pp 1, dp 4, cp
-2, tp 2, ep 8:
+so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 ranks, with pp 1, dp
+4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      own sequences

@@ -57,7 +57,7 @@ TASKS: dict[int, dict[str, str]] = {
         "ReduceFromTensorParallel.forward ReduceFromTensorParallel.backward "
         "GatherFromSequenceParallel.forward GatherFromSequenceParallel.backward "
         "ReduceScatterToSequenceParallel.forward ReduceScatterToSequenceParallel.backward "
-        "enter_block leave_block",
+        "enter_parallel leave_parallel",
         "vocabulary": "VocabParallelEmbedding.forward VocabParallelCrossEntropy.forward",
         "shards": "column_parallel shard_param by_columns by_rows by_heads "
         "shard_vocabulary shard_tensors",

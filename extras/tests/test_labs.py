@@ -189,12 +189,12 @@ return received.sum(0)""",
         {
             "CopyToTensorParallel.forward": "raise NotImplementedError",
             "ReduceFromTensorParallel.forward": "raise NotImplementedError",
-            "enter_block": """if sp:
+            "enter_parallel": """if sp:
     return GatherFromSequenceParallel.apply(x, group)
 y = x.view_as(x)
 y.register_hook(lambda dy: sum_over_ranks(dy, group))
 return y""",
-            "leave_block": """if sp:
+            "leave_parallel": """if sp:
     return ReduceScatterToSequenceParallel.apply(x, group)
 return x + (sum_over_ranks(x.detach(), group) - x.detach())""",
         },
