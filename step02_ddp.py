@@ -83,7 +83,7 @@ from common.data import Data
 from common.device import choose_device
 from common.flags import flag
 from common.initial import materialize
-from common.launch import compare_launches, initialise, main
+from common.launch import compare_launches, connect_ranks, main
 from common.layout import data_group_of
 from common.model import IGNORE, Decoder
 from common.shapes import model_shape
@@ -101,16 +101,16 @@ def join_ranks(device: torch.device) -> int:
     """Initialise the process group, if torchrun has started this script. Returns the number of
     ranks.
 
-    (`initialise` is dist.init_process_group, with a UserError if the ranks do not find one
+    (`connect_ranks` is dist.init_process_group, with a UserError if the ranks do not find one
     another.)
     """
     if "RANK" in os.environ and not dist.is_initialized():
         if device.type == "cuda":
             # With device_id, NCCL connects the ranks at once: a bad network shows here, and not in
             # the first all-reduce
-            initialise("nccl", device_id=device)
+            connect_ranks("nccl", device_id=device)
         else:
-            initialise("gloo")
+            connect_ranks("gloo")
         compare_launches()  # ranks with other flags would create other groups, and hang
     return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -2,16 +2,23 @@
 
     python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
-      step   reference        loss  loss diff.  norm diff.  (relative)
+      step      loss 1      loss 2  loss diff.  norm diff.  (relative)
          1    5.626841    5.626841     0.0e+00     1.3e-07
        ...
         20    3.079604    3.079609     1.7e-06     4.6e-05
     20 steps; largest difference: 4.6e-05; none above 0.001
 
 Two layouts of one training have the same losses and gradient norms, up to rounding, whose effects
-grow from step to step. So only the first steps are judged (--first 20). If no line "the flags
-differ" is printed (except for --dataset, if the tokens are the same), a relative difference above
-0.001 in these steps (--bound) means:
+grow from step to step. So only the first steps are judged (--first 20). First make sure that the
+two runs compute the same:
+
+    - No line "the flags differ" is printed. (For --dataset it may be: two paths can have the same
+      tokens.)
+    - The first lines that each run prints show the same dtype (without --dtype, a GPU has bf16 and
+      a CPU fp32) and the same number of tokens. (The default data differ between two versions of
+      Python.)
+
+Then a relative difference above 0.001 in these steps (--bound) means:
 
     dtype of both runs    meaning
     fp64                  a bug
@@ -92,7 +99,7 @@ def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: flo
     pairs = pair_up(reference_rows, rows, first)
     largest = 0.0
     above = []  # the steps whose difference is above the bound
-    print("  step   reference        loss  loss diff.  norm diff.  (relative)")
+    print("  step      loss 1      loss 2  loss diff.  norm diff.  (relative)")
     for reference, row in pairs:
         loss_difference = relative(row.get("loss"), reference.get("loss"))
         norm_difference = relative(row.get("grad_norm"), reference.get("grad_norm"))

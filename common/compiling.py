@@ -1,6 +1,6 @@
-"""--compile: torch.compile compiles each layer and the loss. Norms, RoPE, SiLU and additions become
-a few kernels; matrix products and attention keep theirs. You can follow every step without this
-file.
+"""--compile: torch.compile compiles each layer and, without tp, the loss. Norms, RoPE, SiLU and
+additions become a few kernels; matrix products and attention keep theirs. You can follow every step
+without this file.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ def with_grads_put_aside(layer: DecoderLayer, forward: Callable, *inputs: Tensor
     The problem: in bf16, step 1 keeps each `.grad` in fp32, and while torch.compile traces a layer,
     it also looks at the `.grad` of each weight. If that has another dtype than the weight, it stops
     there (a *graph break*): the layer becomes several smaller graphs, with slow Python between
-    them. Weights have a `.grad` in step 1 from the second micro-batch on, and with step 2's buckets
-    from the first.
+    them. Weights have a `.grad` in step 1 from the second micro-batch of a training step on, and
+    with step 2's buckets from the first.
 
-    The cure: each `.grad` is put aside while the layer runs. (With --recompute, backward calls this
-    function, too. The `.grad` is back before backward adds to it.)
+    The cure: each `.grad` is put aside while the layer runs. (With --recompute, backward runs the
+    forward again, and so calls this function, too. The `.grad` is back before backward adds to it.)
     """
     # Listed at each call: from step 3 on, weights are drawn, as new parameters, after
     # `compile_model`

@@ -7,11 +7,12 @@ import torch
 
 from common import UserError
 
+# "auto": `choose_device` chooses
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run, by --device and --dtype. Raises UserError as `own_gpu`.
+    """Device and dtype of a run, by --device and --dtype. Raises UserError, as `own_gpu` does.
 
     --device auto: this process's GPU if the node has any, else the CPU. --dtype auto: bf16 if that
     GPU has it, else fp32.
@@ -22,7 +23,7 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     device = own_gpu() if kind == "cuda" else torch.device("cpu")
     dtype = DTYPES[config.dtype]
     if dtype is None:
-        # GPUs before Ampere, 8.0, only emulate bf16
+        # GPUs before Ampere, which has compute capability 8.0, only emulate bf16
         has_bf16 = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         dtype = torch.bfloat16 if has_bf16 else torch.float32
     return device, dtype

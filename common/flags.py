@@ -7,9 +7,11 @@
         steps: int = flag(200, "training steps of the whole schedule", least=1)
         lr: float = flag(3e-3, "peak learning rate")
         optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
+        compile: bool = flag(False, "torch.compile each layer, and the loss")
 
-makes --steps, --lr, and --optimizer, whose values are the keys of the dict OPTIMIZERS, beside the
-flags of RunConfig. The first line of the class's docstring is their title in --help.
+makes --steps, --lr, --optimizer, and both --compile and --no-compile. The values of --optimizer are
+the keys of the dict OPTIMIZERS. (RunConfig, in trainer.py, has further flags.) The first line of
+the class's docstring is their title in --help.
 
 From step 2 on: NEEDS. Some flags do something only beside certain values of others. In step 7, for
 example, this one does something only beside --balance bias:
@@ -34,7 +36,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on
+AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on (below 2**31)
 
 
 def flag(
@@ -48,9 +50,9 @@ def flag(
 
     help     what --help says of the flag
     choices  the allowed values of a str; or a menu, a dict from each to what it selects
-    least    the smallest value of a number
-    needs    another flag -> the values of it beside which this flag does something:
-             {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
+    least    the smallest value of a number; unless given, 0
+    needs    from step 2 on, see NEEDS above: another flag -> the values of it beside which this
+             flag does something: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
@@ -75,7 +77,8 @@ def add_flags(parser: Parser, cls: type):
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     kinds = get_type_hints(cls)
-    for base in cls.__mro__[:-1]:  # step 7's Config, ..., step 1's, RunConfig; without `object`
+    # Step 7's Config, ..., step 1's, RunConfig; without `object`. Each has a title
+    for base in cls.__mro__[:-1]:
         group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
             field = remaining.pop(name, None)
@@ -114,7 +117,9 @@ def check_value(name: str, value: Any, metadata: Any):
 
 
 def in_words(name: str, values: Collection) -> str:
-    """What `needs` asks of a flag: "--tp 2 or more", "--sp", "--zero 1 or 2"."""
+    """What `needs` asks of a flag, in words: {"tp": AT_LEAST_2} -> "--tp 2 or more", {"sp": [True]}
+    -> "--sp", {"zero": ["1", "2"]} -> "--zero 1 or 2".
+    """
     if isinstance(values, range):
         return f"{spelled(name)} {values.start} or more"
     if values == [True]:

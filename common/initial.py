@@ -1,5 +1,5 @@
-"""Initial values: each parameter is drawn whole, as a function of the seed and its name. So all
-layouts begin with the same weights.
+"""Initial values: each parameter is drawn whole, whatever the layout, as a function of the seed,
+its name and its shape (and of the number of layers). So all layouts begin with the same weights.
 
 In steps 1 to 3 a rank keeps the whole parameter (step 3's ZeRO 3 cuts it afterwards). From step 4
 on, it keeps a shard, if the parameter's record names one (layout.py).
@@ -19,9 +19,8 @@ from common.model import Decoder
 
 
 def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
-    """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. They are a
-    function of seed, name, shape and the model's number of layers, whatever the layout. (On a CPU
-    with other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
+    """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. (On a CPU with
+    other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
 
     Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
     n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
@@ -46,8 +45,8 @@ def materialize(
     dtype: torch.dtype,
     names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (ZeRO 3
-    names those of a unit, so that, while weights are drawn, only one unit is whole.)
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (Step 3
+    calls this for one unit after another, so that with ZeRO 3 only one is whole.)
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
     parameters after this call. (Hooks on modules may come before.)
@@ -58,12 +57,12 @@ def materialize(
             chosen.append((name, param))
     drawn = draw_all(chosen, model.config.n_layers, seed)
     for (_, param), value in zip(chosen, drawn, strict=True):
+        record = record_of(param)  # layout.py; in steps 1 to 3 it says: no shard
         part = value
-        shard = record_of(param).shard
-        if shard is not None:  # never before step 4
-            part = shard_of(value, shard)
+        if record.shard is not None:
+            part = shard_of(value, record.shard)
         filled = nn.Parameter(part.to(device, dtype))
-        filled.parallel_record = record_of(param)  # its record: see layout.py
+        filled.parallel_record = record
         replace_param(model, param, filled)
     materialize_buffers(model, device)  # only step 7 has any
 
@@ -85,8 +84,9 @@ def materialize_buffers(model: nn.Module, device: torch.device):
 
 
 def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield `draw` of each whole parameter, in fp32, in order. Up to 8 threads draw, only for
-    speed: one draws some 100 million numbers a second, and llama3-8b has 8 billion.
+    """Yield `draw` of each whole parameter, in fp32, in order: the same as calling `draw` in a
+    loop. Up to 8 threads draw, only for speed: one draws some 100 million numbers a second, and
+    llama3-8b has 8 billion.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))

@@ -29,9 +29,10 @@ from common.trainer import Run
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
-    """Parse the flags and train. Exit with status 0, or as `report` says.
+    """Parse the flags and train. Exit with status 0, or with that of `print_error`. (A second
+    Ctrl-C, or a hang, ends the process elsewhere: watch.py.)
 
-    `cls`: the step's Config. `run_type`: `Run`, or an optional subclass of it.
+    `cls`: the step's Config. `run_type`: `Run`, or a subclass of it.
 
     With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
     shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
@@ -49,7 +50,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
             dist.destroy_process_group()
     except Exception as error:
         training = run is not None and run.training
-        status = report(error, early=not training)
+        status = print_error(error, early=not training)
     sys.stdout.flush()
     sys.stderr.flush()
     if several_ranks:
@@ -57,7 +58,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     sys.exit(status)
 
 
-def report(error: Exception, early: bool) -> int:
+def print_error(error: Exception, early: bool) -> int:
     """Print one line, and return 2, if the user can fix the error; else its traceback, and 1. A
     GPU's memory that is too small is the user's to fix.
 
@@ -79,8 +80,8 @@ def report(error: Exception, early: bool) -> int:
         return 1
     if os.environ.get("RANK", "0") != "0":
         # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends the
-        # others on its node in their sleep, so that there it is printed once. (If only this rank
-        # has it, it prints it then)
+        # others on its node while they sleep, so that there it is printed once. (If only this rank
+        # has the error, it prints it after the 10 seconds)
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -89,7 +90,7 @@ def report(error: Exception, early: bool) -> int:
 # --- From step 2 on: several ranks ----------------------------------------------------------------
 
 
-def initialise(backend: str, **options: Any):
+def connect_ranks(backend: str, **options: Any):
     """dist.init_process_group. Raises UserError if it fails: most often, ranks do not find one
     another.
     """
@@ -142,14 +143,15 @@ def own_sources() -> list[Path]:
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, torchrun starts ended ranks again. By default they use its key-value store,
-# which still has the addresses of the ended processes. With this variable each start makes a new
-# store
+# With --max-restarts, if a rank fails, torchrun ends all and starts all again. By default they use
+# its key-value store, which still has the addresses of the ended processes. With this variable each
+# start makes a new store
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def check_environment():
-    """Raise UserError if variables of the environment show that this launch cannot work:
+    """Raise UserError if variables of the environment show that this launch cannot work, or was
+    most likely not meant:
 
     - some of RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not
       all of NEEDED;

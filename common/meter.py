@@ -1,4 +1,5 @@
-"""How fast a run is, and how much memory it takes: MFU, and peak memory.
+"""How fast a run is, and how much memory it takes: MFU, and peak memory. You can follow every step
+without this file.
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
 are counted as in step 1 (FLOPS OF A TOKEN). Each token costs 6 for each weight in a matrix, except

@@ -74,7 +74,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE (Su et al., "RoFormer").
 
-    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider.
+    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider. (1:
+    for all heads.)
     """
     channel = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(channel / config.head_dim)
@@ -85,9 +86,9 @@ def rope_tables(
         turns = 8192 * frequency / (2 * torch.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = positions[..., None] * frequency  # [..., seq, head_dim/2]
-    # Channels i and i + head_dim/2 have the same angle, and so have all heads
-    angle = torch.cat((angle, angle), dim=-1)[..., None, :]
+    angle = positions[:, None] * frequency  # [seq, head_dim/2]
+    # Channels i and i + head_dim/2 have the same angle
+    angle = torch.cat((angle, angle), dim=-1)[:, None]
     return angle.cos(), angle.sin()
 
 
@@ -118,8 +119,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """Apply several linear layers to one input. (Step 4 replaces this function by one that first
-    gathers the input, once for all of them.)
+    """Apply several linear layers to one input. (Step 4 replaces this function by one that, with
+    sequence parallelism, first gathers the input, once for all of them.)
     """
     return [linear(x) for linear in linears]
 
@@ -159,7 +160,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.project = project
+        self.project = project  # step 4 replaces it
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
@@ -168,8 +169,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP: each reads a normalised copy of the residual stream, and its output is
-    added to the stream.
+    """Attention and MLP: each reads a normalised copy of x, and its output is added to x. (x, which
+    passes through all layers in this way, is called the residual stream.)
     """
 
     def __init__(self, config: ModelConfig):
@@ -210,8 +211,8 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """The whole model. Build it under `torch.device("meta")` and fill it with `materialize` of
-    common/initial.py.
+    """The whole model. Build it under `torch.device("meta")`, shapes without memory, and fill it
+    with `materialize` of common/initial.py.
     """
 
     def __init__(self, config: ModelConfig):

@@ -5,10 +5,11 @@ file.
     OUT/memory-RANK.pickle     on a GPU, opens in https://pytorch.org/memory_viz: the last 200,000
                                allocations and frees before the trace ended
 
-Look for these named ranges: the optimizer's step; `wait tp`, where a rank waits for a message over
-tp; and in steps 6 and 7 `F0.1` and `B0.1`, the forward and the backward of micro-batch 0 through
-stage 1 (both count from 0). On a CPU `wait tp` is as long as the wait. On a GPU it is short,
-because Python does not wait; the stream of the computation does: look for a gap there.
+Look for these named ranges: `Optimizer.step#AdamW.step`, the update; `wait GROUP`, for example
+`wait dp`, where a rank waits for messages of that group; and in steps 6 and 7 `F0.1` and `B0.1`,
+the forward and the backward of micro-batch 0 through stage 1 (both count from 0). On a CPU `wait
+dp` is as long as the wait. On a GPU it is short, because Python does not wait; the stream of the
+computation does: look for a gap there.
 
 If a signal ends the run, the trace is shorter, or missing.
 """
@@ -20,8 +21,8 @@ from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 
-# Steps before the trace: in the first memory is allocated and layers are compiled, in the second
-# the profiler warms up
+# Steps before the trace. In the first step, memory is allocated and layers are compiled. In the
+# second, the profiler warms up
 SKIPPED = 2
 
 

@@ -3,8 +3,8 @@ rank.)
 
 Some decisions depend on what only one rank sees: a signal, a checkpoint that cannot be written, a
 damaged file. If only that rank stopped or saved, the next collective would hang. With
-`Ranks.gather` each rank tells all others what it has seen. These messages do not go through
-common/comm.py, so neither the steps' laws of bytes nor `sent` in metrics.jsonl count them.
+`Ranks.gather` each rank tells all others what it has seen. (These messages do not go through
+common/comm.py, and their bytes are not counted.)
 """
 
 from collections.abc import Callable
@@ -55,8 +55,8 @@ class Ranks:
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
-        any, raise UserError on all, with the first rank's message. (Any other error ends this rank;
-        the others wait in `gather` until torchrun ends them.)
+        any, raise UserError on all, with the message of the lowest rank that failed. (Any other
+        error ends this rank; the others wait in `gather` until torchrun ends them.)
         """
         problem = ""
         try:

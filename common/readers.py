@@ -11,7 +11,7 @@ every step without this file.
     a folder             every file in it and in its subfolders; all must be of the same kind, one
                          of these four (hidden files and hidden folders are skipped, links to
                          folders are not followed)
-    NAME, NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
+    [OWNER/]NAME[:CONFIG]    a data set of the Hugging Face hub: column `text` of the split `train`
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
 A file a.bin.json beside it may hold {"dtype": "uint32", "tokens": N}: ids above 65,535 need uint32,
@@ -144,8 +144,8 @@ def in_random_order(paths: list[Path]) -> list[Path]:
 
 def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     """The files in a folder and its subfolders, in a fixed order, without hidden ones, and without
-    folders whose name is in `skipped`. Links to folders are not followed. Raises UserError if one
-    cannot be read.
+    folders whose name is in `skipped`. Links to folders are not followed. Raises UserError if a
+    folder cannot be read.
     """
 
     def refuse(error: OSError):
@@ -185,7 +185,7 @@ def read_files(source: str) -> Source:
     FORMATS.
     """
     paths = files_in(source) if Path(source).is_dir() else [Path(source)]
-    examples = {suffix_of(path): str(path) for path in paths}  # one file for each suffix
+    examples = {suffix_of(path): str(path) for path in paths}  # the last file of each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
         raise UserError(
             f"--dataset {source}: its files must all be of the same kind, one of "
@@ -232,7 +232,7 @@ def read_bin(source: str) -> Source:
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
         if len(tokens) != about.get("tokens", len(tokens)):
             raise ValueError(f"it has {len(tokens)} tokens, and should have {about['tokens']}")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"--dataset {source}: it or {description} is damaged: {error}") from error
     return f"{tokens.dtype} ids of {source}", tokens
 

@@ -1,4 +1,5 @@
-"""What a run shows: its parameters before the first step, a line of progress, its files.
+"""What a run shows: its parameters before the first step, a line of progress, where a number is not
+finite, its files.
 
 With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny with
 --tp 2; "4 x" means one in each of 4 layers:
@@ -8,7 +9,7 @@ With several ranks it prints how each parameter is sharded. Three rows of step 4
     4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
     4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
 
-The last column says over which ranks a gradient is summed (groups of one rank are left out).
+The last column, printed as "gradient summed over", leaves out groups of one rank.
 """
 
 import json
@@ -29,8 +30,8 @@ from common.ranks import Ranks
 
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part that one rank holds (of several,
-    the first that has it).
+    """A row of the table: a parameter's whole shape, and the part that one rank holds (if several
+    ranks hold it, the first one's).
 
     What ZeRO shards is not in the table, because its shards cut across parameters. So with --zero 3
     `nbytes` is what a rank holds while it uses the parameter; between uses it keeps only its shard.
@@ -104,8 +105,8 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 
 
 def count_parameters(rows: dict[str, Row], model: nn.Module, optimizer: Any) -> str:
-    """A line of text: how many parameters the whole model has, and how many of them this rank,
-    which is rank 0, computes with and updates.
+    """A line of text: how many parameters the whole model has, and how many of them this rank
+    computes with and updates. (Only rank 0's line is printed.)
     """
     total = sum(math.prod(row.whole) for row in rows.values())
     own = sum(param.numel() for param in model.parameters())
@@ -139,18 +140,17 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
-    """One gradient that is not finite of each of the first four ranks that have such gradients, or
-    "none". A collective. `gradients`: this rank's, by name.
+    """For up to four ranks, the name of one gradient with inf or nan; or "none". A collective.
+    `gradients`: this rank's, by name.
     """
-    bad = []
+    bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            bad.append(name)
+            bad = name  # the last: backward goes from there to the first, so it was bad first
     found = []
-    for rank, names in enumerate(ranks.gather(bad)):
-        if names:
-            # Backward usually goes from the last parameter to the first, so this came first
-            found.append(f"{names[-1]} on rank {rank}")
+    for rank, name in enumerate(ranks.gather(bad)):
+        if name:
+            found.append(f"{name} on rank {rank}")
     return ", ".join(found[:4]) or "none"
 
 
@@ -168,7 +168,7 @@ def writing_to(out: Path) -> Iterator[None]:
 
 def begin_files(out: Path, flags: dict[str, Any], history: list[dict]):
     """Create the directory, config.json, and metrics.jsonl with the rows of the steps that are
-    done. Raises OSError.
+    done. Raises OSError, so that `Ranks.attempt` can tell all ranks.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(flags, indent=1))
@@ -187,7 +187,9 @@ def draw_loss(out: Path, history: list[dict]):
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
+    axes = figure.subplots()
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
     marker = "o" if len(history) == 1 else ""  # a line needs two points
     axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
     with writing_to(out):

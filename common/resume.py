@@ -1,14 +1,16 @@
 """Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
 
 Every flag that decides what is computed must stay the same, for example those of the model, the
-batch and the learning rate, also --steps, on which the learning rate depends. FREE has the others:
-what a run reads and writes, where it computes, how the ranks divide the work. They change the
-results only by rounding. Three need a word:
+batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
+that may change: what a run reads and writes, where it computes, how the ranks divide the work. They
+change the results only by rounding (which in step 7 may choose another expert). Three of them need
+a word:
 
-    --dataset            is free as a path: its tokens are compared, by their fingerprint.
-    --dtype              is free, too, but then the run goes on in another precision: with bf16 its
-                         losses differ visibly.
-    --micro-batch-size   must stay if experts have an auxiliary loss: see `may_differ`.
+    --dataset            may be another path to the same tokens: their fingerprint is compared
+                         (above 2**27 tokens, that of a sample)
+    --dtype              may change, but then the run goes on in another precision: with bf16 its
+                         losses differ visibly
+    --micro-batch-size   must stay if experts have an auxiliary loss: see `may_differ`
 
 A flag that only one of the two scripts has is not compared. If another flag has changed, the run
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
@@ -63,7 +65,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
     Raises UserError if a path has none; if all are damaged; or if --out already has checkpoints and
     `resume` is "" or another run: the checkpoints of two runs would be mixed. An older checkpoint
-    of --out is refused, too. A collective.
+    of --out is refused, too, because the newer ones would stay beside it. A collective.
     """
     if resume == "auto":
         return find_sound(out, ranks)
@@ -88,7 +90,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that `check_flags` lets change: they do not change what is computed, but for
-    rounding (and --dtype). Of --dataset it compares the tokens, above 2**27 a sample of them.
+    rounding (and --dtype).
     """
     names = set(FREE)
     # Step 7's auxiliary loss is computed from each micro-batch's own counts, so the size of a
@@ -100,7 +102,7 @@ def may_differ(flags: dict[str, Any]) -> set[str]:
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
-    """Raise UserError if the data differ from the saved run's, or a flag that must stay."""
+    """Raise UserError if the data, or a flag that must stay, differ from the saved run's."""
     free = may_differ(flags)
     for name, value in flags.items():
         # The saved run's script may not have this flag: then there is nothing to compare

@@ -26,7 +26,7 @@ def model_shape(text: str) -> ModelConfig:
     for change in changes:
         name, _, value = change.partition("=")
         if name not in kinds:
-            raise UserError(f"--model {text}: {name!r} is none of {', '.join(kinds)}")
+            raise UserError(f"--model {text}: {name!r} is no field: choose from {', '.join(kinds)}")
         kind = kinds[name]
         try:
             values[name] = BOOLS[value] if kind is bool else kind(value)  # int or float

@@ -6,8 +6,8 @@ sound one.
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. A run
-keeps, in its own directory, the last two that it has saved or resumed (while it saves, one more),
-and newer ones that could not be read.
+keeps, in its own directory, the last two that it has saved or resumed (three while it saves), and
+newer ones that could not be read.
 
 DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
 checksums, and its content says how many files there are. So before a run resumes, the ranks share
@@ -17,8 +17,8 @@ the run ends.)
 
 A NETWORK DISK. What one rank has written, another may see only some seconds later. So when a run
 resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
-looks again for up to a minute. When it saves, rank 0 waits so for the files of all ranks. If a file
-is not there then, the run ends: most likely the nodes do not share the directory.
+looks again for up to a minute. When it saves, rank 0 waits in the same way for the files of all
+ranks. If a file is not there then, the run ends: most likely the nodes do not share the directory.
 """
 
 import shutil
@@ -32,7 +32,7 @@ from common import UserError
 from common.checkpoint import Piece, files_of, read_file, write_file
 from common.ranks import Ranks
 
-PATIENCE = 60.0  # seconds in which a rank looks again for a file
+PATIENCE = 60.0  # seconds in which a rank looks again for files
 
 # --- Saving ---------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def wait_for(paths: list[Path]):
 def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
     """Give a checkpoint its name when all files are there. Raises OSError if one does not come."""
     wait_for([hidden / f"rank-{rank:05d}.pt" for rank in range(n_ranks)])
-    shutil.rmtree(folder, ignore_errors=True)  # of the same step, if a damaged one is there
+    shutil.rmtree(folder, ignore_errors=True)  # of the same step, if one could not be read
     hidden.rename(folder)
 
 
@@ -88,6 +88,7 @@ def save_checkpoint(
     path = hidden / f"rank-{ranks.rank:05d}.pt"
     content = content | dict(rank=ranks.rank, ranks=ranks.world)
     try:
+        # No rank writes before rank 0 has cleaned up
         ranks.attempt(remove_hidden, folder.parent, first_only=True)
         ranks.attempt(write_file, path, content, pieces)
         ranks.attempt(name_checkpoint, hidden, folder, ranks.world, first_only=True)
@@ -103,7 +104,7 @@ def save_checkpoint(
 
 def checkpoints_of(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest (the highest step) first. (A folder with another name,
-    such as a copy that a user keeps, is not removed, and resumed only if --resume names it.)
+    such as a copy that a user keeps, is never removed, and is resumed only if --resume names it.)
     """
     return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
 
@@ -135,18 +136,20 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
         if not problems:
             return folder
         if ranks.rank == 0:
-            text = " ".join(problems[0].split())
+            text = " ".join(problems[0].split())  # on one line
             print(f"{folder} is skipped: {text}", file=sys.stderr, flush=True)
     if folders:
         raise UserError(
-            f"--resume: no checkpoint in {where} is sound: name another run directory or "
-            "checkpoint, or start anew in another --out"
+            f"--resume: no checkpoint in {where} is sound: if it is one of a run's checkpoints, "
+            "name the run's directory, to try older ones; or start anew in another --out"
         )
     return None
 
 
 def problem_of(paths: list[Path], ranks: Ranks) -> str:
-    """What is wrong with a checkpoint's files, or "". Each rank checks some of them."""
+    """What is wrong with the first bad file of this rank's share, or "". (Each rank checks some of
+    a checkpoint's files.)
+    """
     for number in range(ranks.rank, len(paths), ranks.world):
         path = paths[number]
         try:

@@ -20,10 +20,11 @@ The run's directory has
         nccl-RANK            on a GPU, if a step hangs (watch.py)
 
 RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the rows of
-metrics.jsonl, the flags, the fingerprint of the data, and the number of steps done. This number,
-the data and some flags decide each batch. The fingerprint is compared, and those flags must stay
-the same (resume.py). So a resumed run computes what an uninterrupted one does, up to rounding, if
---dtype is the same.
+metrics.jsonl, the flags, the fingerprint of the data (above 2**27 tokens, of a sample), and the
+number of steps done. This number, the data and some flags decide each batch. The fingerprint is
+compared, and those flags must stay the same (resume.py). So a resumed run computes what an
+uninterrupted one does, up to rounding, if --dtype is the same. (In step 7 rounding may choose
+another expert.)
 
 How a run ends early, after a signal or because a step hangs: watch.py.
 """
@@ -68,7 +69,7 @@ from common.watch import HangWatch, Signals
 class RunConfig:
     """Flags of the run.
 
-    They say where it computes, and what it writes.
+    They say where it computes, what it reads and writes, and when it gives up.
     """
 
     device: str = flag("auto", "where to compute", ("auto", "cuda", "cpu"))
@@ -80,7 +81,7 @@ class RunConfig:
         0, "steps between checkpoints (and one after the last step); 0: only after a signal"
     )
     resume: str = flag(
-        "", "run directory or checkpoint to resume; auto: the newest in --out, if there is one"
+        "", "run directory or checkpoint to resume; auto: the newest sound one in --out, if any"
     )
     timeout: float = flag(600.0, "seconds after which a step is taken to hang; 0: never")
     profile: int = flag(0, "steps to trace, after the first two; 0: none")
@@ -100,7 +101,7 @@ class Run:
         self.rank = int(os.environ.get("RANK", 0))
         self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        # For config.json and checkpoints; the number of ranks is compared like a flag
+        # For config.json and checkpoints; the number of ranks is noted beside them, and may change
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         # A row for each step; rank 0's are in metrics.jsonl, also those before a --resume
@@ -108,7 +109,8 @@ class Run:
         self.training = False  # whether the first step has begun
         self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
-        self.last_checkpoint: Path | None = None  # of this run: resumed, or saved
+        # The one that this run has resumed or saved last, perhaps in another directory
+        self.last_checkpoint: Path | None = None
         # Declared here, set in `set_up`:
         self.mesh: Mesh
         self.ranks: Ranks
@@ -132,18 +134,19 @@ class Run:
         caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
-                                     number is then the number of steps that it has done
+                                     number is then the number of steps that are done in it
             after some steps         saves a checkpoint (--save-every)
             after a signal           saves one, and ends
 
-        `parts`, by name: model, optimizer and data; from step 2 on mesh and sync (an optional kind
-        of sync may have state to save). Raises UserError.
+        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync (nothing here
+        reads it; a subclass can save its state). Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
-        # `with` ends all three, however the loop ends. In `Signals`, signals are only noted
+        # `with` ends all three, however the loop ends. (If the caller's body raises, Python closes
+        # this generator, which ends them, too.) In `Signals`, signals are only noted
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
@@ -179,9 +182,9 @@ class Run:
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
         Its seconds are those since the last call (or since training began), without saving and
-        without writing a trace. They include the update, because the steps pass `loss.item()`,
-        which waits for the GPU. (If rank 0 cannot write, it exits with a line, and torchrun ends
-        the other ranks.)
+        without writing a trace. On a GPU Python runs ahead, but `loss.item()` in each step waits
+        for it, so they include all but the last update. (If rank 0 cannot write, it exits with a
+        line, and torchrun ends the other ranks.)
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -255,22 +258,19 @@ class Run:
         pause_began = time.perf_counter()
         if profiler is not None:
             profiler.step()  # after the last step of the trace, this writes it
-        if stopping or self.save_is_due(done):
+        every = self.config.save_every
+        due = every > 0 and (done % every == 0 or done == self.config.steps)
+        if stopping or due:
             self.save(done)
         # So that this pause is not counted in the next row's seconds
         self.timed_since += time.perf_counter() - pause_began
-
-    def save_is_due(self, done: int) -> bool:
-        """Whether --save-every asks for a checkpoint after `done` steps."""
-        every = self.config.save_every
-        return every > 0 and (done % every == 0 or done == self.config.steps)
 
     def save(self, done: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         folder = self.out / f"checkpoints/step-{done:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        content = self.content(done)
-        save_checkpoint(folder, content, pieces, self.ranks, previous=self.last_checkpoint)
+        previous = self.last_checkpoint
+        save_checkpoint(folder, self.content(done), pieces, self.ranks, previous)
         self.last_checkpoint = folder
 
     def content(self, done: int) -> dict[str, Any]:

@@ -4,19 +4,19 @@ that takes longer than --timeout ends it at once.
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
 checkpoint, and exit with status 0.
 
-                        first signal                    a second one
+    sent to a rank      the first                       a second one
     Ctrl-C (SIGINT)     save, and end                   end at once, without saving
     SIGTERM             save, and end                   after a Ctrl-C: end at once; else nothing
     SIGUSR1             save, and end                   nothing
 
-torchrun passes on the first Ctrl-C, turns a second one into SIGTERM, and itself ends with a
-SignalException and status 1. It gives the ranks 30 seconds for the step and the checkpoint, or its
---shutdown-timeout, and then kills them. SIGUSR1 sent to torchrun needs `torchrun
---signals-to-handle SIGTERM,SIGINT,SIGUSR1`. Otherwise it kills torchrun alone, and the ranks go on
-without it.
+    sent to torchrun    what it does
+    Ctrl-C              passes it on; a second one becomes SIGTERM
+    SIGTERM             passes it on
+    SIGUSR1             with --signals-to-handle SIGTERM,SIGINT,SIGUSR1 it passes it on; without, it
+                        is killed, and the ranks go on alone
 
-SIGHUP, which a terminal sends when it is closed, ends the process. `nohup python` ignores it;
-`nohup torchrun` needs --signals-to-handle SIGTERM,SIGINT to ignore it, too.
+After any of these it gives the ranks 30 seconds for the step and the checkpoint, or its
+--shutdown-timeout, then kills them, and itself ends with a SignalException and status 1.
 """
 
 import faulthandler
@@ -54,9 +54,9 @@ class Signals:
 
     def handle(self, number: int, frame: Any):
         """Note the first signal. A second one ends the process if it is a Ctrl-C, or if it is
-        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not. When a hang ends the
-        first rank, torchrun sends SIGTERM to the others, which must live on for a moment, to print
-        where they wait.)
+        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not: when a hang ends one
+        rank, torchrun sends SIGTERM to the others, which must live on for a moment, to print where
+        they wait.)
 
         Python runs a handler only between its own instructions. So if a rank waits in C code, as in
         a collective, a signal waits, too, until the collective returns. If it never does, torchrun
@@ -65,28 +65,28 @@ class Signals:
         if self.first is None:
             self.first = number
             return
-        second_ctrl_c = number == signal.SIGTERM and self.first == signal.SIGINT
-        if number == signal.SIGINT or second_ctrl_c:
+        from_torchrun = number == signal.SIGTERM and self.first == signal.SIGINT
+        if number == signal.SIGINT or from_torchrun:
             os._exit(130)  # 128 + SIGINT, as shells do
 
 
 class HangWatch:
-    """If a step takes longer than `seconds` (0: never), print where this rank waits, and end its
+    """If a step takes longer than `seconds` (0: never), print the stacks of this rank, and end its
     process.
 
-    If one rank is stuck, the others soon wait for it in a collective, so all print their stacks at
-    about the same time. The rank whose stack differs is usually the one that the others wait for.
-    On GPUs each rank also writes PyTorch's record of its last NCCL collectives, OUT/nccl-RANK:
-    `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in which collective each rank
-    is.
+    If one rank is stuck, the others soon wait for it in a collective, and all print their stacks at
+    about the same time (or, over gloo, the error that a rank has gone). The rank whose stack
+    differs is usually the one that the others wait for. On GPUs a stack often shows only that
+    Python waits for the GPU. So each rank also writes PyTorch's record of its last NCCL
+    collectives, OUT/nccl-RANK: `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in
+    which collective each rank is.
 
-    Neither the start nor saving counts; a compilation in the first step does. PyTorch itself ends a
-    process that waits in one collective for 10 minutes (NCCL), or raises an error in it after 30
-    (gloo). The default of --timeout, also 10 minutes, comes first, because it counts from the start
-    of the step. A longer one allows longer steps, but no longer collectives.
+    Only steps are timed, with a compilation in the first one, but neither the start nor saving.
+    PyTorch itself ends a process that waits in one collective for 10 minutes (NCCL), or raises an
+    error in it after 30 (gloo). The default of --timeout, also 10 minutes, comes first, because it
+    counts from the start of the step. A larger --timeout does not change PyTorch's own limits.
 
-    (faulthandler.dump_traceback_later can neither name the rank nor write NCCL's record. But this
-    timer is a thread of Python: it needs a main thread that lets others run, as PyTorch's
+    (The timer is a thread of Python: it needs a main thread that lets others run, as PyTorch's
     collectives do.)
     """
 
@@ -111,7 +111,8 @@ class HangWatch:
         """The timer's thread calls this, after `seconds`."""
         rank = os.environ.get("RANK", "0")
         text = (
-            f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout). Its threads:\n"
+            f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout). The rank's "
+            "threads:\n"
         )
         try:
             # faulthandler writes to the descriptor of a file, not to a string

@@ -3,12 +3,10 @@
 import sys
 from collections.abc import Callable
 
-from common.launch import report
-
 
 def start(main: Callable[[list[str]], None]):
     """Run a command on the words after its name. A mistake is one line, as `report` prints it."""
     try:
         main(sys.argv[1:])
     except Exception as problem:
-        sys.exit(report(problem, early=True))
+        sys.exit(print_error(problem, early=True))

@@ -17,7 +17,7 @@ import step04_tp_sp as step04
 from common import UserError, compare
 from common.comm import Mesh
 from common.data import Data
-from common.launch import check_environment, compare_launches, initialise
+from common.launch import check_environment, compare_launches, connect_ranks
 from common.meter import flops_per_token, peak_flops
 from common.model import PRESETS, Decoder
 from common.profiling import make_profiler
@@ -177,7 +177,7 @@ def test_ranks_that_do_not_find_one_another_are_told_what_to_check():
     """PyTorch's own error follows."""
     failing = mock.patch.object(dist, "init_process_group", side_effect=RuntimeError("timed out"))
     with failing, pytest.raises(UserError, match=r"timed out .*check MASTER_ADDR.*SOCKET_IFNAME"):
-        initialise("gloo")
+        connect_ranks("gloo")
 
 
 def test_step_1_on_two_ranks_is_refused():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
-from common.launch import report
 from extras.labs import ROOT, TASKS, definitions, holes, hollow, step_of
 from extras.labs.judge import judge, lay_out, path_of_tests, read
 
@@ -161,4 +160,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Exception as problem:
-        sys.exit(report(problem, early=True))
+        sys.exit(print_error(problem, early=True))
