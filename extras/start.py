@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable
 
+from common.launch import print_error
+
 
 def start(main: Callable[[list[str]], None]):
     """Run a command on the words after its name. A mistake is one line, as `report` prints it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
+from common.launch import print_error
 from extras.labs import ROOT, TASKS, definitions, holes, hollow, step_of
 from extras.labs.judge import judge, lay_out, path_of_tests, read
 
