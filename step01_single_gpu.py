@@ -213,6 +213,20 @@ def accumulate_wide(params: Iterable[nn.Parameter]):
         param.grad_dtype = wide(param.dtype)
 
 
+def update(
+    rule: torch.optim.Optimizer,
+    masters: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+    lr: float,
+):
+    """Update the masters with the gradients, both by name, at this learning rate."""
+    for name, master in masters.items():
+        master.grad = gradients[name]
+    for group in rule.param_groups:
+        group["lr"] = lr
+    rule.step()
+
+
 class Optimizer:
     """The update rule on masters, the fp32 copies of the weights. fp32 and fp64 weights are their
     own masters.
@@ -240,12 +254,7 @@ class Optimizer:
 
     def step(self, lr: float):
         """Update the masters with the gradients, and the weights with the masters."""
-        gradients = self.gradients()
-        for name, master in self.masters.items():
-            master.grad = gradients[name]
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
-        self.torch_optimizer.step()
+        update(self.torch_optimizer, self.masters, self.gradients(), lr)
         self.publish()
 
     def publish(self):

@@ -144,6 +144,7 @@ from step01_single_gpu import (
     learning_rate,
     scale,
     set_up_layers,
+    update,
 )
 from step02_ddp import SYNCS, join_ranks
 
@@ -229,7 +230,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
     return list(units.values())
 
 
-class Zero1(Optimizer):
+class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
     because the update comes between the two halves of the all-reduce.
 
@@ -245,8 +246,8 @@ class Zero1(Optimizer):
     hook expects one gradient of each parameter in every micro-batch; if one is missing, `finish`
     raises an error.
 
-    Only `Optimizer.step` of step 1 is inherited. It updates `masters`, here this rank's part of
-    each parameter (a view of the unit's master), and calls `publish`, which gathers the weights.
+    It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter, a
+    view of the unit's master; and `publish` gathers the weights.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -334,6 +335,11 @@ class Zero1(Optimizer):
             for name in unit.named:
                 parts[name] = unit.own_part(unit.summed_grad, name)
         return parts
+
+    def step(self, lr: float):
+        """Update the masters with this rank's gradients, and the weights with the masters."""
+        update(self.torch_optimizer, self.masters, self.gradients(), lr)
+        self.publish()
 
     def publish(self):
         """Round the masters into this rank's shards of the weights, and all-gather each unit."""

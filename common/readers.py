@@ -8,10 +8,11 @@ every step without this file.
     a.jsonl              a document from each line, {"text": "..."}
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders; all must be of the same kind, one
-                         of these four (hidden files and hidden folders are skipped, links to
-                         folders are not followed)
-    [OWNER/]NAME[:CONFIG]    a data set of the Hugging Face hub: column `text` of the split `train`
+    a folder             every file in it and in its subfolders, in a random order that is always
+                         the same; all must be of the same kind, one of these four (hidden files
+                         and hidden folders are skipped, links to folders are not followed)
+    OWNER/NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
+                         (OWNER/ and :CONFIG may be left out)
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
 A file a.bin.json beside it may hold {"dtype": "uint32", "tokens": N}: ids above 65,535 need uint32,
@@ -159,21 +160,16 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     return paths
 
 
-def source_texts(paths: list[Path]) -> Iterator[str]:
-    """Yield the texts of files of source code."""
-    for path in paths:
-        yield from read_txt(path)
-
-
 def read_library(source: str) -> Source:
     """Read the source code of Python's standard library. (`source` is not used: it is "".)"""
     paths = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = in_random_order([path for path in paths if path.suffix == ".py"])
     description = f"{len(paths):,} files of Python's standard library"
-    return description, checked(source_texts(paths), "(default)")
+    texts = (text for path in paths for text in read_txt(path))
+    return description, checked(texts, "(default)")
 
 
-def texts_of(paths: list[Path]) -> Iterator[str]:
+def document_texts(paths: list[Path]) -> Iterator[str]:
     """Yield the texts of files, each read by its entry in FORMATS."""
     for path in paths:
         reader = FORMATS[suffix_of(path)]
@@ -194,7 +190,7 @@ def read_files(source: str) -> Source:
     names = ", ".join(map(str, paths[:20]))
     if len(paths) > 20:
         names += f" and {len(paths) - 20:,} more"
-    return names, texts_of(in_random_order(paths))
+    return names, document_texts(in_random_order(paths))
 
 
 def read_hub(source: str) -> Source:

@@ -142,14 +142,16 @@ class Span(NamedTuple):
 
 
 def simulate(
-    lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, float]
+    lists: list[list[Action]],
+    rank_of_stage: list[int],
+    costs: dict[str, float],
+    message: float = 0,
 ) -> list[Span]:
     """When each action of a schedule runs, sorted by its end. Each rank runs its list in order, and
-    starts an action as soon as the rank is free and the action's input is there. (Messages take no
-    time.)
+    starts an action as soon as the rank is free and the action's input is there.
 
-    `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. Raises ValueError if the
-    lists deadlock.
+    `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
+    message between two ranks (the drawings have 0). Raises ValueError if the lists deadlock.
     """
     ends: dict[Action, float] = {}  # when an action ended
     free_at = [0.0] * len(lists)  # when each rank has finished what it has run so far
@@ -165,7 +167,10 @@ def simulate(
                 if needed is not None:
                     if needed not in ends:  # its rank has not come to it: go on with the next rank
                         break
-                    start = max(start, ends[needed])
+                    arrival = ends[needed]
+                    if rank_of_stage[needed.stage] != rank:
+                        arrival += message
+                    start = max(start, arrival)
                 queue.popleft()
                 ends[action] = start + costs[action.kind]
                 free_at[rank] = ends[action]

@@ -27,7 +27,7 @@ TASKS: dict[int, dict[str, str]] = {
     1: {
         "learning rate": "learning_rate",
         "adamw": "decay_groups adamw sgd",
-        "masters": "accumulate_wide Optimizer.__init__ Optimizer.gradients Optimizer.step "
+        "masters": "accumulate_wide Optimizer.__init__ Optimizer.gradients update "
         "Optimizer.publish Optimizer.zero_grad",
         "recomputation": "recompute_layers",
         "loop": "train",

@@ -113,7 +113,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
-    optimizer = Optimizer(model, config, mesh)
+    optimizer = Optimizer(model, config)
     outer = OuterStep(optimizer, config, mesh["dp"])  # new
 
     parts = dict(model=model, optimizer=optimizer, outer=outer, data=data, mesh=mesh)  # new
