@@ -15,8 +15,8 @@ such.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
-token that ends a document); sequences of 256 tokens; 804,224 parameters. (A model's number of
-parameters counts numbers. Elsewhere a parameter is a tensor, such as one matrix.)
+token that ends a document); sequences of 256 tokens; 804,224 parameters. (In counts, and in bytes
+for each parameter, a parameter is one number. In the code it is a tensor, such as one matrix.)
 
 PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
 1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
@@ -43,15 +43,20 @@ GPU in bf16, without --compile, a layer saves for each token
     and in fp32:
     n_heads + 2             log sum exp(scores) for each head, 1 / rms for each norm   10
 
-In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. (A CPU saves 12 dim bytes more, 1,536,
-because its norms are not fused. RoPE's tables, which all layers share, are not counted. The
-attention kernel is fused: from log sum exp its backward computes the attention probabilities again,
-so that they need not be saved. On a GPU in fp32, PyTorch has no such kernel for heads that share
-keys, and saves them.) With --recompute full (activation
-checkpointing, Chen et al. 2016) a layer saves only its input, dim numbers (tiny in bf16: 256
-bytes), and backward repeats its forward. The repetition stops as soon as it has the input of
-down_proj, the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it
-does not stop.)
+In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. Some notes:
+
+    - A CPU's norms are not fused, and save more: in bf16 4,648 + 1,536 bytes, and in fp32, a CPU's
+      default, 4 x 2,314 + 1,024 = 10,280.
+    - The attention kernel is fused: from log sum exp, its backward computes the attention
+      probabilities again, so that they need not be saved. On a GPU in fp32, PyTorch has no such
+      kernel for heads that share keys, and the probabilities are saved.
+    - RoPE's tables, which all layers share, are not counted.
+
+With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
+numbers (tiny in bf16: 256 bytes), and backward repeats its forward: then all numbers of the table
+exist, but of one layer at a time. The repetition stops as soon as it has the input of down_proj,
+the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it does not
+stop.)
 
 FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward
 (2 for the gradient of the input, 2 for that of the weight). (The embedding's cost none: it is
@@ -63,8 +68,8 @@ and seq/2 keys). There are seven such products:
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
                   (P = softmax(S); dP is the gradient of P, and so on)
 
-Tiny has 804,224 parameters; without the embedding's 257 x 128 and those of nine norms, 9 x 128, its
-matrices have 804,224 - 257 x 128 - 9 x 128 = 770,176 weights:
+Tiny has 804,224 parameters. Subtract the embedding's 257 x 128 and nine norms' 9 x 128: its
+matrices have 770,176 weights:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
@@ -123,11 +128,14 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     ]
 
 
-ADAMW = dict(betas=(0.9, 0.95), fused=True)  # Llama's betas, not PyTorch's defaults
+# Llama's betas, not PyTorch's defaults. fused: one kernel updates many tensors
+ADAMW = dict(betas=(0.9, 0.95), fused=True)
 
 
 def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
-    """AdamW on the masters. (`Optimizer.step` sets its learning rate.)"""
+    """AdamW on the masters of `optimizer`, which calls this when it has made them. (`update` sets
+    the learning rate.)
+    """
     return torch.optim.AdamW(decay_groups(optimizer.masters, optimizer.config), **ADAMW)
 
 
@@ -194,8 +202,8 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak down to a tenth of it. (The last step is slightly
-    above that.)
+    """Linear warm-up, then a cosine from the peak down to a tenth of it. (In the last step the rate
+    is still slightly above a tenth.)
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -214,7 +222,7 @@ def accumulate_wide(params: Iterable[nn.Parameter]):
 
 
 def update(
-    rule: torch.optim.Optimizer,
+    torch_optimizer: torch.optim.Optimizer,
     masters: dict[str, Tensor],
     gradients: dict[str, Tensor],
     lr: float,
@@ -222,9 +230,9 @@ def update(
     """Update the masters with the gradients, both by name, at this learning rate."""
     for name, master in masters.items():
         master.grad = gradients[name]
-    for group in rule.param_groups:
+    for group in torch_optimizer.param_groups:
         group["lr"] = lr
-    rule.step()
+    torch_optimizer.step()
 
 
 class Optimizer:

@@ -27,17 +27,19 @@ THREE WAYS TO SUM:
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: buckets
 
-BUCKETS. Gradients live in a few flat buffers, the buckets, of at most 1 MiB (--bucket-mb; a larger
-parameter has its own): each `.grad` is a view of one. A bucket counts how many additions to its
-gradients are still to come. Tiny's first has 11 parameters (the head, the last norm, and layer 3's
-nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter starts at 22. It reaches 0
-in the backward of the last micro-batch: the all-reduce of this bucket starts, while backward goes
-on to earlier layers.
+BUCKETS. Many small messages would each cost a start, and one large one could begin only when all
+gradients are there. So gradients live in a few flat buffers, the buckets, of at most 1 MiB
+(--bucket-mb; a larger parameter has its own): each `.grad` is a view of one. A bucket counts how
+many additions to its gradients are still to come. Tiny's first has 11 parameters (the head, the
+last norm, and layer 3's nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter
+starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
+starts, while backward goes on to earlier layers.
 
-All ranks must start their collectives in the same order. So buckets are sent in a fixed order: a
-complete one waits for those before it (Li et al. 2020, "PyTorch Distributed"). Below is the
-backward of the last micro-batch; time runs to the right (widths are not to scale). The second row
-is the bucket whose gradients backward completes at this moment.
+All ranks must start their collectives in the same order, also if a model branches on its data. So
+buckets are sent in a fixed order: a complete one waits for those before it (Li et al. 2020,
+"PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right
+(widths are not to scale). The second row is the bucket whose gradients backward completes at this
+moment.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -52,13 +54,13 @@ ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, up to rounding. The effects of rounding grow from one training step
-to the next, so this judges only the first 20:
+to the next, so the comparison judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU, train both runs with --dtype fp32.) In runs/step02_ddp/metrics.jsonl, `sent` has the
 bytes that rank 0 sends in a training step, for each group, here only dp. (It leaves out the small
 messages by which ranks agree whether to stop: ranks.py.) PyTorch does not report what it sends. So
-common/comm.py computes what a ring would send in each collective, and adds up. With --sync ring we
-send the messages of gradients ourselves, so their bytes are counted, not computed.
+common/comm.py computes what a ring would send in each collective, and adds these bytes up. With
+--sync ring we send the messages of gradients ourselves, so their bytes are counted, not computed.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
@@ -116,8 +118,7 @@ def join_ranks(device: torch.device) -> int:
 
 
 class NaiveSync:
-    """Sum the gradients one by one when backward is done. All sync classes are made from the same
-    arguments, and have `begin` and `finish`.
+    """Sum the gradients one by one when backward is done.
 
     (`data_group_of` returns the group over which a parameter's gradient is summed. In steps 2 to 4
     it is mesh["dp"] for all.)
@@ -197,14 +198,15 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group. In this step that is dp for all.
+    All gradients of a bucket are summed over the same group. In this step, read `group` and
+    `own_group` as mesh["dp"]. (In step 7 experts have another.)
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled
     size = 0  # bytes of its gradients
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
-        own_group = data_group_of(param, mesh)  # another one than the last: only in step 7
+        own_group = data_group_of(param, mesh)
         if own_group is not group or size + nbytes > limit:  # begin a bucket
             contents.append([])
             group = own_group
@@ -269,6 +271,7 @@ class BucketSync:
             pending.wait()
 
 
+# --sync -> a class with `begin` and `finish`, made from (model, config, mesh)
 SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": RingSync}
 
 
@@ -276,8 +279,8 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # --bucket-mb works only with --sync bucket. From step 3 on, both work only with --zero 0. (A
-    # need for a flag that a step does not have is ignored)
+    # `needs`: --bucket-mb works only with --sync bucket. And both work only with --zero 0, a flag
+    # of step 3, whose ZeRO replaces them
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -308,7 +311,7 @@ def train(config: Config, run: Run):
         xs = tokens[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         ys = targets[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         loss = 0.0
-        sync.begin(len(xs))  # new: expect so many gradients of each parameter
+        sync.begin(len(xs))  # new: the number of gradients to expect of each parameter
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # scale once ...
             micro_loss.backward()  # ... then only sum: this adds to the rank's gradients

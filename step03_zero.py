@@ -2,9 +2,9 @@
 weights.
 
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
-every rank makes the same update. AdamW updates each element by itself. So with ZeRO, rank r of n
-updates only shard r of the weights, which may begin or end inside a matrix, and needs *state*,
-masters and moments, of that shard alone. (Only clipping looks at all elements of the
+every rank makes the same update. AdamW updates each element by itself. So with ZeRO, each of n
+ranks updates only 1/n of the weights, its shards, which may begin or end inside a matrix, and needs
+*state*, masters and moments, of these alone. (Only clipping looks at all elements of the
 gradient: their squares are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
@@ -23,7 +23,8 @@ Plain gradient descent with rate 0.1:
     stage 0    weights     1 2 3 4                  1 2 3 4
                gradient    sum 11 22 33 44          sum 11 22 33 44
     stage 1    weights     1 2 3 4                  1 2 3 4
-               gradient    local 1 2 3 4, sum 11 22 local 10 20 30 40, sum 33 44
+               gradient    local 1 2 3 4            local 10 20 30 40
+                           sum 11 22                sum 33 44
     stage 2    weights     1 2 3 4                  1 2 3 4
                gradient    sum 11 22                sum 33 44
     stage 3    weights     1 2                      3 4
@@ -49,22 +50,26 @@ every rank holds 6 bytes, and the ranks share out 16:
 
 (Stage 1 in bf16: whole, 2 of the weight and 4 of the local gradient; of one shard, 4 of the sum, 4
 of the master and 8 of the moments. Local gradients are needed until the end of backward; stage 1
-could free them just before the update, but not sooner.) Not in the table, mainly:
+could free them just before the update, but not sooner.) Before the update, during forward and
+backward, a rank also holds, mainly:
 
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
       next micro-batch's forward (see `Zero2`)
-    - in stage 3, the whole weights of two units; with --keep, of all (see `Zero3`)
+    - in stage 3, the whole weights of two units (see `Zero3`); with --keep, of all, also at the
+      update
     - the gradient that autograd has just computed, of one parameter (with --compile, of one layer),
       in the weights' dtype
     - in stages 2 and 3, a shard for the sum that is in flight
+    - over gloo, until a sum is complete, a second copy of the local gradients that it sums (in
+      stage 1, at the end of backward, of all)
 
 (If embedding and head are tied, some numbers here and below change: `Zero3` says which.)
 
-State is sharded first: it is the largest part, and stage 1 sends as many elements as step 2, but
-for the padding and the all-reduce of a norm: an all-reduce is a reduce-scatter and then an
-all-gather, and stage 1 makes the update between the two. (In bf16 it sends fewer bytes, because the
-gathered weights have 2 bytes, not 4.)
+State is sharded first, because it is the largest part, and costs nothing to send: an all-reduce is
+a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. (It sends
+more only by the padding of units and an all-reduce of 8 bytes, and in bf16 fewer bytes, because the
+gathered weights have 2, not 4.)
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
@@ -83,7 +88,7 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 1              2 P                  a reduce-scatter, an all-gather
     stage 2              (m+1) P              m reduce-scatters, one all-gather
     stage 3              m (2 P - e) + m P    each micro-batch gathers every unit twice, but E and H
-                                              once, and reduce-scatters every unit
+                                              once (see below), and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
 (E and H only once: E's backward needs no weights, and H's follows its forward at once, so H stays.)
@@ -241,10 +246,9 @@ class Zero1:
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
     fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
-    reduce-scatter. (All ranks run the same backward, so they complete units in the same order. DDP
-    cannot rely on that, because a model may branch on its data; so step 2 forces the order.) The
-    hook expects one gradient of each parameter in every micro-batch; if one is missing, `finish`
-    raises an error.
+    reduce-scatter. (All ranks run the same backward here, so they complete units in the same
+    order.) The hook expects one gradient of each parameter in every micro-batch; if one is missing,
+    `finish` raises an error.
 
     It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter, a
     view of the unit's master; and `publish` gathers the weights.
@@ -271,7 +275,7 @@ class Zero1:
             self.units.append(unit)
             for name, param in named.items():
                 master = unit.own_part(unit.master, name)
-                if len(master):  # torch.optim shall get no empty tensors
+                if len(master):  # of an empty part there is nothing to update
                     self.masters[name] = master
                 param.register_post_accumulate_grad_hook(partial(self.add_gradient, unit, name))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
@@ -337,7 +341,7 @@ class Zero1:
         return parts
 
     def step(self, lr: float):
-        """Update the masters with this rank's gradients, and the weights with the masters."""
+        """As step 1's: update the masters, and the weights with the masters."""
         update(self.torch_optimizer, self.masters, self.gradients(), lr)
         self.publish()
 
@@ -382,8 +386,8 @@ class Zero2(Zero1):
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether this was the unit's last gradient of a micro-batch. (With k parameters, `missing`
-        falls by k in each, and ends at 0.)
+        """Whether this was the unit's last gradient of a micro-batch. (With 9 parameters and two
+        micro-batches, `missing` falls from 18 to 9, and then to 0.)
         """
         return unit.missing % len(unit.named) == 0
 
@@ -452,7 +456,8 @@ class Zero3(Zero2):
     A unit is freed when its last gradient has arrived. In a layer, input_layernorm's comes last
     (with --compile, all come together). What is left of the layer's backward then reads no weights.
 
-    Hooks serve *segments*: the embedding, a layer, or norm and head. Usually that is one unit.
+    Hooks serve *segments*: the embedding, a layer, or norm and head. In this step read unit for
+    segment: they differ only if embedding and head are tied, and in steps 6 and 7.
 
     TIED embedding and head. Their matrix is in E, and H is the last norm alone. E is then gathered
     twice, for the embedding and with H, and stays whole to the end of backward, where its gradient
@@ -466,9 +471,8 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        # segments[i]: the units whose weights segment i uses, in the order of forward. Two for norm
-        # and head if tied, and for a layer with experts (step 7); none if another rank has the
-        # modules (step 6); else one
+        # segments[i]: the units whose weights segment i uses, in the order of forward. Usually one.
+        # Two: norm and head if tied; a layer with experts. None: another pipeline stage has them
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(model.model.embed_tokens)
         for layer in model.model.layers.values():
@@ -547,7 +551,7 @@ class Zero3(Zero2):
             unit.shard.copy_(unit.master)
 
 
-# --zero; "0" is handled by `make_optimizer`
+# --zero -> its class. None: `make_optimizer` uses the classes of steps 1 and 2
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 

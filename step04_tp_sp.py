@@ -7,10 +7,10 @@ A *block*, attention or the MLP, is two matrix products with something between: 
     attention    q_proj, k_proj, v_proj    attention: a key/value head and its     o_proj
                                            query heads need no other head
 
-In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs), between channels or heads,
-and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can compute
-its term h(x A_i) B_i without the others, and the block's output is the sum of these terms. (All
-ranks of a tp group have the same x: they train on the same sequences.)
+In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs; in attention only between
+heads), and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can
+compute its term h(x A_i) B_i without the others, and the block's output is the sum of these terms.
+(All ranks of a tp group have the same x: they train on the same sequences.)
 
 In the code a matrix lies transposed: nn.Linear has weights [out, in]. So A is cut along dim 0, and
 B along dim 1 (`by_columns`, `by_rows`).
@@ -58,12 +58,13 @@ n ranks compute the same norms and residual sums x + block(x), on the same s tok
 is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does
 the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its
 norms, its residual sums, and what norms save for backward are 1/n. (But f's output, all s tokens,
-is saved on every rank, for the gradients of the block's first matrices. So for each token a layer
-saves 2 dim/n + 2 dim numbers for its norms, where step 1's table has 4 dim; with --recompute full
-dim/n in all, not dim.) f gathers the tokens before RoPE, so nothing changes for positions. A
-micro-batch sends as many bytes as without SP (with --recompute full more: see THE LAW). A norm's
-weight is whole on all ranks, but a rank now has only its own tokens' term of the gradient:
-`sum_partial_gradients` adds these terms up over tp, once in a training step.
+is saved on every rank, for the gradients of the block's first matrices. So of the 4 dim numbers in
+the first row of step 1's table a rank saves 2 dim/n, for the inputs of the norms, and 2 dim, for
+the gathered outputs; with --recompute full dim/n in all, not dim.) f gathers the tokens before
+RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without SP (with
+--recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only
+its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
+training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
@@ -82,8 +83,8 @@ Replicate, Shard, Partial.)
 
                                            shape            value    gradient  remark
     embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
-    x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: both whole
-    weights of the norms                   [dim]            whole    partial   --no-sp: whole
+    x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: all whole
+    weights of the norms                   [dim]            whole    partial   --no-sp: both whole
     f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
     q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
     q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
@@ -268,13 +269,13 @@ def enter_parallel(x: Tensor, group: Group, sp: bool) -> Tensor:
     return CopyToTensorParallel.apply(x, group)
 
 
-def leave_parallel(x: Tensor, group: Group, sp: bool) -> Tensor:
+def leave_parallel(term: Tensor, group: Group, sp: bool) -> Tensor:
     """g. This rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with SP
     [batch, seq/n, dim].
     """
     if sp:
-        return ReduceScatterToSequenceParallel.apply(x, group)
-    return ReduceFromTensorParallel.apply(x, group)
+        return ReduceScatterToSequenceParallel.apply(term, group)
+    return ReduceFromTensorParallel.apply(term, group)
 
 
 def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> list[Tensor]:
@@ -287,9 +288,9 @@ def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> l
     return [linear(x) for linear in linears]
 
 
-def find_ids(tokens: Tensor, ids: range) -> tuple[Tensor, Tensor]:
-    """Which tokens are in `ids`, the ids of this rank: bool, like tokens. And where: their places
-    in `ids`, int64; 0, to be masked, for other tokens.
+def places_in(ids: range, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors like `tokens`: `held`, whether the token is one of `ids`, those of this rank; and
+    its place among them, int64 (0 if it is not there: the caller masks it).
     """
     held = (tokens >= ids.start) & (tokens < ids.stop)
     return held, (tokens - ids.start).where(held, 0)
@@ -307,7 +308,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
-        held, row = find_ids(tokens, self.ids)
+        held, row = places_in(self.ids, tokens)
         return F.embedding(row, self.weight) * held[..., None]
 
 
@@ -336,7 +337,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
         logits = logits.to(wide(logits.dtype))
         counted = targets != IGNORE
-        held, column = find_ids(targets, ids)  # whether we have the target's logit, and where
+        held, column = places_in(ids, targets)  # whether we have the target's logit, and where
         column = column[..., None]
         logit_there = logits.gather(-1, column).squeeze(-1)
         own_target_logit = logit_there.where(held, 0.0)
@@ -351,8 +352,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # The gradient, softmax - one-hot, [batch, seq, vocab/n], in place, because it is large
         gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
         gradient[..., len(ids) :] = 0.0
-        one_hot = held[..., None].to(gradient.dtype)  # its number at `column`: 1, or 0
-        gradient.scatter_add_(-1, column, -one_hot)
+        one_if_held = held[..., None].to(gradient.dtype)
+        gradient.scatter_add_(-1, column, -one_if_held)
         gradient.mul_(counted[..., None])  # 0 for tokens that are not counted
         ctx.save_for_backward(gradient)
         return (log_sum - target_logit).where(counted, 0.0).sum()
@@ -365,10 +366,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """Return this rank's shard of a meta-device parameter along `dim`.
+    """Return a new parameter on the meta device, with the shape of this rank's shard along `dim`,
+    and a record (common/layout.py) that notes the shard's place. Its numbers come later:
+    `materialize` draws the whole matrix, and keeps this part.
 
-    Shards are equally long, so the last ones may be padded, or all padding. The record
-    (common/layout.py) notes the shard's place.
+    Shards are equally long, so the last ones may be padded, or all padding.
     """
     full = weight.shape[dim]
     length = math.ceil(full / group.size)
@@ -404,10 +406,10 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
-# RowParallelLinear one whose weight has fewer inputs. (Its out_features and in_features, which
-# print(model) shows, are still the whole model's)
+# RowParallelLinear one whose weight has fewer inputs. (The nn.Linear's own out_features and
+# in_features, which print(model) shows, are still the whole model's)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    "q_proj": by_columns,  # between heads, too, if `by_heads` accepts k_proj
+    "q_proj": by_columns,  # between heads, too: tp divides them if it divides those of k
     "k_proj": by_heads,
     "v_proj": by_heads,
     "o_proj": by_rows,
@@ -486,12 +488,12 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     So their parts of a norm's gradient are of the same elements, and can be added.
     """
     params = dict(model.named_parameters())
-    partial_over = defaultdict(list)  # the name of a group -> gradients
+    terms_of = defaultdict(list)  # the name of a group -> gradients
     for name, gradient in gradients.items():
         over = record_of(params[name]).partial_over
         if over is not None and mesh[over].size > 1:
-            partial_over[over].append(gradient)
-    for over, terms in partial_over.items():
+            terms_of[over].append(gradient)
+    for over, terms in terms_of.items():
         flat = torch.cat([term.flatten() for term in terms])
         all_reduce(flat, mesh[over]).wait()
         sums = flat.split([term.numel() for term in terms])
@@ -516,7 +518,7 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     # new: tp. It comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links.
-    # (Mesh refuses a remainder)
+    # (If --tp does not divide the ranks, Mesh raises UserError)
     mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
     # Along tp all have the same sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")

@@ -59,7 +59,7 @@ forward to the backward:
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-`Stage` keeps, in place of y, only the last node of its graph: y can then be freed once it is sent.
+`Stage` keeps less than y, so that y can be freed once it is sent: see there.
 
 THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
 rank sends a y over pp, the last a dx, and the others both. Once in a training step every rank also
@@ -134,11 +134,11 @@ class Stage:
     """Consecutive layers, and the graphs of the micro-batches that are in flight.
 
     Backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
-    use its result. What backward needs is the graph that computed y. So a stage keeps, in place of
-    y, the last node of this graph, where backward starts: `get_gradient_edge(y)`. In
-    the loops below, y is then freed when the next y takes its place: a rank holds at most two
-    outputs at a time, not one for each micro-batch in flight. (Megatron-LM's
-    deallocate_pipeline_outputs has the same aim.)
+    use its result. What backward needs is the graph that computed y. It has a node for each
+    operation, and backward starts at the last one. `get_gradient_edge(y)` stands for that node,
+    without y's numbers: a stage keeps it in place of y. In the loops below, y is then freed when
+    the next y takes its place: a rank holds at most two outputs at a time, not one for each
+    micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
     """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
@@ -151,7 +151,7 @@ class Stage:
         self.number = number
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.config.n_layers
-        self.graphs: dict[int, tuple] = {}  # micro-batch -> (x, the last node of y's graph)
+        self.graphs: dict[int, tuple] = {}  # micro-batch -> (x, the edge that stands for y)
 
     def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
         """A new training step: tokens and targets of its micro-batches, int64 [batch, seq], and the
@@ -172,8 +172,8 @@ class Stage:
         if self.is_first:
             x = trunk.embed_tokens(x)
         cos, sin = rope_tables(self.positions, self.model.config, wide(x.dtype))
-        for number in self.layers:
-            x = trunk.layers[str(number)](x, cos, sin)
+        for layer in self.layers:
+            x = trunk.layers[str(layer)](x, cos, sin)
         if self.is_last:
             return self.model.loss(self.model.lm_head(trunk.norm(x)), targets)
         return x
@@ -199,10 +199,10 @@ class Stage:
 
         `dy`: the output's gradient; on the last stage None, because the output is the loss.
         """
-        x, last_node = self.graphs.pop(i)
+        x, edge = self.graphs.pop(i)
         with record_function(f"B{i}.{self.number}"):
-            # ... then only sum: this adds to the gradients. `last_node` stands for y
-            torch.autograd.backward((last_node,), (dy,))
+            # ... then only sum: this adds to the gradients. `edge` stands for y
+            torch.autograd.backward((edge,), (dy,))
         return x.grad  # None for tokens
 
 
@@ -231,9 +231,9 @@ def keep_stages(model: Decoder, stages: list[range]):
         kept.update(layers)
     has_first = 0 in kept
     has_last = n_layers - 1 in kept
-    for number in range(n_layers):
-        if number not in kept:
-            del trunk.layers[str(number)]
+    for layer in range(n_layers):
+        if layer not in kept:
+            del trunk.layers[str(layer)]
     # If this rank has one of the two stages, and not both, a tied matrix is on two ranks, and
     # global_norm counts the two as one
     if tied and has_first != has_last:
@@ -429,7 +429,10 @@ class Config(step05.Config):
     pp: int = flag(1, "ranks that divide the layers", least=1)
     schedule: str = flag("1f1b", "order of the work", SCHEDULES)
     chunks: int = flag(
-        2, "stages on each rank", least=2, needs={"schedule": ["interleaved"], "pp": AT_LEAST_2}
+        2,
+        "stages on each rank (model chunks)",
+        least=2,
+        needs={"schedule": ["interleaved"], "pp": AT_LEAST_2},
     )
 
 
@@ -502,10 +505,10 @@ def make_interleaved(
         F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
-    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
-    (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
-    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (One of these 5, p - 1 - rank, is
-    there only to give messages time to travel: see `interleaved` in common/schedules.py.)
+    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to (v-1)
+    p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture, on
+    rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (Of these, p - 1 - r, here 1 of 5,
+    only give messages time to travel: see `interleaved` in common/schedules.py.)
 
     Takes what `Pipeline` takes. Raises UserError if p does not divide m.
     """
@@ -543,12 +546,13 @@ class ListPipeline:
     something to send; a program has single sends and receives. (F0 is here the forward of
     micro-batch 0 through the rank's only stage.) `exchange` does not wait for its messages, but
     with NCCL those of a group are one queue: behind a send that waits for its receive, no receive
-    begins. So assume that a send blocks until it is received. Each rank below follows 1F1B, and
-    both hang in their last operation: rank 0 in the send of F1's output, rank 1 in the send of
-    B0's, because neither has begun to receive.
+    begins. So assume that a send blocks until it is received. Let both ranks follow 1F1B:
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send
+
+    Both hang in their last operation, rank 0 in the send of F1's output, rank 1 in that of B0's,
+    because neither has begun to receive.
 
     `add_messages` (common/schedules.py) finds an order in which that cannot happen. Here rank 1
     begins to receive F1's input before it computes F0 (and waits for it only before F1), so that
@@ -596,8 +600,8 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous send to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # By the action that will use it, here or on another rank: a tensor, and the message that
-        # brings it (no message, if it was computed here)
+        # tensors[a]: the input of action a, and the message that brings it. (If this rank computed
+        # it, the message is an empty `Pending`. If a is another rank's, a send follows)
         tensors: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
@@ -610,9 +614,10 @@ class ListPipeline:
                 output, _ = tensors.pop(action)
                 sending[peer] = exchange([(output, peer)], [], self.group)
             else:
-                # No entry: the first stage's forward has tokens, the last one's backward the loss
-                received, pending = tensors.pop(action, (None, Pending()))
-                pending.wait()
+                received = None  # the first stage has tokens, the last one's backward the loss
+                if action in tensors:
+                    received, pending = tensors.pop(action)
+                    pending.wait()
                 output = self.compute(action, received)
                 next_action = consumer(action, self.n_stages)
                 if next_action is not None:

@@ -32,7 +32,7 @@ rank gets depends on the tokens. So ranks first tell one another how many rows w
 WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
 Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
 rank would send its 4 experts, 540,672 numbers, to the other rank in each forward of a layer. With
-tokens, a rank routes 4 x 256 / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of 128
+tokens, a rank routes 4 sequences x 256 / (cp 2 x tp 2) = 256 of a micro-batch, so 512 rows of 128
 numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent twice in
 forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts, weights
 would be cheaper.)
@@ -49,7 +49,7 @@ so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 
     dp           dp              0 4 8 12            divide the global batch      own sequences
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
-    tp           tp              0 1                 divide attention's matrices  f, g; router sums
+    tp           tp              0 1                 divide attention's matrices  f, g; partial sums
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
     ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
     expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
@@ -66,15 +66,16 @@ THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny,
 --expert-dim, that in place of ffn_dim).
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
-elements, which go to the experts and back, in forward and in backward. It sends these bytes, if
-each rank's choices are spread evenly over the experts (e: bytes of an element; S: those of a
-micro-batch's x for all tokens that the ranks of tp share, as in step 4; n: ranks of the group):
+elements, which go to the experts and back, in forward and in backward. These are the bytes that it
+sends for the experts, if each rank's choices are spread evenly over them, and for attention over
+tp; all others are those of steps 4 to 6. (w: bytes of an element; S: those of a micro-batch's x for
+all tokens that the ranks of tp share, as in step 4; n: ranks of the group.)
 
     over          once in             bytes                           with --recompute full
-    ep            layer, micro-batch  (n-1)/n (4 T K dim e + 8 E)     (n-1)/n (6 T K dim e + 16 E)
+    ep            layer, micro-batch  (n-1)/n (4 T K dim w + 8 E)     (n-1)/n (6 T K dim w + 16 E)
     sequence      layer, micro-batch  2 (n-1)/n 8 E                   twice as many
     tp            layer, micro-batch  (n-1)/n 4 S                     (n-1)/n 6 S
-    tp            layer, step         2 (n-1)/n the router's gradient
+    tp            layer, step         2 (n-1)/n gradients of the router and of two norms
     expert_data   layer, step         2 (n-1)/n its experts' gradients
 
 (ep: rows there and back, in forward and in backward, and counts. sequence: counts, with --balance
@@ -88,14 +89,14 @@ step, with --zero 0.) For tiny as launched below, in fp32:
     expert_data     2 x 1/2 x 4 experts x 135,168 weights x 4 bytes                  = 2,162,688
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
-16 x 96 = 1,536 over `sequence`, 2 x 2,162,688 = 4,325,376 over expert_data, and near
-16 x 524,320 = 8,389,120 over ep, because choices are not spread evenly.
+16 x 96 = 1,536 over `sequence`, 2 x 2,162,688 = 4,325,376 over expert_data, and over ep only near
+16 x 524,320 = 8,389,120: choices are not spread evenly.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
-choices of a token). Let f_e be the fraction of a micro-batch's choices that chose expert e, and P_e
-the mean p_e of its tokens. With M micro-batches in a training step, of all ranks of dp together,
-the gradients are those of
+choices of a token). Let f_e be the fraction of a micro-batch's choices that fell on expert e, and
+P_e the mean p_e of its tokens. With M micro-batches in a training step, of all ranks of dp
+together, the gradients are those of
 
     loss + aux_loss_coeff / M x (sum over micro-batches and layers of  E sum_e f_e P_e)
 
@@ -104,10 +105,8 @@ the gradients are those of
 In the figure f = 2/8 2/8 3/8 1/8. With P = 0.25 0.25 0.4 0.1, E sum f P is 4 x (0.0625 + 0.0625 +
 0.15 + 0.0125) = 1.15; if all f and all P are 1/E, it is 1.
 
-f comes from counts, so it has no gradient. The auxiliary loss gives the router's logit of e for a
-token, (W x)_e, the gradient c p_e (f_e - sum_j p_j f_j), where c is aux_loss_coeff E / (M x tokens
-of the micro-batch). So the update pushes the logit down if f_e is above the mean of f under this
-token's p, and up if it is below.
+f comes from counts, so it has no gradient. P has one: the update pushes a token's logit of e down
+if f_e is above the mean of f under this token's p, and up if it is below.
 
 f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
 --micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
@@ -235,8 +234,8 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     counts_L = arriving_GL.sum(0)
     # Split sizes: the CPU waits for the GPU here, once for both. (The layer waits nowhere else,
     # unless `expert_product` takes its second path, whose `tolist` waits, too.)
-    on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return on_cpu[0], on_cpu[1], counts_L
+    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return leaving_on_cpu, arriving_on_cpu, counts_L
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
@@ -365,7 +364,7 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())  # a choice has no gradient
+        ids_TK = self.choose(p_TE.detach())
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
         out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
@@ -388,7 +387,7 @@ class MoE(nn.Module):
 def keep_choices() -> tuple:
     """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
     saved. Computed again, p need not have the same bits, so another expert could be chosen than in
-    forward. Then the rows would no longer fit.
+    forward. Then experts would get other numbers of rows, and shapes would not match.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -434,8 +433,10 @@ class LossBalancedMoE(MoE):
         """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
         that share the micro-batch add up to it.
 
-        f_e is that of the whole micro-batch, by an all-reduce of counts. Of P_e a rank has a term:
-        it adds up p_e over its own tokens, and divides by the tokens of the whole micro-batch.
+        f_e is that of the whole micro-batch, by an all-reduce of counts; it has no gradient. (With
+        N tokens, the gradient of the token's logit of e is E / N p_e (f_e - sum_j p_j f_j).) Of P_e
+        a rank has a term: it adds up p_e over its own tokens, and divides by the tokens of the
+        whole micro-batch.
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.sequence_group).wait()
@@ -506,11 +507,8 @@ def shard_moe(moe: MoE, mesh: Mesh):
     # `sum_partial_gradients` over tp
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
-        if mesh["ep"].size > 1:
-            # This also notes a shard over ep, by which global_norm knows that ranks of ep hold
-            # different experts
+        if mesh["ep"].size > 1:  # else the weight stays whole
             linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-        # Over which ranks the gradient is summed
         note_record(linear.weight, data_group="expert_data")
 
 
@@ -544,7 +542,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
     positions = shard_context(model, mesh, config).to(device)
-    # new: it has these experts. (After step 5, which notes one data_group for all parameters)
+    # new: it has these experts. (Not before `shard_context`, which notes one data_group for all)
     shard_experts(model, mesh, config)
     # Step 6: it has these layers. (After all the others, which change every layer)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)

@@ -35,7 +35,7 @@ of n ranks each sends
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-Of an `all_to_all` only what goes to other ranks is counted, of an `exchange` all. (`Mesh.sent` adds
+Of an `all_to_all` only what goes to other ranks is counted. (`Mesh.sent` adds
 up these numbers. They are computed: NCCL may choose a tree, in which some ranks send more and
 others less, or let the network's switches add, which sends less.)
 """
@@ -90,9 +90,9 @@ class Group:
 class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp.
 
-    (From step 4 on, two groups may have the same ranks, but different *queues*. PyTorch's object
-    for a group, its *handle*, sends messages in their order. So large messages that can wait,
-    gradients, have other handles than small urgent ones, activations: see `add_groups`.)
+    (From step 5 on, two groups may have the same ranks, but different *queues*. PyTorch's object
+    for a group, its *handle*, sends messages in their order. So messages that can wait, gradients,
+    have other handles than urgent ones, activations: see `add_groups`.)
     """
 
     def __init__(self, **sizes: int):
@@ -117,7 +117,7 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            queue = "gradients" if name == "dp" else "activations"
+            queue = "gradients" if name == "dp" else "activations"  # matters from step 5 on
             self.add_groups_along(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
@@ -170,9 +170,7 @@ class Mesh:
 
 
 class Pending:
-    """Messages that are under way, if there are any. `wait` waits for them, then
-    calls `then`.
-    """
+    """Messages that are under way, if there are any. `wait` waits for them, then calls `then`."""
 
     def __init__(
         self,
@@ -273,12 +271,12 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         return Pending(group, [work], [tensor])
     # Gloo's own reduce-scatter all-reduces everything. Instead, an all-to-all brings each rank the
     # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the law says.
-    # (Until `wait`, `shards` takes S bytes more.)
-    shards = torch.empty_like(tensor)
-    work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
+    # (Until `wait`, `versions` takes S bytes more.)
+    versions = torch.empty_like(tensor)
+    work = dist.all_to_all_single(versions, tensor, group=group.handle, async_op=True)
 
     def add_up():
-        torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))
+        torch.sum(versions.view(group.size, -1), 0, out=output.view(-1))
 
     return Pending(group, [work], [tensor], then=add_up)
 

@@ -21,7 +21,7 @@ two runs compute the same:
 Then a relative difference above 0.001 in these steps (--bound) means:
 
     dtype of both runs    meaning
-    fp64                  a bug
+    fp64                  a bug (in step 7, almost certainly)
     fp32                  almost certainly a bug. But if the loss suddenly rises (an unstable run),
                           or in step 7, where rounding may choose another expert, it may be
                           rounding: compare runs with --dtype fp64
@@ -65,16 +65,14 @@ def read_metrics(run: str) -> list[dict]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def relative(value: float | None, reference: float | None) -> float:
-    """|value - reference| / the larger of |value| and |reference|. Raises ValueError if one is
-    missing or not finite.
-    """
-    for number in (value, reference):
+def relative(a: float | None, b: float | None) -> float:
+    """|a - b| / the larger of |a| and |b|. Raises ValueError if one is missing or not finite."""
+    for number in (a, b):
         if number is None or not math.isfinite(number):
             raise ValueError("one of the runs has no loss or norm, or it is not finite")
-    if value == reference:
+    if a == b:
         return 0.0
-    return abs(value - reference) / max(abs(value), abs(reference))
+    return abs(a - b) / max(abs(a), abs(b))
 
 
 def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:

@@ -11,7 +11,7 @@ The last twentieth of the windows (at least one) is held out: no run with this s
 trains on their targets, so that a trained model's loss on them can be computed afterwards. Each
 epoch goes through the other n windows once, in a random order of its own, drawn from (seed, epoch):
 
-    sample i    the window at place i mod n in the order of epoch i // n
+    sample i    the window at place i mod n in the order of epoch i // n   (n: `n_train` below)
     training step s   samples s B to s B + B - 1      (B: the global batch size; all count from 0)
 
 With n = 10 and B = 4, training step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then
@@ -109,7 +109,7 @@ class Data:
                 f"{self.shape.seq_len} + 1 tokens, which share one, need "
                 f"{2 * self.shape.seq_len + 1}"
             )
-        largest = int(self.tokens.max())  # numpy reads a mapped file piece by piece
+        largest = int(self.tokens.max())  # a mapped file is read piece by piece
         if largest >= self.shape.vocab_size:
             raise UserError(
                 f"--dataset {name}: its token id {largest} needs a --model with "
@@ -136,8 +136,8 @@ class Data:
         saved one: if two differ, so do the tokens.
 
         SHA-256 of the stream's length and of the first BLOCK ids of each of 64 nearly equal parts.
-        Up to 64 BLOCK = 2**27 tokens that is the whole stream. Of a longer one it is a sample: a
-        difference elsewhere is not noticed.
+        Up to 64 BLOCK = 2**27 tokens that is the whole stream. Of a longer one only these parts are
+        read: a difference elsewhere is not noticed.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):

@@ -13,8 +13,8 @@ makes --steps, --lr, --optimizer, and both --compile and --no-compile. The value
 the keys of the dict OPTIMIZERS. (RunConfig, in trainer.py, has further flags.) The first line of
 the class's docstring is their title in --help.
 
-From step 2 on: NEEDS. Some flags do something only beside certain values of others. In step 7, for
-example, this one does something only beside --balance bias:
+From step 2 on: NEEDS. Some flags have an effect only together with certain values of other flags.
+In step 7, for example, this one has an effect only together with --balance bias:
 
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
 
@@ -49,7 +49,7 @@ def flag(
     """A field of a Config.
 
     help     what --help says of the flag
-    choices  the allowed values of a str; or a menu, a dict from each to what it selects
+    choices  the allowed values of a str; or a dict: value -> what it selects
     least    the smallest value of a number; unless given, 0
     needs    from step 2 on, see NEEDS above: another flag -> the values of it beside which this
              flag does something: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
@@ -120,8 +120,8 @@ def in_words(name: str, values: Collection) -> str:
     """What `needs` asks of a flag, in words: {"tp": AT_LEAST_2} -> "--tp 2 or more", {"sp": [True]}
     -> "--sp", {"zero": ["1", "2"]} -> "--zero 1 or 2".
     """
-    if isinstance(values, range):
-        return f"{spelled(name)} {values.start} or more"
+    if values is AT_LEAST_2:
+        return f"{spelled(name)} 2 or more"
     if values == [True]:
         return spelled(name)
     return f"{spelled(name)} {' or '.join(values)}"

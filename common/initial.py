@@ -2,7 +2,7 @@
 its name and its shape (and of the number of layers). So all layouts begin with the same weights.
 
 In steps 1 to 3 a rank keeps the whole parameter (step 3's ZeRO 3 cuts it afterwards). From step 4
-on, it keeps a shard, if the parameter's record names one (layout.py).
+on, a *record* at each parameter (layout.py) may say that a rank keeps only a shard of it.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. (On a CPU with
     other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
 
-    Norms start at one. Matrices are normal with standard deviation 0.02, divided by sqrt(2
-    n_layers) for o_proj and down_proj, whose output is added to the residual stream (Radford et
-    al., GPT-2, section 2.3).
+    Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02,
+    divided by sqrt(2 n_layers) for o_proj and down_proj, whose output is added to the residual
+    stream (Radford et al., GPT-2, section 2.3).
     """
     if value.dim() == 1:  # a norm; there are no biases
         return value.fill_(1.0)

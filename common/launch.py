@@ -46,7 +46,8 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
         check_environment()
         with run_type(config) as run:
             train(config, run)
-        if dist.is_initialized():  # not after an error: the other ranks may be gone
+        # Only here, without an error: after one, the other ranks may be gone
+        if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
         training = run is not None and run.training
@@ -80,8 +81,8 @@ def print_error(error: Exception, early: bool) -> int:
         return 1
     if os.environ.get("RANK", "0") != "0":
         # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends the
-        # others on its node while they sleep, so that there it is printed once. (If only this rank
-        # has the error, it prints it after the 10 seconds)
+        # others on its node while they sleep: so on that node it is printed once. (If only this
+        # rank has the error, it prints it after the 10 seconds)
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -106,7 +107,7 @@ def connect_ranks(backend: str, **options: Any):
 def compare_launches():
     """Raise UserError on all ranks unless all agree on: the script's name and its flags, as typed
     and in the same order; the version of torch; the source files of this project that are loaded;
-    and the instruction set of the CPU, on which initial weights are drawn.
+    and the instruction set of the CPU (initial weights, drawn on the CPU, depend on it).
     """
     ranks = Ranks()
     script = Path(sys.argv[0]).name  # nodes may have it in different places
@@ -143,9 +144,9 @@ def own_sources() -> list[Path]:
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, if a rank fails, torchrun ends all and starts all again. By default they use
-# its key-value store, which still has the addresses of the ended processes. With this variable each
-# start makes a new store
+# With --max-restarts, if a rank fails, torchrun ends all and starts all again. By default the new
+# ranks use torchrun's key-value store, which still has the addresses of the old ones. If this
+# variable is 1, each start makes a new store
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

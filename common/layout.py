@@ -1,6 +1,6 @@
 """A small record for each parameter, `ParamRecord`: over which ranks the parameter's gradient is
-summed, and from step 4 on, which shard of it this rank has. (Where step 3's ZeRO cuts is not in the
-record.)
+summed, and from step 4 on, which shard of it this rank has. (It does not say where step 3's ZeRO
+cuts.) And what follows from it: how many ranks hold a number, for the global norm.
 
 The parts of this file follow the steps; read a part when you come to its step. (Some lines are for
 later steps, and say so.) Steps 1 to 3 change nothing in the record.
@@ -93,8 +93,8 @@ def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
 def norm_groups(mesh: Mesh) -> list[str]:
     """The groups over which to sum, one after another, to get the sum over all ranks: in step 3 dp
     alone, in step 4 dp and then tp. (If the ranks [0 1] [2 3] have the numbers [1 2] [3 4], sums
-    over rows give [3 3] [7 7], and then sums over columns [10 10] [10 10]. One sum over all ranks
-    would need a group that nothing else needs.)
+    over columns, dp, give [4 6] [4 6], and then sums over rows, tp, [10 10] [10 10]. One sum over
+    all ranks would need one more group.)
 
     From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
     """
@@ -117,7 +117,7 @@ class Shard:
     dim: int
     over: str  # the name of a group of the mesh, whose ranks have the other shards
     start: int
-    stop: int
+    stop: int  # may exceed `full`: padding
     full: int  # the size of the dimension before it was sharded: 257
 
 

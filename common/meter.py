@@ -1,11 +1,12 @@
 """How fast a run is, and how much memory it takes: MFU, and peak memory. You can follow every step
 without this file.
 
-MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs). The FLOPs
-are counted as in step 1 (FLOPS OF A TOKEN). Each token costs 6 for each weight in a matrix, except
-the embedding's (a tied one counts once, as the head; of the experts, only those that it visits),
-and 7 x seq x dim for each layer's causal attention. For tiny, 5,538,560 FLOPs a token (step 1) at
-100,000 tokens a second are 0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of 0.06 %.
+MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs), which is
+FLOPs of a token x tokens per second / the peak of all GPUs. The FLOPs are counted as in step 1
+(FLOPS OF A TOKEN). Each token costs 6 for each weight in a matrix, except the embedding's (a tied
+one counts once, as the head; of the experts, only those that it visits), and 7 x seq x dim for each
+layer's causal attention. For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are
+0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of 0.06 %.
 
 Others count attention differently, so compare an MFU only with one that is counted alike:
 

@@ -7,6 +7,7 @@
 
     self_attn    rotates q and k by position (RoPE); a group of query heads shares one k and v (GQA)
     mlp          is a SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))
+    norms        are RMSNorms: x / sqrt(mean(x^2) + eps) * weight
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
 the state dict of a model without experts. Attention does not store its number of heads: `unflatten`
@@ -72,17 +73,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rope_tables(
     positions: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., "RoFormer").
+    """Cosines and sines of RoPE (Su et al., "RoFormer"): at position p, pair j of a head's channels
+    is turned by the angle p x theta^(-2 j / head_dim). So the product of a query and a key depends
+    on the distance between their positions alone.
 
-    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider. (1:
-    for all heads.)
+    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider.
+    (The axis of size 1 is broadcast over the heads.)
     """
-    channel = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
-    frequency = config.rope_theta ** -(channel / config.head_dim)
+    pair = torch.arange(config.head_dim // 2, device=positions.device, dtype=dtype)
+    frequency = config.rope_theta ** -(2 * pair / config.head_dim)
     if config.rope_scaling != 1.0:
         # Llama 3.1 and 3.2 stretch RoPE to sequences longer than Llama 3's 8192 tokens. A pair of
-        # channels with 4 turns or more within 8192 tokens keeps its frequency. That of a pair with
-        # 1 turn or fewer is divided by `rope_scaling`. Between the two it is interpolated.
+        # channels with 4 full turns or more within 8192 tokens keeps its frequency. That of a pair
+        # with 1 turn or fewer is divided by `rope_scaling`. Between the two it is interpolated.
         turns = 8192 * frequency / (2 * torch.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)

@@ -6,7 +6,8 @@ file.
                                allocations and frees before the trace ended
 
 Look for these named ranges: `Optimizer.step#AdamW.step`, the update; `wait GROUP`, for example
-`wait dp`, where a rank waits for messages of that group; and in steps 6 and 7 `F0.1` and `B0.1`,
+`wait dp` (for gradients from step 5 on `wait data`), where a rank waits for messages of that group;
+and in steps 6 and 7 `F0.1` and `B0.1`,
 the forward and the backward of micro-batch 0 through stage 1 (both count from 0). On a CPU `wait
 dp` is as long as the wait. On a GPU it is short, because Python does not wait; the stream of the
 computation does: look for a gap there.
@@ -21,8 +22,8 @@ from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 
-# Steps before the trace. In the first step, memory is allocated and layers are compiled. In the
-# second, the profiler warms up
+# Steps before the trace. In the first, memory is allocated and layers are compiled. In the second,
+# the profiler warms up
 SKIPPED = 2
 
 
@@ -52,5 +53,5 @@ def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.pro
     if gpu:
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.memory._record_memory_history(max_entries=200_000)
-    when = schedule(wait=1, warmup=1, active=n, repeat=1)
+    when = schedule(wait=SKIPPED - 1, warmup=1, active=n, repeat=1)
     return torch.profiler.profile(activities=activities, schedule=when, on_trace_ready=write)

@@ -40,7 +40,7 @@ SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
 
 # What a reader returns: a description of the source, and its documents or an array of token ids
-Source = tuple[str, Iterable[str] | np.ndarray]
+Contents = tuple[str, Iterable[str] | np.ndarray]
 
 
 def suffix_of(path: Path) -> str:
@@ -121,7 +121,8 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     """Yield the texts of a file or data set. Raises UserError if it is damaged, or if a text is not
     a string.
     """
-    # OSError comes from the system or gzip, EOFError from gzip, ValueError from json, pyarrow or us
+    # OSError comes from the system or gzip, EOFError and zlib.error from gzip, ValueError from
+    # json, pyarrow or us
     damaged = (OSError, EOFError, zlib.error, ValueError)
     number = 1
     try:
@@ -160,7 +161,7 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     return paths
 
 
-def read_library(source: str) -> Source:
+def read_library(source: str) -> Contents:
     """Read the source code of Python's standard library. (`source` is not used: it is "".)"""
     paths = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = in_random_order([path for path in paths if path.suffix == ".py"])
@@ -176,7 +177,7 @@ def document_texts(paths: list[Path]) -> Iterator[str]:
         yield from checked(reader(path), path)
 
 
-def read_files(source: str) -> Source:
+def read_files(source: str) -> Contents:
     """Read a file, or all files of a folder. Raises UserError unless all are of one kind of
     FORMATS.
     """
@@ -193,8 +194,9 @@ def read_files(source: str) -> Source:
     return names, document_texts(in_random_order(paths))
 
 
-def read_hub(source: str) -> Source:
-    """Read a data set of the Hugging Face hub, `NAME` or `NAME:CONFIG`.
+def read_hub(source: str) -> Contents:
+    """Read a data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are
+    optional.
 
     Raises UserError if the hub is out of reach, or has no such data set, configuration, column or
     split `train`.
@@ -216,7 +218,7 @@ def read_hub(source: str) -> Source:
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
 
-def read_bin(source: str) -> Source:
+def read_bin(source: str) -> Contents:
     """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
     description = Path(source + ".json")
     about = {"dtype": "uint16"}
@@ -228,13 +230,13 @@ def read_bin(source: str) -> Source:
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
         if len(tokens) != about.get("tokens", len(tokens)):
             raise ValueError(f"it has {len(tokens)} tokens, and should have {about['tokens']}")
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"--dataset {source}: it or {description} is damaged: {error}") from error
     return f"{tokens.dtype} ids of {source}", tokens
 
 
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
-READERS: dict[str, Callable[[str], Source]] = {
+READERS: dict[str, Callable[[str], Contents]] = {
     "": read_library,  # no --dataset
     ".txt": read_files,
     ".jsonl": read_files,
@@ -246,6 +248,6 @@ READERS: dict[str, Callable[[str], Source]] = {
 }
 
 
-def read_source(source: str) -> Source:
+def read_source(source: str) -> Contents:
     """Read the value of --dataset. Raises UserError if it cannot be read."""
     return READERS[kind_of(source)](source)

@@ -1,15 +1,16 @@
 """What a run shows: its parameters before the first step, a line of progress, where a number is not
 finite, its files.
 
-With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny with
---tp 2; "4 x" means one in each of 4 layers:
+With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny in fp32
+on two ranks with --tp 2; "4 x" means one in each of 4 layers:
 
          parameter                               whole    on a rank  bytes   sharded          summed
     1 x  model.embed_tokens.weight               257x128  129x128    66,048  dim 0 over tp 2
     4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
     4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
 
-The last column, printed as "gradient summed over", leaves out groups of one rank.
+The last column, printed as "gradient summed over", leaves out groups of one rank. (On four ranks it
+has dp 2, too.)
 """
 
 import json
@@ -104,20 +105,10 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
     return rows
 
 
-def count_parameters(rows: dict[str, Row], model: nn.Module, optimizer: Any) -> str:
-    """A line of text: how many parameters the whole model has, and how many of them this rank
-    computes with and updates. (Only rank 0's line is printed.)
-    """
-    total = sum(math.prod(row.whole) for row in rows.values())
-    own = sum(param.numel() for param in model.parameters())
-    updated = sum(master.numel() for master in optimizer.masters.values())
-    own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
-    return f"parameters: {total:,}; {own_part}"
-
-
 def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str, Any]) -> str:
-    """What rank 0 prints before the first step: the devices, the mesh, the data and the number of
-    parameters; with several ranks also how each is sharded. `parts`: as `Run.steps` gets them.
+    """What rank 0 prints before the first step: the devices, the mesh and the data; with several
+    ranks how each parameter is sharded; how many parameters the whole model has, and how many of
+    them rank 0 computes with and updates. `parts`: as `Run.steps` gets them.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     model = parts["model"]
@@ -125,7 +116,11 @@ def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str,
     lines = [f"device: {mesh.world} x {device}, {dtype}; mesh: {sizes}", parts["data"].summary]
     if mesh.world > 1:
         lines.append(parameter_table(rows))
-    lines.append(count_parameters(rows, model, parts["optimizer"]))
+    total = sum(math.prod(row.whole) for row in rows.values())
+    own = sum(param.numel() for param in model.parameters())
+    updated = sum(master.numel() for master in parts["optimizer"].masters.values())
+    own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
+    lines.append(f"parameters: {total:,}; {own_part}")
     return "\n".join(lines)
 
 
@@ -146,7 +141,7 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            bad = name  # the last: backward goes from there to the first, so it was bad first
+            bad = name  # the last one stays, which backward reaches first
     found = []
     for rank, name in enumerate(ranks.gather(bad)):
         if name:
@@ -166,9 +161,19 @@ def writing_to(out: Path) -> Iterator[None]:
         raise UserError(f"--out {out}: cannot write: {error.strerror or error}") from error
 
 
-def begin_files(out: Path, flags: dict[str, Any], history: list[dict]):
+def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ranks):
+    """Rank 0 creates the run's first files. A collective. If it cannot write, all ranks raise
+    UserError.
+    """
+    try:
+        ranks.attempt(create_files, out, flags, history, first_only=True)
+    except UserError as error:
+        raise UserError(f"--out {out}: cannot write: {error}") from error
+
+
+def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
     """Create the directory, config.json, and metrics.jsonl with the rows of the steps that are
-    done. Raises OSError, so that `Ranks.attempt` can tell all ranks.
+    done. Raises OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(flags, indent=1))

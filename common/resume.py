@@ -3,14 +3,13 @@
 Every flag that decides what is computed must stay the same, for example those of the model, the
 batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
 that may change: what a run reads and writes, where it computes, how the ranks divide the work. They
-change the results only by rounding (which in step 7 may choose another expert). Three of them need
-a word:
+change the results only by rounding (which in step 7 may choose another expert). Three need a word:
 
     --dataset            may be another path to the same tokens: their fingerprint is compared
                          (above 2**27 tokens, that of a sample)
     --dtype              may change, but then the run goes on in another precision: with bf16 its
                          losses differ visibly
-    --micro-batch-size   must stay if experts have an auxiliary loss: see `may_differ`
+    --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
 
 A flag that only one of the two scripts has is not compared. If another flag has changed, the run
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
@@ -38,7 +37,6 @@ FREE = {
     "dtype",
     # How the ranks divide and do the work, and what they keep in memory
     "ranks",  # no flag, but their number, which `Run` adds
-    "micro_batch_size",
     "recompute",
     "compile",
     "sync",
@@ -61,7 +59,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
     `resume`: "auto"  the newest sound one in --out; None if --out has no checkpoint
               ""      None
-              a path  that run's newest sound one, or that checkpoint
+              a path  of a run: its newest sound checkpoint; of a checkpoint: that one
 
     Raises UserError if a path has none; if all are damaged; or if --out already has checkpoints and
     `resume` is "" or another run: the checkpoints of two runs would be mixed. An older checkpoint
@@ -92,13 +90,11 @@ def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that `check_flags` lets change: they do not change what is computed, but for
     rounding (and --dtype).
     """
-    names = set(FREE)
-    # Step 7's auxiliary loss is computed from each micro-batch's own counts, so the size of a
-    # micro-batch decides what is computed. (Any other value of --balance is taken to have such a
-    # loss: for one that has none, keeping the size does no harm)
-    if flags.get("balance", "none") not in ("none", "bias"):
-        names.remove("micro_batch_size")
-    return names
+    # Step 7's auxiliary loss is computed from each micro-batch's own counts, so then the size of a
+    # micro-batch decides what is computed. These two values of --balance have none
+    if flags.get("balance", "none") in ("none", "bias"):
+        return FREE | {"micro_batch_size"}
+    return FREE
 
 
 def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):

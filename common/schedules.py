@@ -3,8 +3,9 @@ can be drawn, checked or run.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
 a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
-on each rank. There are three: `afab` and `one_f_one_b`, called with v = 1, and `interleaved`. They
-differ in `warm_up`, the number of forwards before forwards and backwards alternate.
+on each rank. There are three: `afab` and `one_f_one_b`, called with v = 1, which are here to be
+drawn (--schedule afab and 1f1b run step 6's loops); and `interleaved`. They differ in `warm_up`,
+the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank, each of half as
@@ -92,10 +93,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next is the first one on this rank's last stage. To these, 1F1B's
-    # warm-up would add p-1-rank, one for each later rank. We add twice as many: then an output can
-    # travel while both ranks work on something else. (If messages took no time, p-1-rank would
-    # give the same bubble, with as many fewer forwards in flight)
+    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add
+    # p-1-rank to these, one for each later rank. We add 2 (p-1-rank): then an output can travel
+    # while both ranks work on something else. (If messages took no time, p-1-rank would give the
+    # same bubble, with as many fewer forwards in flight)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -165,7 +166,7 @@ def simulate(
                 start = free_at[rank]
                 needed = producer(action, len(rank_of_stage))
                 if needed is not None:
-                    if needed not in ends:  # its rank has not come to it: go on with the next rank
+                    if needed not in ends:  # it has not run yet: go on with the next rank
                         break
                     arrival = ends[needed]
                     if rank_of_stage[needed.stage] != rank:
@@ -222,8 +223,8 @@ def add_messages(
     message, with one number.
 
         1. In each program the numbers increase.
-        2. The sends of one rank to another, and that rank's receives from it, come in the same
-           order, by 1. Messages arrive in the order of their sends, so each meets its own receive.
+        2. Rank a's sends to b, and b's receives from a, come in the same order, by 1. Messages
+           arrive in the order of their sends, so each meets its own receive.
         3. What an action or a message needs has a smaller number: the action that made its input
            ended earlier (all costs are above 0), and its message was numbered right after that.
 
@@ -256,13 +257,13 @@ def draw(lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, i
     rows = [["."] * length for _ in lists]
     for span in spans:
         i = span.action.micro_batch
-        letter = "-"
+        mark = "-"
         if span.action.kind == "F":
-            letter = str(i % 10)
+            mark = str(i % 10)
         elif span.action.kind == "B":
-            letter = chr(ord("a") + i % 26)
+            mark = chr(ord("a") + i % 26)
         for t in range(int(span.start), int(span.end)):
-            rows[span.rank][t] = letter
+            rows[span.rank][t] = mark
     return "\n".join("".join(row) for row in rows)
 
 

@@ -80,9 +80,9 @@ def save_checkpoint(
     """Save a checkpoint in `folder`. A collective. Raises UserError if any rank cannot write.
 
     `content`: as for `write_file`. `previous`: the checkpoint before, which this run has saved, or
-    resumed. It stays; older ones go. (A newer one that could not be read when the run resumed may
-    be sound: perhaps a disk was out of reach. It stays until this run saves the same step, or until
-    a `previous` is newer.)
+    resumed. It stays; older ones go. (A newer one that could not be read may be sound: perhaps a
+    disk was out of reach. If a run could not read step 100, resumed from 50, and saves 70, 90, 110
+    and 130, step 100 goes when 130 is saved.)
     """
     hidden = folder.with_name(f".{folder.name}")
     path = hidden / f"rank-{ranks.rank:05d}.pt"
@@ -95,7 +95,7 @@ def save_checkpoint(
         if previous is not None:
             ranks.attempt(remove_older, folder, previous, first_only=True)
     except UserError as error:
-        remove_hidden(folder.parent)
+        remove_hidden(folder.parent)  # by all: their disks may be different ones
         raise UserError(f"--out: cannot save {folder}: {error}") from error
 
 
@@ -150,6 +150,8 @@ def problem_of(paths: list[Path], ranks: Ranks) -> str:
     """What is wrong with the first bad file of this rank's share, or "". (Each rank checks some of
     a checkpoint's files.)
     """
+    if not paths:
+        return "it is empty"
     for number in range(ranks.rank, len(paths), ranks.world):
         path = paths[number]
         try:
@@ -160,4 +162,4 @@ def problem_of(paths: list[Path], ranks: Ranks) -> str:
                 return f"{path.name} is damaged, or another file is missing"
         except Exception as error:  # of almost any type, if bytes are random
             return f"{path.name} is damaged: {error}"
-    return "" if paths else "it is empty"
+    return ""

@@ -12,8 +12,8 @@ The run's directory has
     OUT/config.json          the flags, and the number of ranks
         metrics.jsonl        a line for each step: its number, from 1, and what `train` records
                              (loss, grad_norm, lr); tokens, tokens_per_second, seconds; `sent`,
-                             rank 0's bytes by group; on a GPU peak_memory and, if its peak is
-                             known, mfu (meter.py)
+                             rank 0's bytes by group; on a GPU peak_memory and, if its peak
+                             FLOP/s is known, mfu (meter.py)
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (storage.py)
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
@@ -52,6 +52,7 @@ from common.meter import Meter, flops_per_token
 from common.profiling import check_profile, make_profiler
 from common.ranks import Ranks
 from common.report import (
+    Row,
     append_row,
     begin_files,
     draw_loss,
@@ -95,13 +96,13 @@ class Run:
 
     def __init__(self, config: Any):
         self.config = config
-        # The name of the script that defines this Config, also if it was imported
+        # The name of the script that defines this Config. (Not sys.argv[0]: a test imports it)
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
         self.rank = int(os.environ.get("RANK", 0))
         self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        # For config.json and checkpoints; the number of ranks is noted beside them, and may change
+        # For config.json and checkpoints, with the number of ranks, which is no flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         # A row for each step; rank 0's are in metrics.jsonl, also those before a --resume
@@ -109,7 +110,7 @@ class Run:
         self.training = False  # whether the first step has begun
         self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
-        # The one that this run has resumed or saved last, perhaps in another directory
+        # The checkpoint that this run has resumed or saved last, perhaps in another directory
         self.last_checkpoint: Path | None = None
         # Declared here, set in `set_up`:
         self.mesh: Mesh
@@ -146,7 +147,7 @@ class Run:
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
         # `with` ends all three, however the loop ends. (If the caller's body raises, Python closes
-        # this generator, which ends them, too.) In `Signals`, signals are only noted
+        # this generator, which ends them, too.) In `Signals`, the first signal is only noted
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
@@ -166,7 +167,7 @@ class Run:
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
         Call it with the same numbers on all ranks: all must raise, or none, because the message is
-        made by a collective.
+        made by all ranks together.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -174,17 +175,18 @@ class Run:
             what = name.replace("_", " ")
             where = where_not_finite(self.parts["optimizer"].gradients(), self.ranks)
             raise UserError(
-                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If one rank trains "
-                f"well with the same flags, it may be a bug in the sharding. Not finite: {where})"
+                f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If a run "
+                "on one rank trains well with the same flags, it may be a bug in the sharding. Not "
+                f"finite: {where})"
             )
 
     def record(self, step: int, tokens: int, **numbers: float):
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
         Its seconds are those since the last call (or since training began), without saving and
-        without writing a trace. On a GPU Python runs ahead, but `loss.item()` in each step waits
-        for it, so they include all but the last update. (If rank 0 cannot write, it exits with a
-        line, and torchrun ends the other ranks.)
+        without writing a trace. On a GPU Python runs ahead, but the `loss.item()` in this call's
+        arguments waits for it: so the step's update is counted, too. (If rank 0 cannot write, it
+        exits with a line, and torchrun ends the other ranks.)
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -212,23 +214,24 @@ class Run:
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
-        try:
-            self.ranks.attempt(begin_files, self.out, self.flags, self.history, first_only=True)
-        except UserError as error:
-            raise UserError(f"--out {self.out}: cannot write: {error}") from error
-        model = self.parts["model"]
-        rows = gather_rows(model, self.mesh, self.ranks)
-        # Step 7's flag; in other steps a token visits the one MLP
-        top_k = getattr(self.config, "experts_per_token", 1)
-        flops = flops_per_token(rows, model.config, top_k)
-        param = next(model.parameters())
-        self.meter = Meter(param.device, param.dtype, flops, self.world)
+        begin_files(self.out, self.flags, self.history, self.ranks)
+        rows = gather_rows(self.parts["model"], self.mesh, self.ranks)
+        self.meter = self.make_meter(rows)
         self.say(introduction(self.meter.device_name, self.mesh, rows, self.parts))
         self.take_sent()  # forget what the start has sent: metrics.jsonl counts only the steps
         self.bar = tqdm(
             initial=done, total=self.config.steps, unit="step", disable=not self.is_rank_0
         )
         return done
+
+    def make_meter(self, rows: dict[str, Row]) -> Meter:
+        """The meter of this run. `rows`: of all parameters of the model (report.py)."""
+        model = self.parts["model"]
+        # Step 7's flag; in other steps a token visits the one MLP
+        top_k = getattr(self.config, "experts_per_token", 1)
+        flops = flops_per_token(rows, model.config, top_k)
+        param = next(model.parameters())
+        return Meter(param.device, param.dtype, flops, self.world)
 
     def restore(self) -> int:
         """Restore what --resume selects, if anything; returns the number of steps done.
@@ -269,8 +272,7 @@ class Run:
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         folder = self.out / f"checkpoints/step-{done:08d}"
         pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
-        previous = self.last_checkpoint
-        save_checkpoint(folder, self.content(done), pieces, self.ranks, previous)
+        save_checkpoint(folder, self.content(done), pieces, self.ranks, self.last_checkpoint)
         self.last_checkpoint = folder
 
     def content(self, done: int) -> dict[str, Any]:

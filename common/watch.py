@@ -4,10 +4,11 @@ that takes longer than --timeout ends it at once.
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
 checkpoint, and exit with status 0.
 
-    sent to a rank      the first                       a second one
-    Ctrl-C (SIGINT)     save, and end                   end at once, without saving
-    SIGTERM             save, and end                   after a Ctrl-C: end at once; else nothing
-    SIGUSR1             save, and end                   nothing
+    sent to a rank      what it does
+    the first signal    saves, and ends
+    a second Ctrl-C     ends at once, without saving; so does SIGTERM after Ctrl-C, which is how
+                        torchrun passes on a second Ctrl-C
+    other second ones   do nothing
 
     sent to torchrun    what it does
     Ctrl-C              passes it on; a second one becomes SIGTERM
@@ -15,8 +16,8 @@ checkpoint, and exit with status 0.
     SIGUSR1             with --signals-to-handle SIGTERM,SIGINT,SIGUSR1 it passes it on; without, it
                         is killed, and the ranks go on alone
 
-After any of these it gives the ranks 30 seconds for the step and the checkpoint, or its
---shutdown-timeout, then kills them, and itself ends with a SignalException and status 1.
+After a signal that it passes on, it gives the ranks 30 seconds for the step and the checkpoint, or
+its --shutdown-timeout, then kills them, and itself ends with a SignalException and status 1.
 """
 
 import faulthandler
@@ -67,7 +68,8 @@ class Signals:
             return
         from_torchrun = number == signal.SIGTERM and self.first == signal.SIGINT
         if number == signal.SIGINT or from_torchrun:
-            os._exit(130)  # 128 + SIGINT, as shells do
+            # 128 + SIGINT, as shells do. (A normal exit could wait for the other ranks)
+            os._exit(130)
 
 
 class HangWatch:
@@ -86,7 +88,7 @@ class HangWatch:
     error in it after 30 (gloo). The default of --timeout, also 10 minutes, comes first, because it
     counts from the start of the step. A larger --timeout does not change PyTorch's own limits.
 
-    (The timer is a thread of Python: it needs a main thread that lets others run, as PyTorch's
+    (The timer is a thread of Python: it runs only if the main thread releases the GIL, as PyTorch's
     collectives do.)
     """
 

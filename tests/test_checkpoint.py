@@ -52,7 +52,7 @@ def saved_pieces(whole: Tensor, cut: tuple, n: int) -> dict[Place, dict[str, Ten
         step = math.ceil(shard.numel() / n)
         for start in range(0, shard.numel(), step):
             span = (start, min(start + step, shard.numel()))
-            pieces[place_of(shard, span)] = dict(master=shard.flatten()[slice(*span)])
+            pieces[place_of(shard, span)] = dict(values=shard.flatten()[slice(*span)])
     return pieces
 
 
@@ -83,7 +83,7 @@ def test_a_piece_is_assembled_from_those_of_any_layout(cut, n):
     saved = checkpoint_of(saved_pieces(whole, cut, n))
     for name, other in CUTS.items():
         for place, tensors in saved_pieces(whole, other, 2).items():
-            close(saved.values_at("weight", "master", place), tensors["master"], name)
+            close(saved.values_at("weight", "values", place), tensors["values"], name)
 
 
 @cases("missing", range(6))
@@ -94,12 +94,12 @@ def test_a_missing_piece_is_an_error(missing):
     del pieces[list(pieces)[missing]]
     saved = checkpoint_of(pieces)
     with pytest.raises(UserError, match="--resume X: its files have only a part of weight"):
-        saved.values_at("weight", "master", piece_of(whole).place)
+        saved.values_at("weight", "values", piece_of(whole).place)
 
 
 def piece_of(master: Tensor) -> Piece:
     """A whole tensor as one piece."""
-    return Piece(place_of(master, (0, master.numel())), dict(master=master))
+    return Piece(place_of(master, (0, master.numel())), dict(values=master))
 
 
 def weight_of(rank: int) -> Tensor:
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path):
         assert found == older or way == "bytes", f"{seed}: {way} was not noticed"
         for rank in range(2):
             saved = Checkpoint(found)
-            weight = saved.load_tensor(f"weight {rank}", "master", piece_of(torch.zeros(100)))
+            weight = saved.load_tensor(f"weight {rank}", "values", piece_of(torch.zeros(100)))
             close(weight, weight_of(rank), f"{seed}, {way}: the weight")
         shutil.rmtree(newer)
     (older / "rank-00000.pt").write_bytes(b"")

@@ -205,12 +205,12 @@ class SplitStage(Stage):
 
     def backward(self, i: int, dy: Tensor | None) -> Tensor | None:
         """B: return dx, or None on the first stage. No `.grad` changes."""
-        x, last_node = self.graphs.pop(i)
+        x, edge = self.graphs.pop(i)
         params = list(self.model.parameters())  # those of another stage get no gradient
         inputs = params if self.is_first else [*params, x]  # tokens have no gradient
         dys = None if self.is_last else (dy,)
         with record_function(f"B{i}.{self.number}"):
-            gradients = torch.autograd.grad((last_node,), inputs, dys, allow_unused=True)
+            gradients = torch.autograd.grad((edge,), inputs, dys, allow_unused=True)
         ready = defaultdict(list)
         for param, gradient in zip(params, gradients, strict=False):
             if gradient is not None:  # None: W computes it, or the parameter is in another stage

@@ -54,7 +54,7 @@ def load_model(
     for name in saved.pieces:
         shape = saved.example[name].place.whole
         box = tuple((0, size) for size in shape)
-        values[name] = saved.assemble_shard(name, "master", box, shape)
+        values[name] = saved.assemble_shard(name, "values", box, shape)
     if model.config.tied:  # saved once, as the embedding
         values["lm_head.weight"] = values["model.embed_tokens.weight"]
     model.load_state_dict(values)
