@@ -109,8 +109,8 @@ from common.flags import flag
 from common.initial import materialize
 from common.launch import main
 from common.model import IGNORE, PRESETS, Decoder, wide
+from common.run import Run, RunConfig
 from common.shapes import model_shape
-from common.trainer import Run, RunConfig
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:

@@ -88,8 +88,8 @@ from common.initial import materialize
 from common.launch import compare_launches, connect_ranks, main
 from common.layout import data_group_of
 from common.model import IGNORE, Decoder
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from step01_single_gpu import (
     Optimizer,
     clip_coefficient,

@@ -140,8 +140,8 @@ from common.initial import materialize
 from common.launch import main
 from common.layout import data_group_of, global_norm, record_of
 from common.model import IGNORE, Decoder, wide
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,

@@ -159,8 +159,8 @@ from common.flags import AT_LEAST_2, flag
 from common.launch import main
 from common.layout import Shard, global_norm, note_record, record_of
 from common.model import IGNORE, Decoder, ModelConfig, wide
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import ZERO, make_optimizer

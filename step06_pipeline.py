@@ -112,6 +112,7 @@ from common.flags import AT_LEAST_2, flag
 from common.launch import main
 from common.layout import global_norm, note_record, record_of
 from common.model import IGNORE, Decoder, rope_tables, wide
+from common.run import Run
 from common.schedules import (
     COSTS,
     Action,
@@ -122,7 +123,6 @@ from common.schedules import (
     round_robin,
 )
 from common.shapes import model_shape
-from common.trainer import Run
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer

@@ -10,7 +10,7 @@
         compile: bool = flag(False, "torch.compile each layer, and the loss")
 
 makes --steps, --lr, --optimizer, and both --compile and --no-compile. The values of --optimizer are
-the keys of the dict OPTIMIZERS. (RunConfig, in trainer.py, has further flags.) The first line of
+the keys of the dict OPTIMIZERS. (RunConfig, in run.py, has further flags.) The first line of
 the class's docstring is their title in --help.
 
 From step 2 on: NEEDS. Some flags have an effect only together with certain values of other flags.

@@ -23,7 +23,7 @@ from torch.distributed import DistError
 from common import UserError
 from common.flags import parse
 from common.ranks import Ranks
-from common.trainer import Run
+from common.run import Run
 
 # --- The start and the end of a script ------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 from common import UserError
 from common.checkpoint import files_of, read_file
 from common.flags import spelled
-from common.trainer import Run
+from common.run import Run
 
 # What decides which state a rank has
 KEEP = ("ranks", "sync", "zero", "tp", "cp", "pp", "schedule", "chunks", "ep")

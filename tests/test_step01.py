@@ -25,7 +25,7 @@ from common.model import (
     Decoder,
     summed_cross_entropy,
 )
-from common.trainer import Run
+from common.run import Run
 from tests.equal import (
     BASE,
     SHAPE,

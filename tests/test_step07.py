@@ -24,7 +24,7 @@ from common import UserError
 from common.comm import Group, Mesh
 from common.layout import ParamRecord, Shard, record_of
 from common.model import PRESETS, Decoder, ModelConfig
-from common.trainer import Run
+from common.run import Run
 from step04_tp_sp import shard_tensors
 from tests.equal import BASE, SHAPE, STEP1, Trained, close, decoder, draw, equals_step1, run_of
 from tests.equal import train as train_with

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from common.flags import flag, parse
-from common.trainer import Run
+from common.run import Run
 from extras.__main__ import techniques, with_flags
 from extras.bench.peers import (
     TORCH_SCHEDULES,

@@ -22,8 +22,8 @@ from common.data import Data
 from common.device import choose_device
 from common.initial import materialize
 from common.model import IGNORE, Decoder, wide
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from step01_single_gpu import learning_rate
 from step02_ddp import join_ranks
 from step06_pipeline import SCHEDULES, Stage

@@ -39,8 +39,8 @@ from common.flags import flag
 from common.initial import materialize
 from common.launch import main
 from common.model import IGNORE, Decoder
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from extras.state import StatefulRun
 from step01_single_gpu import (
     Optimizer,

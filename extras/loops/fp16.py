@@ -35,8 +35,8 @@ from common.flags import flag
 from common.launch import main
 from common.layout import global_norm
 from common.model import IGNORE, Decoder
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from extras.state import StatefulRun
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks

@@ -44,8 +44,8 @@ from common.device import choose_device
 from common.flags import flag
 from common.launch import main
 from common.model import IGNORE, Decoder, ModelConfig
+from common.run import Run
 from common.shapes import model_shape
-from common.trainer import Run
 from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer

@@ -27,7 +27,7 @@ import step04_tp_sp as step04
 import step07_moe_ep as step07
 from common.comm import Mesh
 from common.model import MLP, PRESETS, Decoder, ModelConfig
-from common.trainer import Run
+from common.run import Run
 from extras.tools.memory import Memory
 from tests.pool import Pool
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import step07_moe_ep as step07
 from common.flags import flag, parse
-from common.trainer import Run
+from common.run import Run
 from extras.__main__ import techniques, with_flags
 from tests.equal import equals_step1
 

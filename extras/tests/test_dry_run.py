@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from common import UserError
-from common.trainer import Run
+from common.run import Run
 from extras.tools.dry_run import config_type, count_step, main
 from tests.tape import Live
 

@@ -277,7 +277,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_a_mistake_is_named(arguments):
-    """UserError says what to change; `report` of common/trainer.py prints it in one line."""
+    """UserError says what to change; `report` of common/run.py prints it in one line."""
     with pytest.raises(UserError, match=MISTAKES[arguments]):
         main(shlex.split(arguments))
 

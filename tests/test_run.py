@@ -1,4 +1,4 @@
-"""Runs: common/trainer.py, watch.py, meter.py and compare.py. Read them after step 2."""
+"""Runs: common/run.py, watch.py, meter.py and compare.py. Read them after step 2."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ from common.meter import flops_per_token, peak_flops
 from common.model import PRESETS, Decoder
 from common.profiling import make_profiler
 from common.report import parameter_table, rows_of
-from common.trainer import Run
+from common.run import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of
 from tests.pool import RankError
