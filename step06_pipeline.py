@@ -91,7 +91,7 @@ ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
 `self.group.size - self.group.rank`, one more. The losses stay right, but a rank holds one
-micro-batch more: tests/test_step06.py::test_graphs_in_flight fails.
+micro-batch more: tests/test_step06.py::test_ranks_follow_their_lists fails.
 """
 
 import math

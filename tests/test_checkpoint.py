@@ -76,8 +76,8 @@ def checkpoint_of(pieces: dict[Place, dict[str, Tensor]]) -> Checkpoint:
 @cases("n", [1, 3])
 @cases("cut", CUTS.values(), ids=CUTS)
 def test_a_piece_is_assembled_from_those_of_any_layout(cut, n):
-    """A layout with n ranks of ZeRO saved a tensor. In each other layout, with 2, a rank gets the
-    values that it would have saved itself.
+    """A tensor was saved in one of CUTS by n ranks of ZeRO. In each of CUTS, with 2 ranks of ZeRO,
+    a rank gets the values that it would have saved itself.
     """
     whole = draw("whole", 0, 10, 7)
     saved = checkpoint_of(saved_pieces(whole, cut, n))

@@ -133,7 +133,7 @@ def test_files_of_a_folder_may_differ_in_other_columns(tmp_path):
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
-    """No text is left out without a word."""
+    """Otherwise its texts would be missing without a word."""
     denied = mock.patch.object(os, "scandir", side_effect=PermissionError(13, "denied", "part"))
     with denied, pytest.raises(UserError, match="cannot read part: denied"):
         opened(tmp_path)
@@ -158,6 +158,7 @@ def test_what_is_read_of_a_folder(tmp_path):
 def test_bytes_that_are_not_utf_8_are_counted(tmp_path):
     """A text in Latin-1 is read, and the summary says how many of its bytes were replaced."""
     path = tmp_path / "latin.txt"
+    # Six accented letters, 400 times
     path.write_text(400 * "Élève à l'école, où était-il? ", encoding="latin-1")
     assert "2,400 U+FFFD: bytes that were not UTF-8" in opened(path).summary
 

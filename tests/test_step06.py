@@ -389,9 +389,9 @@ def test_steady_1f1b_waits_once_for_a_send_and_a_receive():
 
 @task("messages", 4)
 @cases("n, schedule, p, m, v, layers", A_CASE_OF_EACH)
-def test_graphs_in_flight(n, schedule, p, m, v, layers):
-    """Ranks work in the order of their lists, so 1F1B holds graphs of p - r micro-batches, AFAB of
-    all. An output goes once it is sent.
+def test_ranks_follow_their_lists(n, schedule, p, m, v, layers):
+    """Ranks work in the order of their lists. (test_law_of_memory counts what is then in flight.)
+    When a forward begins, at most one earlier output is alive.
     """
     pipeline, _ = pipeline_of(n, schedule, p, m, v, layers)
     forward = step.Stage.forward
