@@ -45,8 +45,9 @@ GPU in bf16, without --compile, a layer saves for each token
 
 In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. Some notes:
 
-    - A CPU's norms are not fused, and save more: in bf16 4,648 + 1,536 bytes, and in fp32, a CPU's
-      default, 4 x 2,314 + 1,024 = 10,280.
+    - A CPU's norms are not fused. Each of the two saves dim numbers more in fp32 and, in bf16, dim
+      in bf16: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes; in fp32, a CPU's default, 4 x 2,314 +
+      2 x 128 x 4 = 10,280.
     - The attention kernel is fused: from log sum exp, its backward computes the attention
       probabilities again, so that they need not be saved. On a GPU in fp32, PyTorch has no such
       kernel for heads that share keys, and the probabilities are saved.
@@ -242,7 +243,8 @@ class Optimizer:
 
     def __init__(self, model: Decoder, config: Config, mesh: Any = None):
         """Set two dicts keyed by name, `params` and their `masters`; then `torch_optimizer`, which
-        updates the masters. (`mesh`, which step 3 gives, is only for an optional optimizer.)
+        updates the masters. (`mesh`, which step 3 gives, and `self.model` are only for an optional
+        optimizer.)
         """
         self.model = model
         self.config = config
@@ -266,7 +268,7 @@ class Optimizer:
         self.publish()
 
     def publish(self):
-        """Round the masters into the weights."""
+        """Round the masters into the weights. (Also after --resume has restored the masters.)"""
         for name, param in self.params.items():
             param.detach().copy_(self.masters[name])  # in fp32 it is a copy to itself
 
@@ -315,7 +317,7 @@ def train(config: Config, run: Run):
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens.to(device).split(config.micro_batch_size)
         ys = targets.to(device).split(config.micro_batch_size)
-        loss = 0.0
+        loss = 0.0  # becomes a tensor
         for x, y in zip(xs, ys, strict=True):
             micro_loss = model(x, y) / n_targets  # a sum over tokens: scale once ...
             micro_loss.backward()  # ... then only sum: this adds to the gradients

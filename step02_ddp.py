@@ -39,7 +39,7 @@ All ranks must start their collectives in the same order, also if a model branch
 buckets are sent in a fixed order: a complete one waits for those before it (Li et al. 2020,
 "PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right
 (widths are not to scale). The second row is the bucket whose gradients backward completes at this
-moment.
+moment. (A digit is not one parameter.)
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -198,18 +198,18 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group. In this step, read `group` and
-    `own_group` as mesh["dp"]. (In step 7 experts have another.)
+    All gradients of a bucket are summed over the same group. In this step that is mesh["dp"] for
+    all. (In step 7 experts have another.)
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled
     size = 0  # bytes of its gradients
     for param in params:
         nbytes = param.numel() * param.grad_dtype.itemsize
-        own_group = data_group_of(param, mesh)
-        if own_group is not group or size + nbytes > limit:  # begin a bucket
+        param_group = data_group_of(param, mesh)
+        if param_group is not group or size + nbytes > limit:  # begin a bucket
             contents.append([])
-            group = own_group
+            group = param_group
             size = 0
         contents[-1].append(param)
         size += nbytes
@@ -279,8 +279,7 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: --bucket-mb works only with --sync bucket. And both work only with --zero 0, a flag
-    # of step 3, whose ZeRO replaces them
+    # `needs`: --bucket-mb works only with --sync bucket. (`zero` is a flag of step 3, ignored here)
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,

@@ -39,7 +39,7 @@ all four to both.
 
 THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
 its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
-every rank holds 6 bytes, and the ranks share out 16:
+every rank holds 6 bytes, and 16 are divided among the ranks:
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -61,15 +61,15 @@ backward, a rank also holds, mainly:
     - the gradient that autograd has just computed, of one parameter (with --compile, of one layer),
       in the weights' dtype
     - in stages 2 and 3, a shard for the sum that is in flight
-    - over gloo, until a sum is complete, a second copy of the local gradients that it sums (in
-      stage 1, at the end of backward, of all)
+    - over gloo, a second copy of each unit's local gradients while their sum is in flight; stage 1
+      waits only in `finish`, so at the end of backward it has copies of all units
 
 (If embedding and head are tied, some numbers here and below change: `Zero3` says which.)
 
-State is sharded first, because it is the largest part, and costs nothing to send: an all-reduce is
-a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. (It sends
-more only by the padding of units and an all-reduce of 8 bytes, and in bf16 fewer bytes, because the
-gathered weights have 2, not 4.)
+State is sharded first, because it is the largest part, and no rank sends more for it: an all-reduce
+is a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. (It sends
+more than step 2 only by the padding of units and an all-reduce of 8 bytes, and in bf16 fewer bytes,
+because the gathered weights have 2, not 4.)
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
@@ -250,8 +250,8 @@ class Zero1:
     order.) The hook expects one gradient of each parameter in every micro-batch; if one is missing,
     `finish` raises an error.
 
-    It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter, a
-    view of the unit's master; and `publish` gathers the weights.
+    It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter of
+    which it has any, a view of the unit's master; and `publish` gathers the weights.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -263,7 +263,7 @@ class Zero1:
         self.config = config
         self.mesh = mesh
         self.units: list[Unit] = []
-        self.masters: dict[str, Tensor] = {}  # by name: this rank's part of each
+        self.masters: dict[str, Tensor] = {}  # by name: this rank's part, if there is any
         # Reduce-scatters: of a unit, into this rank's shard of the sum
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):
@@ -457,7 +457,9 @@ class Zero3(Zero2):
     (with --compile, all come together). What is left of the layer's backward then reads no weights.
 
     Hooks serve *segments*: the embedding, a layer, or norm and head. In this step read unit for
-    segment: they differ only if embedding and head are tied, and in steps 6 and 7.
+    segment: segments[i] is a list of one unit. (If embedding and head are tied, norm and head use
+    two units; in step 7 a layer with experts, too; in step 6 a segment may be on another rank, and
+    its list is empty.)
 
     TIED embedding and head. Their matrix is in E, and H is the last norm alone. E is then gathered
     twice, for the embedding and with H, and stays whole to the end of backward, where its gradient
@@ -471,8 +473,7 @@ class Zero3(Zero2):
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
         super().__init__(model, config, mesh, device, dtype)
-        # segments[i]: the units whose weights segment i uses, in the order of forward. Usually one.
-        # Two: norm and head if tied; a layer with experts. None: another pipeline stage has them
+        # segments[i]: the units whose weights segment i uses, in the order of forward
         self.segments: list[list[ShardedUnit]] = []
         self.add_segment(model.model.embed_tokens)
         for layer in model.model.layers.values():
@@ -482,18 +483,17 @@ class Zero3(Zero2):
     def add_segment(self, *modules: nn.Module | None):
         """Hook modules that run one after another, and list the units with their parameters."""
         number = len(self.segments)
-        units = []
-        self.segments.append(units)
-        if modules[0] is None:  # step 6: another rank has them
-            return
         params = set()
-        for module in modules:
-            params.update(module.parameters())
+        if modules[0] is not None:  # else another rank has them (step 6)
+            modules[0].register_forward_pre_hook(partial(self.before_forward, number))
+            modules[-1].register_forward_hook(partial(self.after_forward, number))
+            for module in modules:
+                params.update(module.parameters())
+        units = []
         for unit in self.units:
             if not params.isdisjoint(unit.named.values()):
                 units.append(unit)
-        modules[0].register_forward_pre_hook(partial(self.before_forward, number))
-        modules[-1].register_forward_hook(partial(self.after_forward, number))
+        self.segments.append(units)
 
     def gather_segment(self, number: int):
         """Start to gather the units of a segment, if they are not whole."""
@@ -568,8 +568,8 @@ class Config(step02.Config):
 def make_optimizer(
     model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ):
-    """Initialise the weights, and make optimizer and sync: those of steps 1 and 2 for --zero 0,
-    else one object.
+    """Initialise the weights. Returns (optimizer, sync): those of steps 1 and 2 for --zero 0, else
+    twice the same object.
 
     Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank ever has
     the whole model. Therefore the weights are drawn here, with the optimizer, and not in `train`.

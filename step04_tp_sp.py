@@ -47,21 +47,17 @@ Where f and g are in the code:
 
                        f is in                         g is in
     embed_tokens       - (ids have no gradient)        a forward hook (a rank embeds its own ids)
-    attention, MLP     `column_parallel`, in place     a forward hook
-                       of the block's `project`
+    attention, MLP     a forward pre-hook              a forward hook
     lm_head            a forward pre-hook              - (its logits stay sharded)
 
 So one f serves q, k and v, another one gate and up.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
-n ranks compute the same norms and residual sums x + block(x), on the same s tokens. An all-reduce
-is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With SP, g does
-the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n tokens: its
-norms, its residual sums, and what norms save for backward are 1/n. (But f's output, all s tokens,
-is saved on every rank, for the gradients of the block's first matrices. So of the 4 dim numbers in
-the first row of step 1's table a rank saves 2 dim/n, for the inputs of the norms, and 2 dim, for
-the gathered outputs; with --recompute full dim/n in all, not dim.) f gathers the tokens before
-RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without SP (with
+n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
+all-reduce is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With
+SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n
+tokens: its norms, its residual sums, and what norms save for backward are 1/n. f gathers the tokens
+before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without SP (with
 --recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only
 its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
 training step.
@@ -69,6 +65,13 @@ training step.
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
+
+What a rank saves in a layer, for each token of the sequence, of the first row of step 1's table:
+
+                                     without SP    with SP
+    inputs of the two norms          2 dim         2 dim/n
+    their outputs                    2 dim         2 dim (f's outputs: matrices need all tokens)
+    in all, with --recompute full    dim           dim/n
 
 (`enter_parallel` is f, `leave_parallel` is g, each with SP or without. In Korthikanti et al. f and
 g of SP are named g and g-bar.)
@@ -83,9 +86,9 @@ Replicate, Shard, Partial.)
 
                                            shape            value    gradient  remark
     embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
-    x between blocks (norms, residual)     [b, s/n, dim]    shard    shard     --no-sp: all whole
+    x between blocks, and norm(x)          [b, s/n, dim]    shard    shard     --no-sp: all whole
     weights of the norms                   [dim]            whole    partial   --no-sp: both whole
-    f(x)                                   [b, s, dim]      whole    partial   f's backward sums it
+    f(norm(x))                             [b, s, dim]      whole    partial   f's backward sums it
     q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
     q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
     o_proj down_proj                       [out, in/n]      shard    shard     rows of B
@@ -107,7 +110,8 @@ table by (n-1)/n: the bytes that a rank sends over tp in a micro-batch.
     SP, --recompute full                8 S + 3 S = 11 S   4 S
     --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
-(In forward each f and each g of SP costs S; without SP a g costs 2 S, and an f nothing. The layer's
+(Again times (n-1)/n: in forward each f and each g of SP costs S; without SP a g costs 2 S, and an f
+nothing. The layer's
 forward is repeated without its last g: with SP two f and a g, 3 S; without SP a g, 2 S.
 Recomputation stops as soon as it has all that backward needs, and the output of the last g is not
 needed. With --compile it does not stop.)
@@ -144,7 +148,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -278,16 +281,6 @@ def leave_parallel(term: Tensor, group: Group, sp: bool) -> Tensor:
     return ReduceFromTensorParallel.apply(term, group)
 
 
-def column_parallel(x: Tensor, *linears: nn.Linear, group: Group, sp: bool) -> list[Tensor]:
-    """A block's first matrices, sharded by columns, with one f for all of them: q, k and v; or gate
-    and up.
-
-    x [batch, seq, dim], with SP [batch, seq/n, dim] -> for each linear layer [batch, seq, out/n].
-    """
-    x = enter_parallel(x, group, sp)
-    return [linear(x) for linear in linears]
-
-
 def places_in(ids: range, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Two tensors like `tokens`: `held`, whether the token is one of `ids`, those of this rank; and
     its place among them, int64 (0 if it is not there: the caller masks it).
@@ -339,8 +332,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         counted = targets != IGNORE
         held, column = places_in(ids, targets)  # whether we have the target's logit, and where
         column = column[..., None]
-        logit_there = logits.gather(-1, column).squeeze(-1)
-        own_target_logit = logit_there.where(held, 0.0)
+        logit_at_column = logits.gather(-1, column).squeeze(-1)
+        own_target_logit = logit_at_column.where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
 
         sent = torch.stack((own_log_sum, own_target_logit))  # [2, batch, seq]
@@ -395,7 +388,7 @@ def by_rows(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Paramet
 
 def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
     """By columns, and only between heads. Raises UserError if tp does not divide the key/value
-    heads. (If it does, it divides the query heads, too.)
+    heads.
     """
     heads = config.n_kv_heads
     if heads % mesh["tp"].size:
@@ -409,7 +402,7 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 # RowParallelLinear one whose weight has fewer inputs. (The nn.Linear's own out_features and
 # in_features, which print(model) shows, are still the whole model's)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    "q_proj": by_columns,  # between heads, too: tp divides them if it divides those of k
+    "q_proj": by_columns,  # whole heads, too: `by_heads` checks tp for k, which is enough for q
     "k_proj": by_heads,
     "v_proj": by_heads,
     "o_proj": by_rows,
@@ -457,8 +450,9 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     if sp and config.seq_len % group.size:
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence")
 
-    def f_before(module: nn.Module, inputs: tuple) -> Tensor:
-        return enter_parallel(inputs[0], group, sp)
+    def f_before(module: nn.Module, inputs: tuple) -> tuple:
+        x, *others = inputs
+        return enter_parallel(x, group, sp), *others
 
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_parallel(output, group, sp)
@@ -469,8 +463,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     for layer in model.model.layers.values():
         for block in (layer.self_attn, layer.mlp):
             shard_block(block, mesh, config)
-            # f, and the product with the first matrices
-            block.project = partial(column_parallel, group=group, sp=sp)
+            block.register_forward_pre_hook(f_before)
             block.register_forward_hook(g_after)
     if sp:
         for name, param in model.named_parameters():

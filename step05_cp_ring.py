@@ -36,8 +36,8 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
               its chunk 4     # # # # + . . .
 
 Each rank has 16 small units, which are 16 / 4 = 4 of the units above. In order, ranks had 1, 3, 5
-and 7, on average also 4, but all waited for 7. The work is equal not only in total but in each hop.
-Rank 1, for example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+and 7, on average also 4, but all waited for 7. In each hop, too, all have equally much. Rank 1, for
+example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
@@ -56,8 +56,8 @@ softmax: Milakov and Gimelshein 2018; `merge` has an example):
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
 BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own. (Those of
-all ranks would need memory for all s tokens, which cp is there to avoid.) With them travels dkv:
-the gradient of these k and v, as far as it is summed. k and v leave when a hop begins. dkv cannot
+all ranks would need memory for all s tokens, which cp is there to avoid.) dkv, the gradient of
+these k and v, as far as it is summed, follows them. k and v leave when a hop begins. dkv cannot
 leave so early, because the rank must first add the term of its own queries. So dkv travels during
 the next hop, and is needed at its end. After n hops all ranks have added their terms, and the last
 message brings dkv back to its owner; no computation is left to hide it. So k and v are sent n-1
@@ -72,7 +72,7 @@ terms of ranks 2 and 0):
 POSITIONS. RoPE must rotate a token by its place in the whole sequence, and not in its rank's shard.
 So `train` passes positions to the model, and k is rotated before it travels.
 
-GRADIENTS. All ranks of cp have the same weights and other tokens. So gradients and the loss are
+GRADIENTS. All ranks of cp have the same weights and different tokens. So gradients and the loss are
 summed over dp x cp, the group "data".
 
 TARGETS are shifted before the sequence is sharded (common/data.py). Suppose that ranks shifted
@@ -298,7 +298,7 @@ def part_gradients(
     """
     heads = q.shape[1]
     kv_heads = k.shape[1]
-    root = math.sqrt(q.shape[-1])
+    sqrt_d = math.sqrt(q.shape[-1])
     q = q.to(wide(q.dtype))
     do = do.to(q.dtype)
     k = repeat_heads(k.to(q.dtype), heads)
@@ -307,8 +307,8 @@ def part_gradients(
     dprobs = do @ v.mT  # dP
     row_sums = (do * o).sum(-1, keepdim=True)  # D
     dscores = probs * (dprobs - row_sums)  # dS
-    dq = (dscores @ k) / root
-    dk = (dscores.mT @ q) / root
+    dq = (dscores @ k) / sqrt_d
+    dk = (dscores.mT @ q) / sqrt_d
     dv = probs.mT @ do
     # A kv head serves several query heads: its gradient is the sum over them.
     dk = dk.unflatten(1, (kv_heads, -1)).sum(2)

@@ -37,61 +37,6 @@ numbers. About half of these rows are for the other rank's experts: 32,768 numbe
 forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts, weights
 would be cheaper.)
 
-GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
-pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
-other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
-refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
-mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
-so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 ranks, with pp 1, dp
-4, cp 2, tp 2, ep 8:
-
-    group        made of         rank 0's            its ranks                    used for
-    dp           dp              0 4 8 12            divide the global batch      own sequences
-    data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
-                                                     except experts
-    tp           tp              0 1                 divide attention's matrices  f, g; partial sums
-    sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
-    ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
-    expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
-
-(The counts of `sequence` are for BALANCE, below.)
-
-WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
-because their rows came to it. Only the tokens of other ep groups are missing: the sum over
-expert_data adds them. ZeRO, too, shards a parameter over the group that sums its gradient: experts
-over expert_data, the others over data. (All ranks of a stage hold a router, and see different
-tokens. Its gradient is summed over data, and then over tp, as those of norms in step 4.)
-
-THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672; with
---expert-dim, that in place of ffn_dim).
-
-A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
-elements, which go to the experts and back, in forward and in backward. These are the bytes that it
-sends for the experts, if each rank's choices are spread evenly over them, and for attention over
-tp; all others are those of steps 4 to 6. (w: bytes of an element; S: those of a micro-batch's x for
-all tokens that the ranks of tp share, as in step 4; n: ranks of the group.)
-
-    over          once in             bytes                           with --recompute full
-    ep            layer, micro-batch  (n-1)/n (4 T K dim w + 8 E)     (n-1)/n (6 T K dim w + 16 E)
-    sequence      layer, micro-batch  2 (n-1)/n 8 E                   twice as many
-    tp            layer, micro-batch  (n-1)/n 4 S                     (n-1)/n 6 S
-    tp            layer, step         2 (n-1)/n gradients of the router and of two norms
-    expert_data   layer, step         2 (n-1)/n its experts' gradients
-
-(ep: rows there and back, in forward and in backward, and counts. sequence: counts, with --balance
-loss. tp: attention's f and g; an MLP in place of the experts would have 4 S more. step: a training
-step, with --zero 0.) For tiny as launched below, in fp32:
-
-    ep, forward     1/2 x (2 x 256 tokens x K 2 x dim 128 x 4 bytes + 8 x 8 experts) = 262,144 + 32
-    ep, backward    1/2 x  2 x 256 tokens x K 2 x dim 128 x 4 bytes                  = 262,144
-    sequence        2 x 3/4 x 8 bytes x 8 experts                                    = 96
-    tp              1/2 x 4 x (4 sequences x 256 / cp 2 tokens x dim 128 x 4 bytes)  = 524,288
-    expert_data     2 x 1/2 x 4 experts x 135,168 weights x 4 bytes                  = 2,162,688
-
-With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
-16 x 96 = 1,536 over `sequence`, 2 x 2,162,688 = 4,325,376 over expert_data, and over ep only near
-16 x 524,320 = 8,389,120: choices are not spread evenly.
-
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
 choices of a token). Let f_e be the fraction of a micro-batch's choices that fell on expert e, and
@@ -111,6 +56,61 @@ if f_e is above the mean of f under this token's p, and up if it is below.
 f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
 --micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
 layout, which expert is chosen.) The second part of this file has --balance bias, without a loss.
+
+GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
+pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
+other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
+refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
+mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
+so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 ranks, with pp 1, dp
+4, cp 2, tp 2, ep 8:
+
+    group        made of         rank 0's            its ranks                    used for
+    dp           dp              0 4 8 12            divide the global batch      own sequences
+    data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
+                                                     except experts
+    tp           tp              0 1                 divide attention's matrices  f, g; partial sums
+    sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
+    ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+    expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
+
+WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
+because their rows came to it. Only the tokens of other ep groups are missing: the sum over
+expert_data adds them. ZeRO, too, shards a parameter over the group that sums its gradient: experts
+over expert_data, the others over data. (All ranks of a stage hold a router, and see different
+tokens. Its gradient is summed over data, and then over tp, as those of norms in step 4.)
+
+THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672; with
+--expert-dim, that in place of ffn_dim).
+
+A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
+elements, which go to the experts and back, in forward and in backward. The table has the bytes that
+it sends for the experts, if choices are spread evenly over them, and for the rest of a layer over
+tp and data. (Those for loss, norm, embedding, head, cp and pp are as in steps 4 to 6. w: bytes of
+an element. S: the bytes of one [b, s/cp, dim]. n: ranks of the group.)
+
+    over          once in             bytes                           with --recompute full
+    ep            layer, micro-batch  (n-1)/n (4 T K dim w + 8 E)     (n-1)/n (6 T K dim w + 16 E)
+    sequence      layer, micro-batch  2 (n-1)/n 8 E                   twice as many
+    tp            layer, micro-batch  (n-1)/n 4 S                     (n-1)/n 6 S
+    tp            layer, step         2 (n-1)/n gradients of the router and of two norms
+    data          layer, step         2 (n-1)/n gradients of attention, the router and two norms
+    expert_data   layer, step         2 (n-1)/n its experts' gradients
+
+(ep: rows there and back, in forward and in backward, and counts. sequence: counts, with --balance
+loss. tp: attention's f and g; an MLP in place of the experts would have 4 S more. step: a training
+step, with --zero 0.) For tiny as launched below, in fp32:
+
+    ep, forward     1/2 x (2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
+                    = 262,144 + 32 bytes
+    ep, backward    1/2 x 2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
+    sequence        2 x 3/4 x 8 x 8 (experts) = 96
+    tp              1/2 x 4 x 4 (sequences) x 128 (tokens, 256 / cp) x 128 (dim) x 4 = 524,288
+    expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
+
+With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
+16 x 96 = 1,536 over `sequence`, 2 x 2,162,688 = 4,325,376 over expert_data, and over ep only near
+16 x 524,320 = 8,389,120: choices are not spread evenly.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
 You should see the losses of one process (on GPUs, with --dtype fp32 for both; a step takes some
@@ -433,10 +433,10 @@ class LossBalancedMoE(MoE):
         """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
         that share the micro-batch add up to it.
 
-        f_e is that of the whole micro-batch, by an all-reduce of counts; it has no gradient. (With
-        N tokens, the gradient of the token's logit of e is E / N p_e (f_e - sum_j p_j f_j).) Of P_e
-        a rank has a term: it adds up p_e over its own tokens, and divides by the tokens of the
-        whole micro-batch.
+        f_e is that of the whole micro-batch, by an all-reduce of counts; it has no gradient. Of
+        P_e a rank has a term: it adds up p_e over its own tokens, and divides by the tokens of the
+        whole micro-batch. (So the gradient of a token's logit of e is
+        (E / n_tokens) p_e (f_e - sum_j p_j f_j).)
         """
         total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
         all_reduce(total_E, self.sequence_group).wait()
@@ -495,9 +495,9 @@ def make_groups(mesh: Mesh, config: Config):
     # A row holds all experts, and a column has the same ones. The ranks of a row are neighbours:
     # they differ in tp first, then in cp, then in dp. (For `queue` see `add_groups` in
     # common/comm.py)
-    for rows in mesh.grid.reshape(config.pp, -1, config.ep):
-        mesh.add_groups("ep", rows, queue="activations")
-        mesh.add_groups("expert_data", rows.T, queue="gradients")
+    for table in mesh.grid.reshape(config.pp, -1, config.ep):
+        mesh.add_groups("ep", table, queue="activations")
+        mesh.add_groups("expert_data", table.T, queue="gradients")
     mesh.add_groups_along("sequence", "cp", "tp", queue="activations")
 
 

@@ -35,9 +35,9 @@ of n ranks each sends
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-Of an `all_to_all` only what goes to other ranks is counted. (`Mesh.sent` adds
-up these numbers. They are computed: NCCL may choose a tree, in which some ranks send more and
-others less, or let the network's switches add, which sends less.)
+(`Mesh.sent` adds up these numbers; of an `all_to_all`, only what goes to other ranks. They are
+computed: NCCL may choose a tree, in which some ranks send more and others less, or let the
+network's switches add, which sends less.)
 """
 
 import math
@@ -90,9 +90,7 @@ class Group:
 class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp.
 
-    (From step 5 on, two groups may have the same ranks, but different *queues*. PyTorch's object
-    for a group, its *handle*, sends messages in their order. So messages that can wait, gradients,
-    have other handles than urgent ones, activations: see `add_groups`.)
+    (`queue` matters from step 5 on: see `add_groups`.)
     """
 
     def __init__(self, **sizes: int):
@@ -117,7 +115,8 @@ class Mesh:
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
-            queue = "gradients" if name == "dp" else "activations"  # matters from step 5 on
+            queue = "gradients" if name == "dp" else "activations"
+            # Create the groups along this dimension; self[name] is this rank's
             self.add_groups_along(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
@@ -127,9 +126,9 @@ class Mesh:
     def rows(self, *dims: str) -> np.ndarray:
         """The ranks of each group along `dims`: int [groups, size], a row for each group.
 
-        In the figure above, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5 on a group can
-        span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is
-        [[0 2 4 6] [1 3 5 7]].)
+        In the figure at the top of this file, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5
+        on a group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is [[0
+        2 4 6] [1 3 5 7]].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.grid.ndim) if axis not in axes]
@@ -145,11 +144,13 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes self[name]. All ranks must call this.
 
-        `queue`: "gradients" or "activations". If a layer's activations, which are needed at once,
-        came behind a large bucket of gradients, the computation would stand still until the bucket
-        is sent. So groups for the gradients that are summed during backward have other handles than
-        groups for activations, even if they have the same ranks. (ZeRO gathers weights in the queue
-        of gradients: in stage 3 at most one unit's sum is ahead of them.)
+        `queue`: "gradients" or "activations". From step 5 on, two groups may have the same ranks.
+        NCCL sends the messages of one *handle*, PyTorch's object for a group, in their order. If a
+        layer's activations, which are needed at once, came behind a large bucket of gradients, the
+        computation would stand still until the bucket is sent. So groups for the gradients that are
+        summed during backward have other handles than groups for activations, even if they have the
+        same ranks. (ZeRO gathers weights in the queue of gradients: in stage 3 at most one unit's
+        sum is ahead of them.)
         """
         for row in map(tuple, rows.tolist()):
             handle = self.handle_of(row, queue)

@@ -111,7 +111,7 @@ def check_value(name: str, value: Any, metadata: Any):
         return
     if type(value) is float and not math.isfinite(value):
         raise UserError(f"{spelled(name)} is {value}: it must be finite")
-    # `type`: True is an int, too
+    # Not isinstance, because True is an int, too
     if type(value) in (int, float) and value < metadata["least"]:
         raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
 

@@ -145,8 +145,8 @@ NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # With --max-restarts, if a rank fails, torchrun ends all and starts all again. By default the new
-# ranks use torchrun's key-value store, which still has the addresses of the old ones. If this
-# variable is 1, each start makes a new store
+# ranks find one another through torchrun's key-value store, which still has the addresses of the
+# old ones. If this variable is 1, each start makes a new store
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

@@ -1,6 +1,6 @@
 """A small record for each parameter, `ParamRecord`: over which ranks the parameter's gradient is
 summed, and from step 4 on, which shard of it this rank has. (It does not say where step 3's ZeRO
-cuts.) And what follows from it: how many ranks hold a number, for the global norm.
+cuts.) The global norm uses it, too, to find how many ranks hold each number.
 
 The parts of this file follow the steps; read a part when you come to its step. (Some lines are for
 later steps, and say so.) Steps 1 to 3 change nothing in the record.
@@ -63,6 +63,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
         copies = copies_of(record_of(params[name]), mesh, sharded)
+        # (One kernel makes the norm of a tensor; a sum of squares would take two)
         square = torch.linalg.vector_norm(gradient).double().square()
         total += square / copies
     for group in norm_groups(mesh):
@@ -93,8 +94,8 @@ def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
 def norm_groups(mesh: Mesh) -> list[str]:
     """The groups over which to sum, one after another, to get the sum over all ranks: in step 3 dp
     alone, in step 4 dp and then tp. (If the ranks [0 1] [2 3] have the numbers [1 2] [3 4], sums
-    over columns, dp, give [4 6] [4 6], and then sums over rows, tp, [10 10] [10 10]. One sum over
-    all ranks would need one more group.)
+    over columns, dp, give [4 6] [4 6], and then sums over rows, tp, [10 10] [10 10]. The mesh has
+    no group of all ranks.)
 
     From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
     """

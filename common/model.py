@@ -121,13 +121,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.transpose(1, 2)
 
 
-def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """Apply several linear layers to one input. (Step 4 replaces this function by one that, with
-    sequence parallelism, first gathers the input, once for all of them.)
-    """
-    return [linear(x) for linear in linears]
-
-
 class Attention(nn.Module):
     """Grouped-query self-attention."""
 
@@ -139,15 +132,14 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.project = project  # step 4 replaces it
         self.attend = attend  # step 5 replaces it
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim] and the tables of `rope_tables` -> [batch, seq, dim]."""
-        q, k, v = self.project(x, self.q_proj, self.k_proj, self.v_proj)
-        q = rotate(self.split_heads(q), cos, sin)
-        k = rotate(self.split_heads(k), cos, sin)
-        o = self.attend(q, k, self.split_heads(v))
+        q = rotate(self.split_heads(self.q_proj(x)), cos, sin)
+        k = rotate(self.split_heads(self.k_proj(x)), cos, sin)
+        v = self.split_heads(self.v_proj(x))
+        o = self.attend(q, k, v)
         return self.o_proj(o.flatten(-2))
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -163,12 +155,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.project = project  # step 4 replaces it
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
-        gate, up = self.project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):

@@ -1,5 +1,5 @@
-"""What a run shows: its parameters before the first step, a line of progress, where a number is not
-finite, its files.
+"""What a run prints and writes: a table of its parameters, a line of progress, the gradients that
+are not finite, and its files.
 
 With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny in fp32
 on two ranks with --tp 2; "4 x" means one in each of 4 layers:
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     """
 
     whole: tuple[int, ...]  # shape
-    shard: tuple[int, ...]  # shape on this rank
+    shard: tuple[int, ...]  # shape of the part
     nbytes: int  # of the shard
     sharded: str  # for example "dim 0 over tp 2"
     summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
@@ -85,6 +85,7 @@ def parameter_table(rows: dict[str, Row]) -> str:
         shard = "x".join(str(size) for size in row.shard)
         count = f"{len(rows_of_kind)} x"
         lines.append((count, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
+    # zip(*lines): the columns
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:

@@ -2,8 +2,9 @@
 
 Every flag that decides what is computed must stay the same, for example those of the model, the
 batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
-that may change: what a run reads and writes, where it computes, how the ranks divide the work. They
-change the results only by rounding (which in step 7 may choose another expert). Three need a word:
+that may change (and in most runs --micro-batch-size may, too): what a run reads and writes, where
+it computes, how the ranks divide the work. They change the results only by rounding (which in step
+7 may choose another expert). Three need a word:
 
     --dataset            may be another path to the same tokens: their fingerprint is compared
                          (above 2**27 tokens, that of a sample)

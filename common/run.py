@@ -82,7 +82,7 @@ class RunConfig:
         0, "steps between checkpoints (and one after the last step); 0: only after a signal"
     )
     resume: str = flag(
-        "", "run directory or checkpoint to resume; auto: the newest sound one in --out, if any"
+        "", "run directory or checkpoint to resume; auto: the newest undamaged one in --out, if any"
     )
     timeout: float = flag(600.0, "seconds after which a step is taken to hang; 0: never")
     profile: int = flag(0, "steps to trace, after the first two; 0: none")
@@ -99,15 +99,15 @@ class Run:
         # The name of the script that defines this Config. (Not sys.argv[0]: a test imports it)
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank = int(os.environ.get("RANK", 0))  # torchrun's: ranks have not joined yet
         self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         # For config.json and checkpoints, with the number of ranks, which is no flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
-        # A row for each step; rank 0's are in metrics.jsonl, also those before a --resume
+        # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
-        self.training = False  # whether the first step has begun
+        self.training = False  # whether `set_up` is done
         self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has resumed or saved last, perhaps in another directory
@@ -236,7 +236,8 @@ class Run:
     def restore(self) -> int:
         """Restore what --resume selects, if anything; returns the number of steps done.
 
-        Raises UserError if ranks have read different data, or if the checkpoint does not fit.
+        Raises UserError if ranks have read different data, or as `choose_checkpoint` and
+        `check_flags` do.
         """
         self.fingerprint = self.parts["data"].fingerprint()
         self.ranks.require_same(
@@ -276,7 +277,7 @@ class Run:
         self.last_checkpoint = folder
 
     def content(self, done: int) -> dict[str, Any]:
-        """What a checkpoint has besides pieces of parameters."""
+        """What a checkpoint has besides its pieces."""
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 

@@ -9,8 +9,8 @@ the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank, each of half as
-                                          many layers. (A character is the forward of such a half,
-                                          so those of AFAB and 1F1B take two.)
+                                          many layers. (A forward of AFAB or 1F1B, of all the rank's
+                                          layers, is then two characters.)
 """
 
 import argparse
@@ -96,7 +96,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add
     # p-1-rank to these, one for each later rank. We add 2 (p-1-rank): then an output can travel
     # while both ranks work on something else. (If messages took no time, p-1-rank would give the
-    # same bubble, with as many fewer forwards in flight)
+    # same bubble, and p-1-rank fewer forwards would be in flight)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -148,8 +148,8 @@ def simulate(
     costs: dict[str, float],
     message: float = 0,
 ) -> list[Span]:
-    """When each action of a schedule runs, sorted by its end. Each rank runs its list in order, and
-    starts an action as soon as the rank is free and the action's input is there.
+    """Spans, sorted by their ends: when each action of a schedule runs. Each rank runs its list in
+    order, and starts an action as soon as the rank is free and the action's input is there.
 
     `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
     message between two ranks (the drawings have 0). Raises ValueError if the lists deadlock.
@@ -229,8 +229,8 @@ def add_messages(
            ended earlier (all costs are above 0), and its message was numbered right after that.
 
     Suppose that some ranks wait for ever, and take the smallest number that is not done. All ranks
-    that take part in it have come to it, by 1, and what it needs is done, by 3. So it can go on: a
-    contradiction.
+    that take part in it have done all that stands before it in their programs, which is smaller, by
+    1; and what it needs is done, by 3. So it can go on: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, rank_of_stage, costs):

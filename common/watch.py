@@ -1,23 +1,24 @@
-"""How a run ends early. `Signals`: a signal ends it after the current step. `HangWatch`: a step
-that takes longer than --timeout ends it at once.
+"""How a run ends early. `Signals`: a signal ends it after the current step. `HangWatch`: if a step
+takes longer than --timeout, the process ends at once.
 
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
 checkpoint, and exit with status 0.
 
     sent to a rank      what it does
-    the first signal    saves, and ends
-    a second Ctrl-C     ends at once, without saving; so does SIGTERM after Ctrl-C, which is how
-                        torchrun passes on a second Ctrl-C
-    other second ones   do nothing
+    the first signal    the rank saves, and ends
+    Ctrl-C after that   it ends at once, without saving. So also at SIGTERM after Ctrl-C, which is
+                        how torchrun passes on a second Ctrl-C
+    others after that   nothing happens
 
     sent to torchrun    what it does
     Ctrl-C              passes it on; a second one becomes SIGTERM
     SIGTERM             passes it on
-    SIGUSR1             with --signals-to-handle SIGTERM,SIGINT,SIGUSR1 it passes it on; without, it
-                        is killed, and the ranks go on alone
+    SIGUSR1             passes it on with --signals-to-handle SIGTERM,SIGINT,SIGUSR1. Without this
+                        flag the signal kills torchrun, and the ranks go on alone
 
-After a signal that it passes on, it gives the ranks 30 seconds for the step and the checkpoint, or
-its --shutdown-timeout, then kills them, and itself ends with a SignalException and status 1.
+After a signal that it passes on, torchrun gives the ranks 30 seconds for the step and the
+checkpoint, or its --shutdown-timeout, then kills them, and itself ends with a SignalException and
+status 1.
 """
 
 import faulthandler

@@ -59,8 +59,7 @@ TASKS: dict[int, dict[str, str]] = {
         "ReduceScatterToSequenceParallel.forward ReduceScatterToSequenceParallel.backward "
         "enter_parallel leave_parallel",
         "vocabulary": "VocabParallelEmbedding.forward VocabParallelCrossEntropy.forward",
-        "shards": "column_parallel shard_param by_columns by_rows by_heads "
-        "shard_vocabulary shard_tensors",
+        "shards": "shard_param by_columns by_rows by_heads shard_vocabulary shard_tensors",
         "partial gradients": "sum_partial_gradients",
         "loop": "",
     },
