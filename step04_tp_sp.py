@@ -111,10 +111,9 @@ table by (n-1)/n: the bytes that a rank sends over tp in a micro-batch.
     --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
 (Again times (n-1)/n: in forward each f and each g of SP costs S; without SP a g costs 2 S, and an f
-nothing. The layer's
-forward is repeated without its last g: with SP two f and a g, 3 S; without SP a g, 2 S.
-Recomputation stops as soon as it has all that backward needs, and the output of the last g is not
-needed. With --compile it does not stop.)
+nothing. The layer's forward is repeated without its last g: with SP two f and a g, 3 S; without SP
+a g, 2 S. Recomputation stops as soon as it has all that backward needs, and the output of the last
+g is not needed. With --compile it does not stop.)
 
 For the loss, each rank has two numbers a token, which are all-gathered in each micro-batch: a rank
 sends n-1 times 2 numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step it takes

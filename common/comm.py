@@ -127,8 +127,8 @@ class Mesh:
         """The ranks of each group along `dims`: int [groups, size], a row for each group.
 
         In the figure at the top of this file, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5
-        on a group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is [[0
-        2 4 6] [1 3 5 7]].)
+        on a group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is
+        [[0 2 4 6] [1 3 5 7]].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.grid.ndim) if axis not in axes]
@@ -149,8 +149,7 @@ class Mesh:
         layer's activations, which are needed at once, came behind a large bucket of gradients, the
         computation would stand still until the bucket is sent. So groups for the gradients that are
         summed during backward have other handles than groups for activations, even if they have the
-        same ranks. (ZeRO gathers weights in the queue of gradients: in stage 3 at most one unit's
-        sum is ahead of them.)
+        same ranks.
         """
         for row in map(tuple, rows.tolist()):
             handle = self.handle_of(row, queue)

@@ -18,22 +18,20 @@ With n = 10 and B = 4, training step 2 has the samples 8 to 11: places 8 and 9 o
 places 0 and 1 of epoch 1.
 
 Targets are shifted here, before step 5 shards a sequence: the target of a shard's last token is in
-another shard. Attention may look back across END into
-an earlier document. Every rank reads the whole global batch, since token ids are small, and works
-on its share.
+another shard. Attention may look back across END into an earlier document. Every rank reads the
+whole global batch, since token ids are small, and works on its share.
 
 (PyTorch's DistributedSampler deals a shuffled list out to the ranks. Its order changes only if
 `set_epoch` is called, and at the end of an epoch it repeats sequences, so that all ranks have
 equally many.)
 
 readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger
-(then the other ids do not occur).
-Each rank holds all tokens in memory, two bytes for each (while text is read, four or more). Of a
-.bin file of token ids it holds none, because the file is mapped into memory. So write a large
-corpus to such a file first, with numpy: ids.astype(np.uint16).tofile("corpus.bin"), if all ids are
-below 65,536; see readers.py for larger ones.
-(At the start each rank reads the whole file once, for its largest id, and up to 2**27 tokens of it
-again, for its fingerprint.)
+(then the other ids do not occur). Each rank holds all tokens in memory, two bytes for each (while
+text is read, four or more). Of a .bin file of token ids it holds none, because the file is mapped
+into memory. So write a large corpus to such a file first, with numpy:
+ids.astype(np.uint16).tofile("corpus.bin"), if all ids are below 65,536; see readers.py for larger
+ones. (At the start each rank reads the whole file once, for its largest id, and up to 2**27 tokens
+of it again, for its fingerprint.)
 """
 
 import hashlib
