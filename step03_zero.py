@@ -49,9 +49,10 @@ every rank holds 6 bytes, and 16 are divided among the ranks:
     3       nothing                         18/n           2.25     16/n           2
 
 (Stage 1 in bf16: whole, 2 of the weight and 4 of the local gradient; of one shard, 4 of the sum, 4
-of the master and 8 of the moments. Local gradients are needed until the end of backward; stage 1
-could free them just before the update, but not sooner.) Before the update, during forward and
-backward, a rank also holds, mainly:
+of the master and 8 of the moments. Local gradients of all units are whole when the last
+micro-batch's backward begins. Stage 1 could then free each after its reduce-scatter. That would
+lower the bytes at the update, but not the most that it ever holds.) Before the update, during
+forward and backward, a rank also holds, mainly:
 
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
@@ -66,8 +67,8 @@ backward, a rank also holds, mainly:
 
 (If embedding and head are tied, some numbers here and below change: `Zero3` says which.)
 
-State is sharded first, because it is the largest part, and no rank sends more for it: an all-reduce
-is a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. (It sends
+State is sharded first, because it is the largest part, and adds almost no traffic: an all-reduce is
+a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. (It sends
 more than step 2 only by the padding of units and an all-reduce of 8 bytes, and in bf16 fewer bytes,
 because the gathered weights have 2, not 4.)
 
@@ -408,9 +409,10 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd refuses to use a saved tensor that was written to later. It does not see these writes,
-    because `param.data = view` in `Unit` hides them. They are harmless: a gather writes the same
-    values again.)
+    (Autograd refuses to use a saved tensor that was written to later, for which it counts the
+    writes to each tensor. By `param.data = ...` in `Unit` a parameter shares the memory of `flat`,
+    but has its own count, which a write to `flat` does not change. These writes are harmless: a
+    gather writes the same values again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -450,11 +452,13 @@ class Zero3(Zero2):
         compute            E   0   1   H   H   1   0   E
         freed after        E   0   1       H   1   0
 
-    H stays whole from its forward to its backward. The backward of E needs no weights. So two units
-    are whole at a time. With --keep, a unit is freed only at the update.
+    One unit is in use while the next is gathered: two are whole at a time. H, used last in forward
+    and first in backward, is not freed between. The backward of E needs no weights, so E is not
+    gathered again. With --keep, a unit is freed only at the update.
 
-    A unit is freed when its last gradient has arrived. In a layer, input_layernorm's comes last
-    (with --compile, all come together). What is left of the layer's backward then reads no weights.
+    In backward, a unit is freed when its last gradient has arrived. In a layer, input_layernorm's
+    comes last (with --compile, all come together). What is left of the layer's backward then reads
+    no weights.
 
     Hooks serve *segments*: the embedding, a layer, or norm and head. In this step read unit for
     segment: segments[i] is a list of one unit. (If embedding and head are tied, norm and head use

@@ -66,7 +66,9 @@ training step.
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-What a rank saves in a layer, for each token of the sequence, of the first row of step 1's table:
+tp alone divides most of what a layer saves by n (step 1's table): q, k, v, attention's output,
+gate, up and their product. (A rank also has 1/n of each matrix, of its gradient and of its state.)
+What remains, for each token of the sequence, is the first row of that table:
 
                                      without SP    with SP
     inputs of the two norms          2 dim         2 dim/n
@@ -110,10 +112,14 @@ table by (n-1)/n: the bytes that a rank sends over tp in a micro-batch.
     SP, --recompute full                8 S + 3 S = 11 S   4 S
     --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
-(Again times (n-1)/n: in forward each f and each g of SP costs S; without SP a g costs 2 S, and an f
-nothing. The layer's forward is repeated without its last g: with SP two f and a g, 3 S; without SP
-a g, 2 S. Recomputation stops as soon as it has all that backward needs, and the output of the last
-g is not needed. With --compile it does not stop.)
+They add up from (again times (n-1)/n)
+
+                 f forward    f backward    g forward    g backward
+    SP           S            S             S            S
+    --no-sp      0            2 S           2 S          0
+
+With recomputation a layer's forward is repeated without its last g, whose output backward does not
+need: with SP two f and a g, 3 S; without SP a g, 2 S. (With --compile it does not stop before it.)
 
 For the loss, each rank has two numbers a token, which are all-gathered in each micro-batch: a rank
 sends n-1 times 2 numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step it takes
@@ -281,8 +287,8 @@ def leave_parallel(term: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 def places_in(ids: range, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors like `tokens`: `held`, whether the token is one of `ids`, those of this rank; and
-    its place among them, int64 (0 if it is not there: the caller masks it).
+    """Two tensors of `tokens`' shape: `held`, bool, whether the token is one of `ids`, those of
+    this rank; and its place among them, int64 (0 if it is not there: the caller masks it).
     """
     held = (tokens >= ids.start) & (tokens < ids.stop)
     return held, (tokens - ids.start).where(held, 0)
@@ -328,6 +334,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """
         # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
         logits = logits.to(wide(logits.dtype))
+        # This rank's two numbers for each token
         counted = targets != IGNORE
         held, column = places_in(ids, targets)  # whether we have the target's logit, and where
         column = column[..., None]
@@ -335,6 +342,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         own_target_logit = logit_at_column.where(held, 0.0)
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
 
+        # Exchange them
         sent = torch.stack((own_log_sum, own_target_logit))  # [2, batch, seq]
         received = sent.new_empty(group.size, *sent.shape)  # [n, 2, batch, seq]
         all_gather(received.view(-1), sent.view(-1), group).wait()
@@ -399,9 +407,10 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
 # RowParallelLinear one whose weight has fewer inputs. (The nn.Linear's own out_features and
-# in_features, which print(model) shows, are still the whole model's)
+# in_features, which print(model) shows, are still the whole model's.) All functions get the same
+# arguments, also those that do not use the last one
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    "q_proj": by_columns,  # whole heads, too: `by_heads` checks tp for k, which is enough for q
+    "q_proj": by_columns,  # whole heads, too: tp divides k's (checked), and these divide q's
     "k_proj": by_heads,
     "v_proj": by_heads,
     "o_proj": by_rows,

@@ -51,7 +51,7 @@ In the figure f = 2/8 2/8 3/8 1/8. With P = 0.25 0.25 0.4 0.1, E sum f P is 4 x 
 0.15 + 0.0125) = 1.15; if all f and all P are 1/E, it is 1.
 
 f comes from counts, so it has no gradient. P has one: the update pushes a token's logit of e down
-if f_e is above the mean of f under this token's p, and up if it is below.
+if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
 
 f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
 --micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
@@ -69,7 +69,7 @@ so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 
     dp           dp              0 4 8 12            divide the global batch      own sequences
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
-    tp           tp              0 1                 divide attention's matrices  f, g; partial sums
+    tp           tp              0 1                 divide the other matrices    f, g; partial sums
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
     ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
     expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
@@ -86,8 +86,9 @@ THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny,
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. The table has the bytes that
 it sends for the experts, if choices are spread evenly over them, and for the rest of a layer over
-tp and data. (Those for loss, norm, embedding, head, cp and pp are as in steps 4 to 6. w: bytes of
-an element. S: the bytes of one [b, s/cp, dim]. n: ranks of the group.)
+tp and data. (Those for the loss, the squared gradient norm, the final norm's weight, embedding,
+head, cp and pp are as in steps 4 to 6. w: bytes of an element. S: the bytes of one [b, s/cp, dim].
+n: ranks of the group.)
 
     over          once in             bytes                           with --recompute full
     ep            layer, micro-batch  (n-1)/n (4 T K dim w + 8 E)     (n-1)/n (6 T K dim w + 16 E)
@@ -228,14 +229,15 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
 
     Counts travel before rows: to allocate memory for the rows, a rank must know how many will come.
     """
-    leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
-    arriving_GL = torch.empty_like(leaving_GL)
-    all_to_all(arriving_GL, leaving_GL, group).wait()
-    counts_L = arriving_GL.sum(0)
-    # Split sizes: the CPU waits for the GPU here, once for both. (The layer waits nowhere else,
-    # unless `expert_product` takes its second path, whose `tolist` waits, too.)
-    leaving_on_cpu, arriving_on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return leaving_on_cpu, arriving_on_cpu, counts_L
+    leaving = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
+    arriving = torch.empty_like(leaving)
+    all_to_all(arriving, leaving, group).wait()
+    counts_L = arriving.sum(0)
+    # To split rows, Python needs the numbers, so the CPU waits for the GPU here, once for both
+    # tables. (The layer waits nowhere else, unless `expert_product` takes its second path, whose
+    # `tolist` waits, too.)
+    leaving_GL, arriving_GL = torch.stack((leaving, arriving)).cpu()
+    return leaving_GL, arriving_GL, counts_L
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
@@ -542,7 +544,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
     positions = shard_context(model, mesh, config).to(device)
-    # new: it has these experts. (Not before `shard_context`, which notes one data_group for all)
+    # new: it has these experts. (After `shard_context`, which would overwrite their data_group)
     shard_experts(model, mesh, config)
     # Step 6: it has these layers. (After all the others, which change every layer)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)

@@ -46,7 +46,7 @@ def materialize(
     names: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (Step 3
-    calls this for one unit after another, so that with ZeRO 3 only one is whole.)
+    calls this for one layer after another, so that with ZeRO 3 only one is whole.)
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
     parameters after this call. (Hooks on modules may come before.)

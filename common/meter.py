@@ -49,7 +49,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
     return peaks.get(dtype, 0) * 1e12
 
 
-def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> float:
+def flops_per_token(rows: dict[str, Row], config: ModelConfig, top_k: int) -> float:
     """FLOPs of one token, forward and backward. `rows`: of the whole model (with pp, gathered from
     all ranks); experts are recognised by their shape, the embedding by its name. `top_k`: how many
     experts a token visits.
@@ -60,9 +60,9 @@ def flops_per_token(rows: dict[str, Row], shape: ModelConfig, top_k: int) -> flo
         # 1 dimension: a norm, which is not counted. 2: a matrix. 3: experts, [experts, out, in]
         if len(row.whole) == 3:
             weights += size * top_k / row.whole[0]
-        elif len(row.whole) == 2 and ("embed_tokens" not in name or shape.tied):
+        elif len(row.whole) == 2 and ("embed_tokens" not in name or config.tied):
             weights += size  # looking up an embedding costs nothing; a tied one is also the head
-    return 6 * weights + 7 * shape.seq_len * shape.dim * shape.n_layers
+    return 6 * weights + 7 * config.seq_len * config.dim * config.n_layers
 
 
 class Meter:

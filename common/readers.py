@@ -9,7 +9,7 @@ every step without this file.
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
     a folder             every file in it and in its subfolders, in a random order that is always
-                         the same; all must be of the same kind, one of these four (hidden files
+                         the same; all must be of one of the four kinds above (hidden files
                          and hidden folders are skipped, links to folders are not followed)
     OWNER/NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
                          (OWNER/ and :CONFIG may be left out)
@@ -220,18 +220,18 @@ def read_hub(source: str) -> Contents:
 
 def read_bin(source: str) -> Contents:
     """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
-    description = Path(source + ".json")
+    about_path = Path(source + ".json")
     about = {"dtype": "uint16"}
     try:
-        if description.exists():
-            about |= json.loads(description.read_text())
+        if about_path.exists():
+            about |= json.loads(about_path.read_text())
         tokens = np.memmap(source, about["dtype"], "r")
         if tokens.dtype not in (np.uint16, np.uint32):
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
         if len(tokens) != about.get("tokens", len(tokens)):
             raise ValueError(f"it has {len(tokens)} tokens, and should have {about['tokens']}")
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"--dataset {source}: it or {description} is damaged: {error}") from error
+        raise UserError(f"--dataset {source}: it or {about_path} is damaged: {error}") from error
     return f"{tokens.dtype} ids of {source}", tokens
 
 

@@ -21,10 +21,9 @@ The run's directory has
 
 RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the rows of
 metrics.jsonl, the flags, the fingerprint of the data (above 2**27 tokens, of a sample), and the
-number of steps done. This number, the data and some flags decide each batch. The fingerprint is
-compared, and those flags must stay the same (resume.py). So a resumed run computes what an
-uninterrupted one does, up to rounding, if --dtype is the same. (In step 7 rounding may choose
-another expert.)
+number of steps done. The fingerprint is compared, and every flag that decides what is computed must
+stay the same (resume.py). So a resumed run computes what an uninterrupted one does, up to rounding,
+if --dtype is the same. (In step 7 rounding may choose another expert.)
 
 How a run ends early, after a signal or because a step hangs: watch.py.
 """
@@ -99,7 +98,7 @@ class Run:
         # The name of the script that defines this Config. (Not sys.argv[0]: a test imports it)
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
-        self.rank = int(os.environ.get("RANK", 0))  # torchrun's: ranks have not joined yet
+        self.rank = int(os.environ.get("RANK", 0))  # torchrun's: ranks are not connected yet
         self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         # For config.json and checkpoints, with the number of ranks, which is no flag
@@ -107,7 +106,7 @@ class Run:
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
-        self.training = False  # whether `set_up` is done
+        self.training = False  # whether `set_up` is done: launch.py's `print_error` asks
         self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has resumed or saved last, perhaps in another directory
@@ -136,11 +135,12 @@ class Run:
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
                                      number is then the number of steps that are done in it
-            after some steps         saves a checkpoint (--save-every)
+            during a step            watches that it does not hang (--timeout)
+            after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves one, and ends
 
-        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync (nothing here
-        reads it; a subclass can save its state). Raises UserError.
+        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync (only for a
+        technique's subclass of Run, which saves its state). Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
@@ -184,9 +184,9 @@ class Run:
         """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
 
         Its seconds are those since the last call (or since training began), without saving and
-        without writing a trace. On a GPU Python runs ahead, but the `loss.item()` in this call's
-        arguments waits for it: so the step's update is counted, too. (If rank 0 cannot write, it
-        exits with a line, and torchrun ends the other ranks.)
+        without writing a trace. Python runs ahead of a GPU; but the `loss.item()` in this call's
+        arguments waits until the GPU has done all that was launched before, also the update. (If
+        rank 0 cannot write, it exits with a line, and torchrun ends the other ranks.)
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -236,8 +236,8 @@ class Run:
     def restore(self) -> int:
         """Restore what --resume selects, if anything; returns the number of steps done.
 
-        Raises UserError if ranks have read different data, or as `choose_checkpoint` and
-        `check_flags` do.
+        Raises UserError if ranks have read different data, or if there is no checkpoint that this
+        run can resume from.
         """
         self.fingerprint = self.parts["data"].fingerprint()
         self.ranks.require_same(

@@ -4,17 +4,18 @@ takes longer than --timeout, the process ends at once.
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
 checkpoint, and exit with status 0.
 
-    sent to a rank      what it does
-    the first signal    the rank saves, and ends
-    Ctrl-C after that   it ends at once, without saving. So also at SIGTERM after Ctrl-C, which is
-                        how torchrun passes on a second Ctrl-C
-    others after that   nothing happens
+    sent to a rank           what happens
+    the first signal         all ranks save, and end
+    then Ctrl-C              the rank ends without saving, as soon as Python runs (not while it
+                             waits in a collective)
+    SIGTERM after Ctrl-C     the same: torchrun sends it for a second Ctrl-C
+    any other second one     nothing
 
-    sent to torchrun    what it does
-    Ctrl-C              passes it on; a second one becomes SIGTERM
-    SIGTERM             passes it on
-    SIGUSR1             passes it on with --signals-to-handle SIGTERM,SIGINT,SIGUSR1. Without this
-                        flag the signal kills torchrun, and the ranks go on alone
+    sent to torchrun         what torchrun does
+    Ctrl-C                   passes it on; a second one becomes SIGTERM
+    SIGTERM                  passes it on
+    SIGUSR1                  passes it on with --signals-to-handle SIGTERM,SIGINT,SIGUSR1. Without
+                             this flag the signal kills torchrun, and the ranks go on alone
 
 After a signal that it passes on, torchrun gives the ranks 30 seconds for the step and the
 checkpoint, or its --shutdown-timeout, then kills them, and itself ends with a SignalException and
@@ -55,10 +56,8 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):
-        """Note the first signal. A second one ends the process if it is a Ctrl-C, or if it is
-        torchrun's SIGTERM for a second Ctrl-C. (Any other SIGTERM does not: when a hang ends one
-        rank, torchrun sends SIGTERM to the others, which must live on for a moment, to print where
-        they wait.)
+        """Do what the first table above says. (Another second SIGTERM may be torchrun's, because a
+        hang has ended a rank: then this rank must live on for a moment, to print its stacks.)
 
         Python runs a handler only between its own instructions. So if a rank waits in C code, as in
         a collective, a signal waits, too, until the collective returns. If it never does, torchrun
@@ -67,8 +66,8 @@ class Signals:
         if self.first is None:
             self.first = number
             return
-        from_torchrun = number == signal.SIGTERM and self.first == signal.SIGINT
-        if number == signal.SIGINT or from_torchrun:
+        term_after_ctrl_c = number == signal.SIGTERM and self.first == signal.SIGINT
+        if number == signal.SIGINT or term_after_ctrl_c:
             # 128 + SIGINT, as shells do. (A normal exit could wait for the other ranks)
             os._exit(130)
 
