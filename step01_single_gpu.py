@@ -45,9 +45,9 @@ GPU in bf16, without --compile, a layer saves for each token
 
 In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. Some notes:
 
-    - A CPU's norms are not fused. Each of the two saves dim numbers more in fp32 and, in bf16, dim
-      in bf16: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes; in fp32, a CPU's default, 4 x 2,314 +
-      2 x 128 x 4 = 10,280.
+    - A CPU's norms are not fused. Each of the two also saves dim numbers as fp32, and in a bf16 run
+      dim more as bf16. A bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run, a CPU's
+      default: 4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
     - The attention kernel is fused: from log sum exp, its backward computes the attention
       probabilities again, so that they need not be saved. On a GPU in fp32, PyTorch has no such
       kernel for heads that share keys, and the probabilities are saved.
@@ -203,8 +203,8 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak down to a tenth of it. (In the last step the rate
-    is still slightly above a tenth.)
+    """Linear warm-up, then a cosine from the peak down to a tenth of it. (With the default 200
+    steps the last rate is slightly above a tenth.)
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -49,10 +49,10 @@ every rank holds 6 bytes, and 16 are divided among the ranks:
     3       nothing                         18/n           2.25     16/n           2
 
 (Stage 1 in bf16: whole, 2 of the weight and 4 of the local gradient; of one shard, 4 of the sum, 4
-of the master and 8 of the moments. Local gradients of all units are whole when the last
-micro-batch's backward begins. Stage 1 could then free each after its reduce-scatter. That would
-lower the bytes at the update, but not the most that it ever holds.) Before the update, during
-forward and backward, a rank also holds, mainly:
+of the master and 8 of the moments. With several micro-batches, the local gradients of all units are
+whole when the last one's backward begins. Stage 1 could then free each after its reduce-scatter.
+That would lower the bytes at the update, but not the most that it ever holds.) Besides these,
+during forward and backward a rank holds, mainly:
 
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
@@ -92,7 +92,9 @@ In a training step a rank sends (n-1)/n times this many elements:
                                               once (see below), and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
-(E and H only once: E's backward needs no weights, and H's follows its forward at once, so H stays.)
+(E and H only once: E's backward needs no weights, and H's follows its forward at once, so H stays.
+--keep sends as much as stage 2, and holds a little more; but its gathers overlap the first
+micro-batch's forward, while stage 2's, after the update, overlap nothing.)
 
 Tiny's e is 32,896 + 33,024 = 65,920. In every stage the squared norm of the gradient is
 all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
@@ -240,9 +242,9 @@ class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
     because the update comes between the two halves of the all-reduce.
 
-        last micro-batch's backward    | H | layer 1 | layer 0 | E |     | update |
+        last micro-batch's backward    | H | layer 1 | layer 0 | E |         | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
-        all-gather                                                                | all units |
+        all-gather                                                                    | all units |
 
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
     `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in

@@ -67,7 +67,7 @@ takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). If 
 are tied, the first rank and the last then also send each other their gradient of that matrix (with
 ZeRO, their shards of it). For tiny in fp32, pp 4 and 8 micro-batches:
 
-    a y or dx            4 x 256 x 128 x 4 bytes = 524,288
+    a y or dx            4 (sequences) x 256 (tokens) x 128 (dim) x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
     the first rank       8 x 524,288 + 18 = 4,194,322
 
@@ -307,8 +307,8 @@ class Pipeline:
         first_contact(self.group, positions.device)
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """Run forward and backward of all micro-batches, int64 [batch, seq] -> the loss, 0 except
-        on the last stage.
+        """Run forward and backward of all micro-batches, int64 [batch, seq] -> this rank's term of
+        the loss, 0 except on the last stage.
         """
         self.stage.begin(xs, ys, n_targets)
         self.execute()

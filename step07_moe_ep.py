@@ -32,10 +32,10 @@ rank gets depends on the tokens. So ranks first tell one another how many rows w
 WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
 Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
 rank would send its 4 experts, 540,672 numbers, to the other rank in each forward of a layer. With
-tokens, a rank routes 4 sequences x 256 / (cp 2 x tp 2) = 256 of a micro-batch, so 512 rows of 128
-numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent twice in
-forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts, weights
-would be cheaper.)
+tokens, a rank routes 4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512
+rows of 128 numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent
+twice in forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts,
+weights would be cheaper.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
@@ -69,7 +69,7 @@ so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 
     dp           dp              0 4 8 12            divide the global batch      own sequences
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
-    tp           tp              0 1                 divide the other matrices    f, g; partial sums
+    tp           tp              0 1                 divide the other matrices    step 4's f and g
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
     ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
     expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
@@ -87,20 +87,20 @@ A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K 
 elements, which go to the experts and back, in forward and in backward. The table has the bytes that
 it sends for the experts, if choices are spread evenly over them, and for the rest of a layer over
 tp and data. (Those for the loss, the squared gradient norm, the final norm's weight, embedding,
-head, cp and pp are as in steps 4 to 6. w: bytes of an element. S: the bytes of one [b, s/cp, dim].
-n: ranks of the group.)
+head, cp and pp are as in steps 4 to 6. w: bytes of an element. S: the bytes of one
+[micro_batch_size, seq/cp, dim]. n: ranks of the group.)
 
     over          once in             bytes                           with --recompute full
     ep            layer, micro-batch  (n-1)/n (4 T K dim w + 8 E)     (n-1)/n (6 T K dim w + 16 E)
     sequence      layer, micro-batch  2 (n-1)/n 8 E                   twice as many
     tp            layer, micro-batch  (n-1)/n 4 S                     (n-1)/n 6 S
-    tp            layer, step         2 (n-1)/n gradients of the router and of two norms
-    data          layer, step         2 (n-1)/n gradients of attention, the router and two norms
-    expert_data   layer, step         2 (n-1)/n its experts' gradients
+    tp            layer, step         2 (n-1)/n x the gradients of router and two norms; the same
+    data          layer, step         2 (n-1)/n x those of attention, router, two norms; the same
+    expert_data   layer, step         2 (n-1)/n x those of its experts; the same
 
 (ep: rows there and back, in forward and in backward, and counts. sequence: counts, with --balance
-loss. tp: attention's f and g; an MLP in place of the experts would have 4 S more. step: a training
-step, with --zero 0.) For tiny as launched below, in fp32:
+loss. tp: attention's f and g (step 4); an MLP in place of the experts would have 4 S more. step: a
+training step, with --zero 0.) For tiny as launched below, in fp32:
 
     ep, forward     1/2 x (2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
@@ -604,7 +604,7 @@ class BiasBalancedMoE(MoE):
         self.tp_group = mesh["tp"]
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
-        # This rank's choices in a step
+        # How many of this rank's choices each expert got in this training step
         load_E = torch.zeros(config.experts, dtype=torch.int64)
         self.register_buffer("load_E", load_E, persistent=False)
 

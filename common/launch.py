@@ -1,5 +1,5 @@
-"""How a script starts and ends: `main`, which every script calls, and what ranks compare before
-they train.
+"""How a script starts and ends: `main`, which every script calls; what ranks compare before they
+train; and `check_environment`, whether the launch can work.
 
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
 rank has other flags or another version of the code or of PyTorch, messages may no longer match: the

@@ -8,12 +8,13 @@ it computes, how the ranks divide the work. They change the results only by roun
 
     --dataset            may be another path to the same tokens: their fingerprint is compared
                          (above 2**27 tokens, that of a sample)
-    --dtype              may change, but then the run goes on in another precision: with bf16 its
-                         losses differ visibly
+    --dtype              changes more than rounding: the run goes on in another precision, and with
+                         bf16 its losses differ visibly
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
 
-A flag that only one of the two scripts has is not compared. If another flag has changed, the run
-ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
+A run may be resumed by another step's script. A flag that only one of the two has is not compared.
+If another flag has changed, the run ends with a line such as "--resume
+runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 """
 
 from pathlib import Path
@@ -58,9 +59,11 @@ FREE = {
 def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     """The checkpoint that --resume selects, the same on all ranks; None to start anew.
 
-    `resume`: "auto"  the newest sound one in --out; None if --out has no checkpoint
-              ""      None
-              a path  of a run: its newest sound checkpoint; of a checkpoint: that one
+    `resume`             what it selects
+    "auto"               the newest sound one in --out; None if --out has no checkpoint
+    ""                   None
+    a run's directory    its newest sound checkpoint
+    a checkpoint         that one
 
     Raises UserError if a path has none; if all are damaged; or if --out already has checkpoints and
     `resume` is "" or another run: the checkpoints of two runs would be mixed. An older checkpoint
@@ -106,6 +109,6 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
-    # Weights converted from another format have the fingerprint "": any data may follow
+    # Weights converted from another format have the fingerprint "": then data are not compared
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

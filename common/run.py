@@ -83,7 +83,7 @@ class RunConfig:
     resume: str = flag(
         "", "run directory or checkpoint to resume; auto: the newest undamaged one in --out, if any"
     )
-    timeout: float = flag(600.0, "seconds after which a step is taken to hang; 0: never")
+    timeout: float = flag(600.0, "seconds that a step may take; then the run ends; 0: any")
     profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
@@ -106,12 +106,12 @@ class Run:
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
-        self.training = False  # whether `set_up` is done: launch.py's `print_error` asks
+        self.training = False  # whether `set_up` is done: launch.py's `main` asks
         self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has resumed or saved last, perhaps in another directory
         self.last_checkpoint: Path | None = None
-        # Declared here, set in `set_up`:
+        # Declared here, set by `set_up` and `restore`:
         self.mesh: Mesh
         self.ranks: Ranks
         self.meter: Meter
@@ -134,13 +134,14 @@ class Run:
         caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
-                                     number is then the number of steps that are done in it
+                                     number is then the number of steps that are done in it.
+                                     Begins the run's files, and prints what runs
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves one, and ends
 
-        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync (only for a
-        technique's subclass of Run, which saves its state). Raises UserError.
+        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync, which
+        only a technique uses. Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
@@ -154,7 +155,8 @@ class Run:
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                # If one rank has received a signal, all end after this step
+                # If one rank has received a signal, all end after this step. (Still watched: a rank
+                # that hangs does not come to this)
                 stopping = any(self.ranks.gather(signals.first is not None))
                 self.watch.stop()
                 self.write_what_is_due(step + 1, stopping, profiler)
@@ -277,7 +279,7 @@ class Run:
         self.last_checkpoint = folder
 
     def content(self, done: int) -> dict[str, Any]:
-        """What a checkpoint has besides its pieces."""
+        """What a checkpoint has besides its pieces and the rank's number."""
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 

@@ -7,7 +7,7 @@ sound one.
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. A run
 keeps, in its own directory, the last two that it has saved or resumed (three while it saves), and
-newer ones that could not be read.
+unreadable ones that are newer than the older of these two.
 
 DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
 checksums, and its content says how many files there are. So before a run resumes, the ranks share
@@ -50,13 +50,17 @@ def wait_for(paths: list[Path]):
 def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
     """Give a checkpoint its name when all files are there. Raises OSError if one does not come."""
     wait_for([hidden / f"rank-{rank:05d}.pt" for rank in range(n_ranks)])
-    shutil.rmtree(folder, ignore_errors=True)  # of the same step, if one could not be read
+    shutil.rmtree(folder, ignore_errors=True)  # an unreadable one of this step may be there
     hidden.rename(folder)
 
 
 def remove_older(folder: Path, previous: Path):
     """Remove the checkpoints beside `folder` that are older than `previous`. If `previous` is not
     beside it, but another run's, or a copy with another name, remove nothing.
+
+    Newer than `previous` there may be one that this run could not read. It may be sound, if a disk
+    was out of reach, so it stays until `previous` is newer. For example, a run that could not read
+    step 100 has resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
     """
     paths = [path.resolve() for path in checkpoints_of(folder.parent)]  # newest first
     if previous.resolve() in paths:
@@ -80,9 +84,7 @@ def save_checkpoint(
     """Save a checkpoint in `folder`. A collective. Raises UserError if any rank cannot write.
 
     `content`: as for `write_file`. `previous`: the checkpoint before, which this run has saved, or
-    resumed. It stays; older ones go. (A newer one that could not be read may be sound: perhaps a
-    disk was out of reach. If a run could not read step 100, resumed from 50, and saves 70, 90, 110
-    and 130, step 100 goes when 130 is saved.)
+    resumed. It stays; older ones go (`remove_older`).
     """
     hidden = folder.with_name(f".{folder.name}")
     path = hidden / f"rank-{ranks.rank:05d}.pt"
@@ -110,7 +112,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 
 def candidates(where: Path, ranks: Ranks) -> list[Path]:
-    """The checkpoints of a run directory, newest first; or `where`, if it is a checkpoint. A
+    """The checkpoints to try, newest first. `where`: a run's directory, or one checkpoint. A
     collective: all ranks return what rank 0 sees.
     """
     paths = [where] if files_of(where) else checkpoints_of(where / "checkpoints")
@@ -118,8 +120,8 @@ def candidates(where: Path, ranks: Ranks) -> list[Path]:
 
 
 def find_sound(where: Path, ranks: Ranks) -> Path | None:
-    """The newest sound checkpoint of a run (or `where`, if that is a checkpoint); None if the run
-    has none.
+    """The newest sound checkpoint; None if the run has none. `where`: a run's directory, or one
+    checkpoint.
 
     A collective: all ranks return the same. Reports damaged ones. Raises UserError if there are
     checkpoints, but none is sound; or if a rank does not see rank 0's files, which is no damage.

@@ -56,8 +56,9 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):
-        """Do what the first table above says. (Another second SIGTERM may be torchrun's, because a
-        hang has ended a rank: then this rank must live on for a moment, to print its stacks.)
+        """Do what the first table above says. (A second SIGTERM that does not follow Ctrl-C is
+        ignored: torchrun may send it because a hang has ended another rank, and then this one must
+        live on for a moment, to print its stacks.)
 
         Python runs a handler only between its own instructions. So if a rank waits in C code, as in
         a collective, a signal waits, too, until the collective returns. If it never does, torchrun
