@@ -195,8 +195,8 @@ y = x.view_as(x)
 y.register_hook(lambda dy: sum_over_ranks(dy, group))
 return y""",
             "leave_parallel": """if sp:
-    return ReduceScatterToSequenceParallel.apply(x, group)
-return x + (sum_over_ranks(x.detach(), group) - x.detach())""",
+    return ReduceScatterToSequenceParallel.apply(term, group)
+return term + (sum_over_ranks(term.detach(), group) - term.detach())""",
         },
     ),
     "merge by the largest exponent": (
