@@ -505,10 +505,10 @@ def make_interleaved(
         F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
-    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to (v-1)
-    p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture, on
-    rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (Of these, p - 1 - r, here 1 of 5,
-    only give messages time to travel: see `interleaved` in common/schedules.py.)
+    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
+    (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
+    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (Of these, p - 1 - r, here 1 of
+    5, only give messages time to travel: see `interleaved` in common/schedules.py.)
 
     Takes what `Pipeline` takes. Raises UserError if p does not divide m.
     """

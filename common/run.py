@@ -140,8 +140,8 @@ class Run:
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves one, and ends
 
-        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync, which
-        only a technique uses. Raises UserError.
+        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync, which only a
+        technique uses. Raises UserError.
         """
         self.parts = parts
         done = self.set_up()

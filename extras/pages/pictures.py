@@ -94,9 +94,9 @@ def pairs_of(mode: str, own: list[list[int]], rank: int, source: int) -> list[tu
     `own`: the positions that each rank has.
     """
     pairs = []
-    part = VISIBLE[mode](rank, source, len(own[rank]))
-    if part is not None:
-        queries, keys, causal = part
+    visible = VISIBLE[mode](rank, source, len(own[rank]))
+    if visible is not None:
+        queries, keys, causal = visible
         for i, query in enumerate(own[rank][queries]):
             for j, key in enumerate(own[source][keys]):
                 if i >= j or not causal:

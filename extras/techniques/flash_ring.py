@@ -107,8 +107,8 @@ class FlashRing(torch.autograd.Function):
         arriving = Pending()
         for source, source_kv in travel(own_kv, ctx.group):
             queries, keys, causal = zigzag_visible(ctx.group.rank, source, q.shape[2])
-            ours = [x[:, :, queries] for x in (do, q, o, lse)]
-            part_dq, *part_dkv = flash_gradients(*ours, *source_kv[:, :, :, keys], causal)
+            of_queries = [x[:, :, queries] for x in (do, q, o, lse)]
+            part_dq, *part_dkv = flash_gradients(*of_queries, *source_kv[:, :, :, keys], causal)
             arriving.wait()
             dq[:, :, queries] += part_dq
             received[:, :, :, keys] += torch.stack(part_dkv)
