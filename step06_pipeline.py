@@ -153,12 +153,12 @@ class Stage:
         self.is_last = layers.stop == model.config.n_layers
         self.graphs: dict[int, tuple] = {}  # micro-batch -> (x, the edge that stands for y)
 
-    def begin(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor):
+    def begin(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor):
         """A new training step: tokens and targets of its micro-batches, int64 [batch, seq], and the
         number of target tokens of the global batch, counted over all ranks.
         """
-        self.xs = xs
-        self.ys = ys
+        self.tokens = tokens
+        self.targets = targets
         self.n_targets = n_targets
         self.loss = torch.zeros((), dtype=wide(dtype_of(self.model)), device=self.positions.device)
 
@@ -183,11 +183,11 @@ class Stage:
         which reads its tokens. Returns the output, detached: its graph stays in `graphs`.
         """
         if self.is_first:
-            x = self.xs[i]
+            x = self.tokens[i]
         else:
             x.requires_grad_()  # a leaf: backward leaves dx in x.grad
         with record_function(f"F{i}.{self.number}"):  # this range's name in a profile (--profile)
-            y = self.compute_output(x, self.ys[i])
+            y = self.compute_output(x, self.targets[i])
         if self.is_last:  # y is the summed loss
             y = y / self.n_targets  # scale once ...
             self.loss += y.detach()
@@ -306,11 +306,11 @@ class Pipeline:
         keep_stages(model, [layers])
         first_contact(self.group, positions.device)
 
-    def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+    def step(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, int64 [batch, seq] -> this rank's term of
         the loss, 0 except on the last stage.
         """
-        self.stage.begin(xs, ys, n_targets)
+        self.stage.begin(tokens, targets, n_targets)
         self.execute()
         return self.stage.loss
 
@@ -320,7 +320,7 @@ class Pipeline:
 
     def recv_forward(self, i: int) -> Tensor | None:
         """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
-        return self.send_receive(self.group.rank - 1, receive=i)
+        return self.send_receive(self.group.rank - 1, receive_for=i)
 
     def send_forward(self, y: Tensor):
         """Send y to the next rank. (The last rank sends nothing.)"""
@@ -328,7 +328,7 @@ class Pipeline:
 
     def recv_backward(self, i: int) -> Tensor | None:
         """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
-        return self.send_receive(self.group.rank + 1, receive=i)
+        return self.send_receive(self.group.rank + 1, receive_for=i)
 
     def send_backward(self, dx: Tensor | None):
         """Send dx to the previous rank. (The first rank sends nothing.)"""
@@ -336,21 +336,21 @@ class Pipeline:
 
     def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
         """Send y and receive the dy of micro-batch i, together."""
-        return self.send_receive(self.group.rank + 1, send=y, receive=i)
+        return self.send_receive(self.group.rank + 1, send=y, receive_for=i)
 
     def send_backward_recv_forward(self, dx: Tensor | None, i: int) -> Tensor | None:
         """Send dx and receive the x of micro-batch i, together."""
-        return self.send_receive(self.group.rank - 1, send=dx, receive=i)
+        return self.send_receive(self.group.rank - 1, send=dx, receive_for=i)
 
     def send_receive(
-        self, peer: int, send: Tensor | None = None, receive: int | None = None
+        self, peer: int, send: Tensor | None = None, receive_for: int | None = None
     ) -> Tensor | None:
         """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
         nothing, and return None.
 
-        `receive`: the number of the micro-batch whose x or dy is to be received. It gives only the
-        size (the last micro-batch may have fewer sequences): messages of two ranks arrive in the
-        order in which they were sent.
+        `receive_for`: the number of the micro-batch whose x or dy is to be received. It gives only
+        the size (the last micro-batch may have fewer sequences): messages of two ranks arrive in
+        the order in which they were sent.
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
@@ -359,8 +359,8 @@ class Pipeline:
         received = None
         if send is not None:
             sends.append((send, peer))
-        if receive is not None:
-            received = empty_x(self.stage.xs[receive], self.model, self.sp_ranks)
+        if receive_for is not None:
+            received = empty_x(self.stage.tokens[receive_for], self.model, self.sp_ranks)
             receives.append((received, peer))
         exchange(sends, receives, self.group).wait()
         return received
@@ -371,7 +371,7 @@ class AllForwardAllBackward(Pipeline):
 
     def execute(self):
         """All forwards, then all backwards in the same order."""
-        m = len(self.stage.xs)
+        m = len(self.stage.tokens)
         for i in range(m):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
@@ -391,7 +391,7 @@ class OneForwardOneBackward(Pipeline):
         """At most p - rank micro-batches are in flight. In the steady part a rank sends y and
         receives dy together, then sends dx and receives x together.
         """
-        m = len(self.stage.xs)
+        m = len(self.stage.tokens)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
         # Warm-up: p - 1 - rank forwards, one for each later rank (or all m, if m is smaller)
@@ -588,11 +588,11 @@ class ListPipeline:
         keep_stages(model, [stage.layers for stage in self.stages.values()])
         first_contact(self.group, positions.device)
 
-    def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+    def step(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor) -> Tensor:
         """As `Pipeline.step`, with several stages."""
-        self.xs = xs
+        self.tokens = tokens
         for stage in self.stages.values():
-            stage.begin(xs, ys, n_targets)
+            stage.begin(tokens, targets, n_targets)
         self.execute()
         return sum(stage.loss for stage in self.stages.values())
 
@@ -606,7 +606,7 @@ class ListPipeline:
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "receive":
-                buffer = empty_x(self.xs[action.micro_batch], self.model, self.sp_ranks)
+                buffer = empty_x(self.tokens[action.micro_batch], self.model, self.sp_ranks)
                 tensors[action] = (buffer, exchange([], [(buffer, peer)], self.group))
             elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:

@@ -165,12 +165,12 @@ from step06_pipeline import SCHEDULES, sum_tied
 #     [[2, 0], [0, 2]]: rank 0 sends 2 for e0, rank 1 sends 2 for e1.
 
 
-def count_choices(ids_TK: Tensor, experts: int) -> Tensor:
+def count_choices(ids_TK: Tensor, n_experts: int) -> Tensor:
     """How many choices each expert got, int64 [E]. (Not by bincount, for which the CPU would wait
     for the GPU: it reads the largest id to size its result.)
     """
     ids_N = ids_TK.flatten()
-    counts_E = ids_N.new_zeros(experts)
+    counts_E = ids_N.new_zeros(n_experts)
     return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
 
 
@@ -264,9 +264,9 @@ def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tenso
 def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix.
 
-    rows [n, in], weight [experts, out, in] -> [n, out].
+    rows [n, in], weight [n_experts, out, in] -> [n, out].
 
-    The first counts[0] rows are for expert 0, and so on; counts int64 [experts]. n is N with --ep
+    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts]. n is N with --ep
     1, else R.
     """
     # In bf16 one call serves all experts, and on a recent GPU it is one kernel. For it `in` and
@@ -279,28 +279,28 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class ExpertLinear(nn.Module):
-    """One linear layer for each expert: `weight` [experts, out, in]."""
+    """One linear layer for each expert: `weight` [n_experts, out, in]."""
 
-    def __init__(self, experts: int, n_in: int, n_out: int):
+    def __init__(self, n_experts: int, n_in: int, n_out: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
+        self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, in], sorted by expert, and their numbers, int64 [experts] -> [n, out]."""
+        """rows [n, in], sorted by expert, and their numbers, int64 [n_experts] -> [n, out]."""
         return expert_product(rows, self.weight, counts)
 
 
 class Experts(nn.Module):
     """Several SwiGLU MLPs, each of which gets its own rows of the input."""
 
-    def __init__(self, experts: int, dim: int, ffn_dim: int):
+    def __init__(self, n_experts: int, dim: int, ffn_dim: int):
         super().__init__()
-        self.gate_proj = ExpertLinear(experts, dim, ffn_dim)
-        self.up_proj = ExpertLinear(experts, dim, ffn_dim)
-        self.down_proj = ExpertLinear(experts, ffn_dim, dim)
+        self.gate_proj = ExpertLinear(n_experts, dim, ffn_dim)
+        self.up_proj = ExpertLinear(n_experts, dim, ffn_dim)
+        self.down_proj = ExpertLinear(n_experts, ffn_dim, dim)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [experts]
+        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [n_experts]
         -> [n, dim].
         """
         gate = self.gate_proj(rows, counts)
@@ -336,7 +336,7 @@ class MoE(nn.Module):
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         return scores_TK
 
-    def through_experts(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+    def expert_outputs(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
         outputs [T, K, D].
         """
@@ -369,7 +369,7 @@ class MoE(nn.Module):
         ids_TK = self.choose(p_TE.detach())
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
-        out_TKD = self.through_experts(x_TD, ids_TK, counts_E)
+        out_TKD = self.expert_outputs(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
         return self.after_experts(out_TD.view_as(x), p_TE, counts_E)

@@ -12,24 +12,27 @@ Two layouts of one training have the same losses and gradient norms, up to round
 grow from step to step. So only the first steps are judged (--first 20). First make sure that the
 two runs compute the same:
 
-    - No line "the flags differ" is printed. (For --dataset it may be: two paths can have the same
-      tokens.)
-    - The first lines that each run prints show the same dtype (without --dtype, a GPU has bf16 and
-      a CPU fp32) and the same number of tokens. (The default data differ between two versions of
-      Python.)
+    - No line "the flags differ" is printed. (Two flags may differ. --dataset: two paths can have
+      the same tokens. --dtype: without it, a GPU has bf16 and a CPU fp32.)
+    - The first lines that each run has printed show the same dtype and the same number of tokens.
+      (The default data differ between two versions of Python.)
 
-Then a relative difference above 0.001 in these steps (--bound) means:
+Then, if one of these steps has a relative difference above --bound (0.001), this means:
 
     dtype of both runs    meaning
-    fp64                  a bug (in step 7, almost certainly)
-    fp32                  almost certainly a bug. But if the loss suddenly rises (an unstable run),
-                          or in step 7, where rounding may choose another expert, it may be
-                          rounding: compare runs with --dtype fp64
-    bf16                  nothing: compare runs with --dtype fp32
+    fp32                  Almost certainly a bug. But it may be rounding if the loss suddenly rises
+                          (an unstable run), or in step 7, where rounding may choose another expert:
+                          then compare runs with --dtype fp64
+    fp64                  A bug (in step 7, almost certainly)
+    bf16                  Nothing: compare runs with --dtype fp32
 
-Exit status: 0 if these steps are within the bound, 1 if one is not, 2 if they cannot be compared.
-Flags that may decide what is computed, such as --seed, are printed if they differ, but a difference
-does not change the status.
+A difference below 0.001 may still be a small bug. In fp64 rounding is far smaller: two such runs of
+step 1 and step 4 differ by 1e-14 after 20 steps. So --dtype fp64 and --bound 1e-9 are a sharper
+test.
+
+Exit status: 0 if no step exceeds the bound, 1 if one does, 2 if the runs cannot be compared. Flags
+that can change what is computed, such as --seed, are printed if they differ, but do not change the
+status.
 """
 
 import argparse
@@ -42,21 +45,22 @@ from common.flags import spelled
 from common.resume import may_differ
 
 
-def other_flags(reference: str, run: str) -> list[str]:
-    """Flags that may decide what is computed, and differ between two runs: "--seed: 0 and 1"; or
-    "--experts: None and 8", if the reference's script has no such flag.
+def other_flags(run_1: str, run_2: str) -> list[str]:
+    """Flags that can change what is computed, and differ between two runs: "--seed: 0 and 1"; or
+    "--experts: None and 8", if the first run's script has no such flag.
     """
-    reference_flags = json.loads((Path(reference) / "config.json").read_text())
-    flags = json.loads((Path(run) / "config.json").read_text())
-    # Flags that a resumed run may change (resume.py) are not reported, except dtype (rounding of
-    # another size) and dataset (no fingerprint here shows whether two paths have the same tokens)
-    not_reported = (may_differ(flags) & may_differ(reference_flags)) - {"dataset", "dtype"}
+    flags_1 = json.loads((Path(run_1) / "config.json").read_text())
+    flags_2 = json.loads((Path(run_2) / "config.json").read_text())
+    free = may_differ(flags_1) & may_differ(flags_2)  # what a resumed run may change, too
+    # But these two are reported: with another dtype, rounding has another size; and nothing here
+    # shows whether two datasets have the same tokens
+    free = free - {"dtype", "dataset"}
     differing = []
-    for name in sorted((flags.keys() | reference_flags.keys()) - not_reported):
-        before = reference_flags.get(name)
-        after = flags.get(name)
-        if before != after:
-            differing.append(f"{spelled(name)}: {before} and {after}")
+    for name in sorted((flags_1.keys() | flags_2.keys()) - free):
+        value_1 = flags_1.get(name)
+        value_2 = flags_2.get(name)
+        if value_1 != value_2:
+            differing.append(f"{spelled(name)}: {value_1} and {value_2}")
     return differing
 
 
@@ -70,68 +74,68 @@ def relative(a: float | None, b: float | None) -> float:
     for number in (a, b):
         if number is None or not math.isfinite(number):
             raise ValueError("one of the runs has no loss or norm, or it is not finite")
-    if a == b:
+    if a == b:  # both may be 0
         return 0.0
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def pair_up(reference_rows: list[dict], rows: list[dict], first: int) -> list[tuple[dict, dict]]:
-    """The rows of the steps up to `first`. If one run is shorter than `first`, the other must be as
-    short. Raises ValueError.
+def pair_up(rows_1: list[dict], rows_2: list[dict], n_steps: int) -> list[tuple[dict, dict]]:
+    """The two runs' rows of the first `n_steps` steps. If one run is shorter than that, the other
+    must be as short. Raises ValueError.
     """
-    pairs = list(zip(reference_rows[:first], rows[:first], strict=False))
-    if first < 1 or not pairs:
+    pairs = list(zip(rows_1[:n_steps], rows_2[:n_steps], strict=False))  # as long as the shorter
+    if n_steps < 1 or not pairs:
         raise ValueError("there are no steps to compare")
-    if len(pairs) < first and len(reference_rows) != len(rows):
+    if len(pairs) < n_steps and len(rows_1) != len(rows_2):
         raise ValueError(
             f"one run has ended in step {len(pairs)}: --first {len(pairs)} judges what both have"
         )
     return pairs
 
 
-def compare(reference_rows: list[dict], rows: list[dict], first: int, bound: float) -> bool:
-    """Print a table of the steps up to `first`; return whether they are within `bound`.
+def compare(rows_1: list[dict], rows_2: list[dict], n_steps: int, bound: float) -> bool:
+    """Print a table of the first `n_steps` steps; return whether they are within `bound`.
 
     Raises ValueError as `pair_up` and `relative` do.
     """
-    pairs = pair_up(reference_rows, rows, first)
+    pairs = pair_up(rows_1, rows_2, n_steps)
     largest = 0.0
-    above = []  # the steps whose difference is above the bound
+    first_above = None  # the first step whose difference is above the bound
     print("  step      loss 1      loss 2  loss diff.  norm diff.  (relative)")
-    for reference, row in pairs:
-        loss_difference = relative(row.get("loss"), reference.get("loss"))
-        norm_difference = relative(row.get("grad_norm"), reference.get("grad_norm"))
+    for row_1, row_2 in pairs:
+        loss_difference = relative(row_1.get("loss"), row_2.get("loss"))
+        norm_difference = relative(row_1.get("grad_norm"), row_2.get("grad_norm"))
         print(
-            f"{row['step']:6}{reference['loss']:12.6f}{row['loss']:12.6f}"
+            f"{row_1['step']:6}{row_1['loss']:12.6f}{row_2['loss']:12.6f}"
             f"{loss_difference:12.1e}{norm_difference:12.1e}"
         )
         larger = max(loss_difference, norm_difference)
         largest = max(largest, larger)
-        if larger > bound:
-            above.append(row["step"])
+        if larger > bound and first_above is None:
+            first_above = row_1["step"]
     verdict = f"none above {bound}"
-    if above:
-        verdict = f"first above {bound} in step {above[0]}"
+    if first_above is not None:
+        verdict = f"first above {bound} in step {first_above}"
     print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {verdict}")
-    return not above
+    return first_above is None
 
 
 def main():
     """Compare the runs on the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.compare")
-    parser.add_argument("reference", help="a run directory")
-    parser.add_argument("run", help="another one")
+    parser.add_argument("run_1", help="a run's directory")
+    parser.add_argument("run_2", help="another one's")
     parser.add_argument("--first", type=int, default=20, help="steps to judge (%(default)s)")
     parser.add_argument(
         "--bound", type=float, default=1e-3, help="largest relative difference (%(default)s)"
     )
     given = parser.parse_args()
     try:
-        for difference in other_flags(given.reference, given.run):
+        for difference in other_flags(given.run_1, given.run_2):
             print(f"the flags differ: {difference}")
-        reference_rows = read_metrics(given.reference)
-        rows = read_metrics(given.run)
-        within = compare(reference_rows, rows, given.first, given.bound)
+        rows_1 = read_metrics(given.run_1)
+        rows_2 = read_metrics(given.run_2)
+        within = compare(rows_1, rows_2, given.first, given.bound)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     sys.exit(0 if within else 1)

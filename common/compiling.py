@@ -1,5 +1,6 @@
 """--compile: torch.compile compiles each layer and, without tp, the loss. Norms, RoPE, SiLU and
-additions become a few kernels; matrix products and attention keep theirs. You can follow every step
+additions become a few kernels; matrix products and attention keep theirs. (Where ranks communicate,
+in layers with tp, cp or experts, the compiled code is interrupted.) You can follow every step
 without this file.
 """
 
@@ -12,20 +13,19 @@ from torch import Tensor
 from common.model import Decoder, DecoderLayer, summed_cross_entropy
 
 
-def with_grads_put_aside(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
+def run_without_grads(layer: DecoderLayer, forward: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
     The problem: in bf16, step 1 keeps each `.grad` in fp32, and while torch.compile traces a layer,
-    it also looks at the `.grad` of each weight. If that has another dtype than the weight, it stops
-    there (a *graph break*): the layer becomes several smaller graphs, with slow Python between
-    them. Weights have a `.grad` in step 1 from the second micro-batch of a training step on, and
-    with step 2's buckets from the first.
+    it also looks at the `.grad` of each weight. If a `.grad` has another dtype than its weight,
+    tracing stops at that point (a *graph break*): the layer becomes several smaller graphs, with
+    slow Python between them. Weights have a `.grad` in step 1 from the second micro-batch of a
+    training step on, with step 2's buckets from the first, with step 3's ZeRO never.
 
     The cure: each `.grad` is put aside while the layer runs. (With --recompute, backward runs the
     forward again, and so calls this function, too. The `.grad` is back before backward adds to it.)
     """
-    # Listed at each call: from step 3 on, weights are drawn, as new parameters, after
-    # `compile_model`
+    # Listed at each call: from step 3 on, new parameters replace these after `compile_model`
     params = list(layer.parameters())
     gradients = [param.grad for param in params]
     for param in params:
@@ -42,6 +42,7 @@ def compile_model(model: Decoder):
     are first called. (Step 4's own loss, for a vocabulary that tp shards, stays as it is.)
     """
     for layer in model.model.layers.values():
-        layer.forward = partial(with_grads_put_aside, layer, torch.compile(layer.forward))
+        compiled = torch.compile(layer.forward)
+        layer.forward = partial(run_without_grads, layer, compiled)
     if model.loss is summed_cross_entropy:
         model.loss = torch.compile(model.loss)

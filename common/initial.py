@@ -1,8 +1,10 @@
-"""Initial values: each parameter is drawn whole, whatever the layout, as a function of the seed,
-its name and its shape (and of the number of layers). So all layouts begin with the same weights.
+"""Initial values: each parameter is drawn whole, in fp32 on the CPU, whatever the layout, as a
+function of the seed, its name and its shape (and of the number of layers). So all layouts begin
+with the same weights.
 
 In steps 1 to 3 a rank keeps the whole parameter (step 3's ZeRO 3 cuts it afterwards). From step 4
-on, a *record* at each parameter (layout.py) may say that a rank keeps only a shard of it.
+on, a small note at a parameter, its *record* (layout.py), can say that this rank keeps only a shard
+of it.
 """
 
 import hashlib
@@ -18,24 +20,24 @@ from common.layout import full_shape, record_of, shard_of
 from common.model import Decoder
 
 
-def draw(value: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
-    """Fill `value`, a whole parameter in fp32, with its initial numbers; return it. (On a CPU with
+def draw(whole: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
+    """Fill `whole`, a whole parameter in fp32, with its initial numbers; return it. (On a CPU with
     other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
 
-    Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02,
-    divided by sqrt(2 n_layers) for o_proj and down_proj, whose output is added to the residual
-    stream (Radford et al., GPT-2, section 2.3).
+    Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02;
+    for o_proj and down_proj it is 0.02 / sqrt(2 n_layers), because the outputs of these 2 n_layers
+    matrices are all added up in the residual stream (Radford et al., GPT-2, section 2.3).
     """
-    if value.dim() == 1:  # a norm; there are no biases
-        return value.fill_(1.0)
+    if whole.dim() == 1:  # a norm; there are no biases
+        return whole.fill_(1.0)
     std = 0.02
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std = 0.02 / (2 * n_layers) ** 0.5
-    # A seed for each name. (Python's own hash of a str differs in each process)
+    # A seed for each name: 4 bytes of a hash, because PyTorch's generator for CPUs uses only the
+    # low 32 bits of a seed. (Python's own hash of a str differs in each process)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    # PyTorch's generator for CPUs uses only the low 32 bits of a seed
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-    return value.normal_(0.0, std, generator=generator)
+    return whole.normal_(0.0, std, generator=generator)
 
 
 def materialize(
@@ -45,22 +47,23 @@ def materialize(
     dtype: torch.dtype,
     names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (Step 3
-    calls this for one layer after another, so that with ZeRO 3 only one is whole.)
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (With
+    ZeRO, step 3 calls this for one part of the model after another, such as a layer, so that in
+    stage 3 only one is whole.) Buffers are all allocated by the first call.
 
-    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one: add hooks on
-    parameters after this call. (Hooks on modules may come before.)
+    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one. What refers to
+    parameters, an optimizer or (from step 2 on) hooks on them, must be made after this call.
     """
-    chosen = []
+    chosen = {}  # the meta-device parameters, by name
     for name, param in model.named_parameters():
         if names is None or name in names:
-            chosen.append((name, param))
-    drawn = draw_all(chosen, model.config.n_layers, seed)
-    for (_, param), value in zip(chosen, drawn, strict=True):
+            chosen[name] = param
+    for name, whole in draw_all(chosen, model.config.n_layers, seed):  # calls `draw` for each
+        param = chosen[name]
         record = record_of(param)  # layout.py; in steps 1 to 3 it says: no shard
-        part = value
+        part = whole
         if record.shard is not None:
-            part = shard_of(value, record.shard)
+            part = shard_of(whole, record.shard)
         filled = nn.Parameter(part.to(device, dtype))
         filled.parallel_record = record
         replace_param(model, param, filled)
@@ -70,7 +73,7 @@ def materialize(
 def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
     """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
     for module in model.modules():
-        for key, param in list(module.named_parameters(recurse=False)):
+        for key, param in list(module.named_parameters(recurse=False)):  # setattr changes them
             if param is old:
                 setattr(module, key, new)
 
@@ -83,16 +86,19 @@ def materialize_buffers(model: nn.Module, device: torch.device):
                 setattr(module, key, torch.zeros_like(buffer, device=device))
 
 
-def draw_all(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
-    """Yield `draw` of each whole parameter, in fp32, in order: the same as calling `draw` in a
-    loop. Up to 8 threads draw, only for speed: one draws some 100 million numbers a second, and
-    llama3-8b has 8 billion.
+def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each parameter and its initial numbers, whole and in fp32: the same as
+    calling `draw` in a loop. Up to 8 threads draw, only for speed: one draws some 100 million
+    numbers a second, and llama3-8b has 8 billion.
+
+    params: name -> the parameter, or this rank's shard of it.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
+    names = list(params)
     with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(named), threads):  # not all at once, which would fill memory
-            group = named[start : start + threads]
-            values = [torch.empty(full_shape(param)) for _, param in group]
-            names = [name for name, _ in group]
-            yield from pool.map(draw, values, names, repeat(n_layers), repeat(seed))
+        for start in range(0, len(names), threads):  # not all at once, which would fill memory
+            group = names[start : start + threads]
+            empty = [torch.empty(full_shape(params[name])) for name in group]
+            drawn = pool.map(draw, empty, group, repeat(n_layers), repeat(seed))
+            yield from zip(group, drawn, strict=True)

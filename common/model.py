@@ -48,7 +48,7 @@ class ModelConfig:
 
 # SmolLM, not SmolLM2, whose rope_theta is larger
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
-# Llama 3's own seq_len for all four. Those with rope_scaling are Llama 3.2 (1b) and 3.1 (405b)
+# seq_len is Llama 3's, also for 3.2 (1b) and 3.1 (405b), which allow longer sequences
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
 PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
     "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
@@ -74,14 +74,15 @@ def rope_tables(
     positions: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE (Su et al., "RoFormer"): at position p, pair j of a head's channels
-    is turned by the angle p x theta^(-2 j / head_dim). So the product of a query and a key depends
-    on the distance between their positions alone.
+    is turned by the angle p x theta^(-2 j / head_dim) (without `rope_scaling`). So the positions of
+    a query and a key enter their product only by their difference. Pair j is the channels j and
+    j + head_dim/2, as in Hugging Face's models. (RoFormer's own pairs are neighbours.)
 
     positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider.
     (The axis of size 1 is broadcast over the heads.)
     """
-    pair = torch.arange(config.head_dim // 2, device=positions.device, dtype=dtype)
-    frequency = config.rope_theta ** -(2 * pair / config.head_dim)
+    j = torch.arange(config.head_dim // 2, device=positions.device, dtype=dtype)
+    frequency = config.rope_theta ** -(2 * j / config.head_dim)
     if config.rope_scaling != 1.0:
         # Llama 3.1 and 3.2 stretch RoPE to sequences longer than Llama 3's 8192 tokens. A pair of
         # channels with 4 full turns or more within 8192 tokens keeps its frequency. That of a pair
@@ -90,25 +91,28 @@ def rope_tables(
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
     angle = positions[:, None] * frequency  # [seq, head_dim/2]
-    # Channels i and i + head_dim/2 have the same angle
-    angle = torch.cat((angle, angle), dim=-1)[:, None]
-    return angle.cos(), angle.sin()
+    # Both channels of a pair have the same angle
+    angles = torch.cat((angle, angle), dim=-1)[:, None]  # [seq, 1, head_dim]
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: rotate each pair of channels (a, b) = (i, i + head_dim/2) to (a cos - b sin, b cos +
-    a sin).
+    """RoPE: rotate each pair of channels. With a in channel j, and b in channel j + head_dim/2,
+
+        a becomes a cos - b sin
+        b becomes b cos + a sin
 
     x [batch, seq, heads, head_dim] -> like x.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    # x * cos + turned * sin; addcmul saves one pass over memory
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.cat((-b, a), dim=-1)
+    # x * cos + turned * sin, in the tables' dtype; addcmul saves one pass over memory
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention.
+    """Causal attention: softmax(q k^T / sqrt(head_dim)) v, where a token attends to itself and to
+    the tokens before it.
 
     q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> like q.
     """
@@ -195,7 +199,8 @@ class Trunk(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The *sum* over all targets except IGNORE, in nats.
+    """The *sum* of -log(probability of the target), over all targets except IGNORE; log is the
+    natural logarithm.
 
     logits [batch, seq, vocab], targets int64 [batch, seq] -> a scalar.
     """
@@ -204,8 +209,8 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """The whole model. Build it under `torch.device("meta")`, shapes without memory, and fill it
-    with `materialize` of common/initial.py.
+    """The whole model. Build it under `torch.device("meta")`, where tensors have a shape but no
+    memory, and fill it with `materialize` of common/initial.py.
     """
 
     def __init__(self, config: ModelConfig):
@@ -220,7 +225,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the summed loss of tokens and targets, int64 [batch, seq].
 
-        positions: int64 [seq]; by default 0, 1, 2, ...
+        positions: int64 [seq]; by default 0, 1, 2, ... (Step 5 passes others.)
         """
         x = self.model.embed_tokens(tokens)
         if positions is None:
@@ -228,4 +233,5 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(positions, self.config, wide(x.dtype))
         for layer in self.model.layers.values():
             x = layer(x, cos, sin)
-        return self.loss(self.lm_head(self.model.norm(x)), targets)
+        logits = self.lm_head(self.model.norm(x))
+        return self.loss(logits, targets)

@@ -13,8 +13,6 @@ from typing import Any
 from common import UserError
 from common.model import PRESETS, ModelConfig
 
-BOOLS = {"True": True, "False": False}
-
 
 def model_shape(text: str) -> ModelConfig:
     """The shape that a value of --model describes. Raises UserError."""
@@ -29,7 +27,7 @@ def model_shape(text: str) -> ModelConfig:
             raise UserError(f"--model {text}: {name!r} is no field: choose from {', '.join(kinds)}")
         kind = kinds[name]
         try:
-            values[name] = BOOLS[value] if kind is bool else kind(value)  # int or float
+            values[name] = convert(kind, value)
         except (KeyError, ValueError):
             expected = "True or False" if kind is bool else f"of type {kind.__name__}"
             raise UserError(f"--model {text}: {name} must be {expected}, not {value!r}") from None
@@ -38,9 +36,16 @@ def model_shape(text: str) -> ModelConfig:
     return shape
 
 
+def convert(kind: type, value: str) -> bool | int | float:
+    """The value of a field of type `kind`. Raises KeyError or ValueError."""
+    if kind is bool:
+        return {"True": True, "False": False}[value]
+    return kind(value)
+
+
 def check_shape(shape: ModelConfig, text: str):
-    """Raise UserError unless a decoder can have this shape. `text`: the value of --model. (data.py
-    checks that the tokens fit the vocabulary.)
+    """Raise UserError if a field has a value that cannot work. `text`: the value of --model.
+    (data.py checks that the tokens fit the vocabulary.)
     """
     for name, value in vars(shape).items():
         # nan fails every comparison, so it is refused, too

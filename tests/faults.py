@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "common.initial",
-        "part = shard_of(value, record.shard)",
+        "part = shard_of(whole, record.shard)",
         'part = draw(torch.empty(param.shape), "", model.config.n_layers, seed)',
         "test_step01::test_materialize_cuts_shards_from_whole_matrices",
         "all ranks draw the same shard",

@@ -283,9 +283,9 @@ def test_recomputation_keeps_the_chosen_experts():
         def probabilities(self, x_TD: Tensor) -> Tensor:
             return super().probabilities(x_TD) + F.one_hot(torch.tensor(len(seen)), 8)
 
-        def through_experts(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        def expert_outputs(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
             seen.append(counts_E.tolist())
-            return super().through_experts(x_TD, ids_TK, counts_E)
+            return super().expert_outputs(x_TD, ids_TK, counts_E)
 
     options = dict(
         n_layers=1,

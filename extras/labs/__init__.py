@@ -82,7 +82,7 @@ TASKS: dict[int, dict[str, str]] = {
     },
     7: {
         "experts": "expert_product Experts.forward",
-        "layer": "MoE.probabilities MoE.choose MoE.score MoE.through_experts count_choices "
+        "layer": "MoE.probabilities MoE.choose MoE.score MoE.expert_outputs count_choices "
         "MoE.forward",
         "balance": "AddGradientOfLoss.forward AddGradientOfLoss.backward LossBalancedMoE.aux_loss "
         "LossBalancedMoE.after_experts BiasBalancedMoE.choose BiasBalancedMoE.after_experts "

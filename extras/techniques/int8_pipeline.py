@@ -26,7 +26,7 @@ class Int8Pipeline(OneForwardOneBackward):
     """1F1B whose messages are integers, with a scale for each token."""
 
     def send_receive(
-        self, peer: int, send: Tensor | None = None, receive: int | None = None
+        self, peer: int, send: Tensor | None = None, receive_for: int | None = None
     ) -> Tensor | None:
         """As `Pipeline.send_receive`."""
         if not 0 <= peer < self.group.size:
@@ -35,8 +35,8 @@ class Int8Pipeline(OneForwardOneBackward):
         receives = []
         if send is not None:
             sends.append((to_int8(send), peer))
-        if receive is not None:
-            x = empty_x(self.stage.xs[receive], self.model, self.sp_ranks)
+        if receive_for is not None:
+            x = empty_x(self.stage.tokens[receive_for], self.model, self.sp_ranks)
             message = x.new_empty(*x.shape[:2], x.shape[2] + 4, dtype=torch.int8)
             receives.append((message, peer))
         exchange(sends, receives, self.group).wait()

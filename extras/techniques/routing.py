@@ -103,8 +103,8 @@ class CapacityMoE(LossBalancedMoE):
         kept = (numbers <= capacity).view(ids.shape)[:, positions]  # rank by rank again
         return kept.chunk(n, 1)[self.sequence_group.rank].flatten(0, 1)
 
-    def through_experts(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """As `MoE.through_experts`; the outputs of dropped choices are 0."""
+    def expert_outputs(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """As `MoE.expert_outputs`; the outputs of dropped choices are 0."""
         n_experts = len(counts_E)
         kept_TK = self.within_capacity(ids_TK, n_experts)
         ids_N = ids_TK.where(kept_TK, n_experts).flatten()  # dropped ones are sorted to the end

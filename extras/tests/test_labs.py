@@ -230,7 +230,7 @@ for hop in range(group.size):
         6,
         ["messages"],
         {
-            "OneForwardOneBackward.execute": """m = len(self.stage.xs)
+            "OneForwardOneBackward.execute": """m = len(self.stage.tokens)
 ahead = min(m, self.group.size - 1 - self.group.rank)
 x = self.recv_forward(0)
 for k in range(m + ahead):
@@ -240,7 +240,7 @@ for k in range(m + ahead):
     if k < ahead:
         receives = []
         if following is not None and self.group.rank > 0:
-            x = empty_x(self.stage.xs[following], self.model, self.sp_ranks)
+            x = empty_x(self.stage.tokens[following], self.model, self.sp_ranks)
             receives.append((x, self.group.rank - 1))
         exchange([(y, self.group.rank + 1)], receives, self.group).wait()
     else:
@@ -260,7 +260,7 @@ for k in range(m + ahead):
             "transpose_blocks": """column = torch.arange(sizes.shape[1]).repeat(len(sizes))
 order = column.repeat_interleave(sizes.flatten()).argsort(stable=True)
 return rows.index_select(0, order)""",
-            "MoE.through_experts": """order_N = ids_TK.flatten().argsort(stable=True)
+            "MoE.expert_outputs": """order_N = ids_TK.flatten().argsort(stable=True)
 out_ND = self.run_experts(x_TD.repeat_interleave(self.top_k, 0)[order_N], counts_E)
 return torch.zeros_like(out_ND).index_copy(0, order_N, out_ND).view(*ids_TK.shape, -1)""",
         },

@@ -165,10 +165,10 @@ class GpuNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-def empty(named: list[tuple[str, Tensor]], n_layers: int, seed: int) -> Iterator[Tensor]:
+def empty(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tuple[str, Tensor]]:
     """As `draw_all` of common/initial.py, but nothing is drawn."""
-    for _, param in named:
-        yield torch.empty(initial.full_shape(param))
+    for name, param in params.items():
+        yield name, torch.empty(initial.full_shape(param))
 
 
 class CountedRun:
