@@ -3,7 +3,8 @@ dimensions, and send one another messages.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
 memory, and its own GPU if there are any, and runs the same script. Ranks communicate by
-*collectives*, calls that all ranks of a group make, and by messages between two ranks (`exchange`).
+*collectives*, calls that all ranks of a *group* make (a group is some of the ranks, or all), and by
+messages between two ranks (`exchange`).
 
               tp ->
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4)
@@ -35,9 +36,9 @@ of n ranks each sends
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-(`Mesh.sent` adds up these numbers; of an `all_to_all`, only what goes to other ranks. They are
-computed: NCCL may choose a tree, in which some ranks send more and others less, or let the
-network's switches add, which sends less.)
+(`Mesh.sent` adds up these numbers; what an `all_to_all` sends to other ranks; and the messages of
+`exchange`. Those of collectives are computed, not measured: NCCL may choose a tree, in which some
+ranks send more and others less, or let the network's switches add, which sends less.)
 """
 
 import math
@@ -53,15 +54,6 @@ from torch.profiler import record_function
 
 from common import UserError
 
-# torch 2.13 renamed two collectives, and warns of the old names. With these lines torch 2.11 and
-# 2.12, which some clusters have, work as well. (requirements.txt has the version of the tests.)
-if hasattr(dist, "all_gather_single"):
-    _all_gather = dist.all_gather_single
-    _reduce_scatter = dist.reduce_scatter_single
-else:
-    _all_gather = dist.all_gather_into_tensor
-    _reduce_scatter = dist.reduce_scatter_tensor
-
 
 @dataclass
 class Group:
@@ -70,7 +62,7 @@ class Group:
     name: str
     rank: int  # this rank's number in the group
     size: int
-    handle: dist.ProcessGroup | None  # PyTorch's group; None for a group of one
+    handle: dist.ProcessGroup | None  # PyTorch's object for the group; None for a group of one
     # Bytes that this rank sends, or would send in a ring, by (group's name, operation). All groups
     # of a mesh share this
     sent: Counter = field(default_factory=Counter)
@@ -88,10 +80,7 @@ class Group:
 
 
 class Mesh:
-    """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp.
-
-    (`queue` matters from step 5 on: see `add_groups`.)
-    """
+    """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
         """`sizes`: ranks along each dimension; the last varies fastest. All ranks must make the
@@ -104,7 +93,7 @@ class Mesh:
             self.world = dist.get_world_size()
             self.rank = dist.get_rank()
         # From step 4 on, dp is the number of ranks divided by --tp (later also by --cp and --pp),
-        # rounded down. So if they do not divide it, the product differs
+        # rounded down. If it was rounded, the product is smaller than the number of ranks
         if math.prod(sizes.values()) != self.world:
             asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
             raise UserError(
@@ -114,9 +103,10 @@ class Mesh:
         self.sent: Counter = Counter()  # shared by all groups of this mesh
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
+        # Create the groups along each dimension; self[name] is the one that has this rank. (Step 2
+        # has one dimension, dp, and so one group, of all ranks. `queue` matters from step 5 on)
         for name in sizes:
             queue = "gradients" if name == "dp" else "activations"
-            # Create the groups along this dimension; self[name] is this rank's
             self.add_groups_along(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
@@ -145,16 +135,17 @@ class Mesh:
         that has this rank becomes self[name]. All ranks must call this.
 
         `queue`: "gradients" or "activations". From step 5 on, two groups may have the same ranks.
-        NCCL sends the messages of one *handle*, PyTorch's object for a group, in their order. If a
-        layer's activations, which are needed at once, came behind a large bucket of gradients, the
-        computation would stand still until the bucket is sent. So groups for the gradients that are
-        summed during backward have other handles than groups for activations, even if they have the
-        same ranks.
+        If one is for activations and the other for the gradients that are summed during backward,
+        they have two handles. The reason: NCCL sends the messages of a handle in their order, and
+        a layer's activations, which are needed at once, would wait behind a large bucket of
+        gradients.
         """
-        for row in map(tuple, rows.tolist()):
-            handle = self.handle_of(row, queue)
-            if self.rank in row:
-                self.groups[name] = Group(name, row.index(self.rank), len(row), handle, self.sent)
+        for row in rows.tolist():
+            ranks = tuple(row)
+            handle = self.handle_of(ranks, queue)
+            if self.rank in ranks:
+                number = ranks.index(self.rank)
+                self.groups[name] = Group(name, number, len(ranks), handle, self.sent)
 
     def handle_of(self, ranks: tuple[int, ...], queue: str) -> dist.ProcessGroup | None:
         """PyTorch's group of these ranks for this queue, which is created at the first call; None
@@ -162,11 +153,13 @@ class Mesh:
         """
         if ranks != tuple(sorted(ranks)):
             raise ValueError(f"new_group numbers ranks in ascending order, so sort {ranks}")
-        if len(ranks) > 1 and (ranks, queue) not in self.handles:
+        if len(ranks) == 1:
+            return None
+        if (ranks, queue) not in self.handles:
             # All ranks must call new_group, also those that are not in the group. A handle costs
             # memory, so groups with the same ranks and queue share one
             self.handles[ranks, queue] = dist.new_group(ranks)
-        return self.handles.get((ranks, queue))
+        return self.handles[ranks, queue]
 
 
 class Pending:
@@ -179,10 +172,11 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`tensors`: those that are being sent. They are kept alive here, because their caller may
-        drop them, and PyTorch does not promise that a work keeps them. (An all-reduce's caller
-        keeps its tensor, to read it.) `then`: what is left to do when the messages have arrived.
-        Only gloo's `reduce_scatter` has any.
+        """`works`: PyTorch's objects, one for each message or collective. `tensors`: those that are
+        being sent. They are kept alive here, because their caller may drop them, and PyTorch does
+        not promise that `works` keep them. (An all-reduce's caller keeps its tensor, to read it.)
+        `then`: what is left to do when the messages have arrived; only `reduce_scatter` over gloo
+        uses it.
         """
         self.group = group
         self.works = works
@@ -210,8 +204,9 @@ def count_sent(operation: str, group: Group, nbytes: float):
     group.sent[group.name, operation] += round(nbytes)
 
 
-# --compile must not trace it in step 4's layers. (torch.compiler.disable would do the same, but it
-# imports the compiler, which takes seconds in each process.)
+# torch.compile must not trace it: from step 4 on compiled layers call it, and it changes a counter
+# that is no tensor. (torch.compiler.disable would do the same, but it imports the compiler, which
+# takes seconds in each process.)
 count_sent._torchdynamo_disable = True
 
 
@@ -228,7 +223,8 @@ def exchange(
 ) -> Pending:
     """Send and receive messages, each (tensor, the peer's rank in the group). If a rank sends
     another one several messages, the first that it sends is the first that the other receives, and
-    so on. Both must agree on shape and dtype: gloo checks only that the bytes fit.
+    so on. Both must agree on shape and dtype: PyTorch does not check it (gloo notices only if the
+    bytes do not fit).
     """
     if group.size == 1:  # a ring of one: the first receive gets the first send, and so on
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
@@ -246,6 +242,17 @@ def exchange(
     return Pending(group, dist.batch_isend_irecv(operations), sent_tensors)
 
 
+# torch 2.13 has renamed the next two collectives, and warns of the old names. With these lines
+# torch 2.11 and 2.12, which some clusters have, work as well. (requirements.txt has the version of
+# the tests.)
+if hasattr(dist, "all_gather_single"):
+    torch_all_gather = dist.all_gather_single
+    torch_reduce_scatter = dist.reduce_scatter_single
+else:
+    torch_all_gather = dist.all_gather_into_tensor
+    torch_reduce_scatter = dist.reduce_scatter_tensor
+
+
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     """From step 3 on: fill `output` [n * k, ...] with the `tensor` [k, ...] of all n ranks.
     `tensor` may be a view of this rank's own rows of `output`.
@@ -254,20 +261,20 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         output.copy_(tensor)
         return Pending()
     count_sent("all_gather", group, (group.size - 1) / group.size * output.nbytes)
-    work = _all_gather(output, tensor, group=group.handle, async_op=True)
+    work = torch_all_gather(output, tensor, group=group.handle, async_op=True)
     return Pending(group, [work], [tensor])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: sum the `tensor` [n * k] of all n ranks; `output` [k] gets this rank's
-    shard.
+    """From step 3 on: sum the `tensor` [n * k, ...] of all n ranks; `output` [k, ...] gets this
+    rank's shard.
     """
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     count_sent("reduce_scatter", group, (group.size - 1) / group.size * tensor.nbytes)
     if dist.get_backend(group.handle) != "gloo":
-        work = _reduce_scatter(output, tensor, group=group.handle, async_op=True)
+        work = torch_reduce_scatter(output, tensor, group=group.handle, async_op=True)
         return Pending(group, [work], [tensor])
     # Gloo's own reduce-scatter all-reduces everything. Instead, an all-to-all brings each rank the
     # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the law says.

@@ -1,6 +1,6 @@
 """Batches of tokens. Which tokens a training step sees depends only on the data, --seed, the
-sequence length, the global batch size and the number of the step (and on NumPy, which draws the
-order): never on ranks or layout.
+sequence length, the global batch size and the number of the step (and on the version of NumPy,
+which draws the order): never on ranks or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
@@ -9,29 +9,31 @@ order): never on ranks or layout.
 
 The last twentieth of the windows (at least one) is held out: no run with this sequence length
 trains on their targets, so that a trained model's loss on them can be computed afterwards. Each
-epoch goes through the other n windows once, in a random order of its own, drawn from (seed, epoch):
+epoch goes through the other n windows (`n_train` below) once, in a random order of its own, drawn
+from (seed, epoch). Place p of an epoch is entry p of this order. All numbers count from 0, and B is
+the global batch size:
 
-    sample i    the window at place i mod n in the order of epoch i // n   (n: `n_train` below)
-    training step s   samples s B to s B + B - 1      (B: the global batch size; all count from 0)
+    sample i           the window at place i mod n of epoch i // n
+    training step s    samples s B to s B + B - 1
 
 With n = 10 and B = 4, training step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then
 places 0 and 1 of epoch 1.
 
-Targets are shifted here, before step 5 shards a sequence: the target of a shard's last token is in
-another shard. Attention may look back across END into an earlier document. Every rank reads the
+Targets are shifted here, before step 5 shards a sequence: the target of a shard's last token can be
+in another shard. Attention may look back across END into an earlier document. Every rank reads the
 whole global batch, since token ids are small, and works on its share.
 
 (PyTorch's DistributedSampler deals a shuffled list out to the ranks. Its order changes only if
-`set_epoch` is called, and at the end of an epoch it repeats sequences, so that all ranks have
-equally many.)
+`set_epoch` is called. If the number of ranks does not divide the list, it repeats sequences at the
+end of an epoch, by default, so that all ranks have equally many.)
 
 readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger
-(then the other ids do not occur). Each rank holds all tokens in memory, two bytes for each (while
-text is read, four or more). Of a .bin file of token ids it holds none, because the file is mapped
-into memory. So write a large corpus to such a file first, with numpy:
-ids.astype(np.uint16).tofile("corpus.bin"), if all ids are below 65,536; see readers.py for larger
-ones. (At the start each rank reads the whole file once, for its largest id, and up to 2**27 tokens
-of it again, for its fingerprint.)
+(then the other ids do not occur).
+
+MEMORY. Each rank holds all tokens, two bytes for each (while text is read, four or more). Of a .bin
+file of token ids it holds none, because the file is mapped into memory. So write a large corpus to
+such a file first: readers.py has the format. (At the start each rank reads the whole file once, for
+its largest id, and up to 2**27 tokens of it again, for its fingerprint.)
 """
 
 import hashlib
@@ -54,7 +56,7 @@ def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced).
 
     tokens: one stream of ids, uint16: the bytes of each text, then END. replaced, for a warning:
-    how often U+FFFD, the sign for bytes that are not UTF-8, occurs. (`read_txt` puts it there; a
+    how often U+FFFD, the sign for bytes that are not UTF-8, occurs. (`txt_texts` puts it there; a
     text may also have its own.)
     """
     streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
@@ -76,14 +78,14 @@ def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
 class Data:
     """The batches of a run. `summary` is a line that says what has been read."""
 
-    def __init__(self, source: str, shape: ModelConfig, batch_size: int, seed: int):
-        """`source`: a value of --dataset. `batch_size`: in sequences.
+    def __init__(self, source: str, shape: ModelConfig, global_batch_size: int, seed: int):
+        """`source`: a value of --dataset. `global_batch_size`: in sequences.
 
         Raises UserError if data cannot be read, are too few, or have ids outside the vocabulary.
         """
         self.source = source
         self.shape = shape
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.seed = seed
         description, contents = read_source(source)
         warning = ""
@@ -92,13 +94,13 @@ class Data:
         else:
             self.tokens, replaced = to_tokens(contents)
             if replaced:
-                warning = f" ({replaced:,} U+FFFD: bytes that were not UTF-8, or the text's own)"
+                warning = f" ({replaced:,} U+FFFD: for bytes that are not UTF-8, or the text's own)"
         self.summary = f"data: {len(self.tokens):,} tokens{warning} of {description}"
         self.n_windows = (len(self.tokens) - 1) // shape.seq_len
         self.n_train = self.n_windows - max(1, self.n_windows // 20)
-        self.check()
+        self.check_tokens()
 
-    def check(self):
+    def check_tokens(self):
         """Raise UserError if there are too few tokens, or ids outside the vocabulary."""
         name = self.source or "(default)"
         if self.n_train < 1:
@@ -115,9 +117,10 @@ class Data:
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step: tokens and targets, int64 [batch_size, seq]."""
+        """The global batch of a step: tokens and targets, int64 [global_batch_size, seq]."""
         windows = []
-        for sample in range(step * self.batch_size, (step + 1) * self.batch_size):
+        first = step * self.global_batch_size
+        for sample in range(first, first + self.global_batch_size):
             epoch, place = divmod(sample, self.n_train)
             windows.append(shuffled(self.n_train, self.seed, epoch)[place])
         return self.read(windows)
@@ -134,8 +137,8 @@ class Data:
         saved one: if two differ, so do the tokens.
 
         SHA-256 of the stream's length and of the first BLOCK ids of each of 64 nearly equal parts.
-        Up to 64 BLOCK = 2**27 tokens that is the whole stream. Of a longer one only these parts are
-        read: a difference elsewhere is not noticed.
+        Up to 64 BLOCK = 2**27 tokens that is the whole stream. In a longer one, a difference behind
+        the first BLOCK ids of a part is not noticed.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, 64):

@@ -12,9 +12,10 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run, by --device and --dtype. Raises UserError, as `own_gpu` does.
+    """Device and dtype of a run, by --device and --dtype. Raises UserError if this process can get
+    no GPU (`own_gpu`).
 
-    --device auto: this process's GPU if the node has any, else the CPU. --dtype auto: bf16 if that
+    --device auto: this process's GPU if PyTorch sees any, else the CPU. --dtype auto: bf16 if that
     GPU has it, else fp32.
     """
     kind = config.device
@@ -30,16 +31,17 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this process, which becomes PyTorch's current one. Raises UserError if the node
-    has too few.
+    """The GPU of this process. It becomes PyTorch's current one, which NCCL, and functions that
+    name no device, use. Raises UserError if PyTorch sees too few GPUs.
     """
-    index = int(os.environ.get("LOCAL_RANK", 0))  # torchrun's: this process's number on its node
+    # Given by torchrun: this process's number on its node (machine). Step 1 is one process
+    index = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
     if gpus == 0:
-        raise UserError("--device cuda: this node has no GPU: use --device cpu")
+        raise UserError("--device cuda: PyTorch sees no GPU here: use --device cpu")
     if index >= gpus:
         raise UserError(
-            f"--device: each rank needs a GPU of its own, and this node has {gpus}: "
+            f"--device: each rank needs a GPU of its own, and PyTorch sees {gpus} here: "
             "lower --nproc_per_node, or use --device cpu"
         )
     device = torch.device("cuda", index)

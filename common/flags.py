@@ -1,4 +1,5 @@
-"""Flags: a dataclass with a field for each flag, made from the command line.
+"""Flags. A Config is a dataclass with a field for each flag; `parse(Config)` makes an instance of
+it from the command line.
 
     @dataclass
     class Config(RunConfig):
@@ -9,22 +10,23 @@
         optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
         compile: bool = flag(False, "torch.compile each layer, and the loss")
 
-makes --steps, --lr, --optimizer, and both --compile and --no-compile. The values of --optimizer are
-the keys of the dict OPTIMIZERS. (RunConfig, in run.py, has further flags.) The first line of
-the class's docstring is their title in --help.
+gives the script --steps, --lr, --optimizer, and both --compile and --no-compile; `config.steps` is
+then an int. The values of --optimizer are the keys of the dict OPTIMIZERS. In --help, the first
+line of the class's docstring is the title of its flags. (RunConfig, in run.py, has further flags.)
 
 From step 2 on: NEEDS. Some flags have an effect only together with certain values of other flags.
 In step 7, for example, this one has an effect only together with --balance bias:
 
     bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
 
-If it is given beside another balance, even with its own default value, the run ends:
+If it is given beside another balance (the default is `loss`), even with its own default value, the
+run ends:
 
     $ python step07_moe_ep.py --bias-rate 0.001
     error: --bias-rate has no effect without --balance bias: leave it out
 
-A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2 has no --zero,
-so --sync works there.
+A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2, which declares
+--sync, has no --zero. (Step 3 inherits --sync, and adds --zero.)
 """
 
 import argparse
@@ -50,7 +52,7 @@ def flag(
 
     help     what --help says of the flag
     choices  the allowed values of a str; or a dict: value -> what it selects
-    least    the smallest value of a number; unless given, 0
+    least    the smallest value of a number; 0 by default, so that no flag is negative
     needs    from step 2 on, see NEEDS above: another flag -> the values of it beside which this
              flag does something: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
@@ -76,7 +78,7 @@ def add_flags(parser: Parser, cls: type):
     bases. A flag that two classes declare is listed once, with the subclass.
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
-    kinds = get_type_hints(cls)
+    types = get_type_hints(cls)
     # Step 7's Config, ..., step 1's, RunConfig; without `object`. Each has a title
     for base in cls.__mro__[:-1]:
         group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
@@ -90,30 +92,32 @@ def add_flags(parser: Parser, cls: type):
             help_text = help_text.replace("%", "%%")  # argparse formats it with %
             # SUPPRESS: the result has only those flags that were given
             options: dict[str, Any] = dict(help=help_text, default=argparse.SUPPRESS)
-            if kinds[name] is bool:
+            if types[name] is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif field.metadata["choices"]:
                 # argparse does not get the choices: its message differs between versions of Python.
                 # `check_value` checks them
                 options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
             else:
-                options["type"] = kinds[name]
+                options["type"] = types[name]
                 options["metavar"] = name.upper()
             group.add_argument(spelled(name), **options)
 
 
-def check_value(name: str, value: Any, metadata: Any):
+def check_value(field: dataclasses.Field, value: Any):
     """Raise UserError unless the flag may have this value."""
-    choices = metadata["choices"]
+    written = spelled(field.name)
+    choices = field.metadata["choices"]
+    least = field.metadata["least"]
     if choices:
         if value not in choices:
-            raise UserError(f"{spelled(name)} {value}: choose from {', '.join(choices)}")
+            raise UserError(f"{written} {value}: choose from {', '.join(choices)}")
         return
     if type(value) is float and not math.isfinite(value):
-        raise UserError(f"{spelled(name)} is {value}: it must be finite")
+        raise UserError(f"{written} is {value}: it must be finite")
     # Not isinstance, because True is an int, too
-    if type(value) in (int, float) and value < metadata["least"]:
-        raise UserError(f"{spelled(name)} is {value}: it must be at least {metadata['least']}")
+    if type(value) in (int, float) and value < least:
+        raise UserError(f"{written} is {value}: it must be at least {least}")
 
 
 def in_words(name: str, values: Collection) -> str:
@@ -127,13 +131,16 @@ def in_words(name: str, values: Collection) -> str:
     return f"{spelled(name)} {' or '.join(values)}"
 
 
-def check_needs(name: str, config: Any, metadata: Any):
-    """Raise UserError if the flag has no effect beside the values of the other flags."""
-    for other, values in metadata["needs"].items():
+def check_needs(field: dataclasses.Field, config: Any):
+    """Raise UserError if the flag, which was given, has no effect beside the values of the other
+    flags.
+    """
+    written = spelled(field.name)
+    if getattr(config, field.name) is False:
+        written = spelled(f"no_{field.name}")
+    for other, values in field.metadata["needs"].items():
         value = getattr(config, other, None)
         if value is not None and value not in values:  # None: this step has no such flag
-            # Only flags that were given are checked, so a False was written --no-NAME
-            written = spelled(f"no_{name}") if getattr(config, name) is False else spelled(name)
             need = in_words(other, values)
             raise UserError(f"{written} has no effect without {need}: leave it out")
 
@@ -149,9 +156,8 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     add_flags(parser, cls)
     given = vars(parser.parse_args(argv))
     config = cls(**given)
-    metadata = {field.name: field.metadata for field in dataclasses.fields(cls)}
-    for name, value in vars(config).items():
-        check_value(name, value, metadata[name])
-    for name in given:
-        check_needs(name, config, metadata[name])
+    for field in dataclasses.fields(cls):
+        if field.name in given:
+            check_value(field, given[field.name])
+            check_needs(field, config)
     return config

@@ -1,10 +1,11 @@
-"""How a script starts and ends: `main`, which every script calls; what ranks compare before they
-train; and `check_environment`, whether the launch can work.
+"""How a script starts and ends. Three parts: `main`, which every script calls; `connect_ranks` and
+`compare_launches`, for several ranks; `check_environment`, which refuses a launch that cannot work.
 
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
 rank has other flags or another version of the code or of PyTorch, messages may no longer match: the
 run hangs, or trains on nonsense. So ranks compare how they were started as soon as they can
-communicate (`compare_launches`), before they create the groups of the mesh.
+communicate (`compare_launches`), before they create the groups of the mesh. (Ranks with different
+kinds of device never get so far: they cannot be connected.)
 """
 
 import hashlib
@@ -29,14 +30,16 @@ from common.run import Run
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
-    """Parse the flags and train. Exit with status 0, or with that of `print_error`. (A second
-    Ctrl-C, or a hang, ends the process elsewhere: watch.py.)
+    """Parse the flags and train. Exit with status 0, or after an error with that of `print_error`.
 
-    `cls`: the step's Config. `run_type`: `Run`, or a subclass of it.
+    `cls`: the step's Config. `run_type`: `Run`, or a technique's subclass of it.
 
-    With several ranks, the process then ends at once: threads of NCCL or gloo can block a normal
-    shutdown, and the other ranks may wait until this one is gone. (Ctrl-C before the steps or after
-    them is Python's own KeyboardInterrupt, with a normal shutdown, which can block.)
+    With several ranks the process ends by os._exit, without Python's own shutdown, which threads of
+    NCCL or gloo can block. (After an error, the other ranks may be waiting for this one: the sooner
+    it is gone, the sooner torchrun ends them.)
+
+    Not handled here: a second Ctrl-C during training, or a hang, ends the process in watch.py;
+    Ctrl-C before the steps or after them is Python's own KeyboardInterrupt.
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -46,12 +49,12 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
         check_environment()
         with run_type(config) as run:
             train(config, run)
-        # Only here, without an error: after one, the other ranks may be gone
+        # As PyTorch asks for at the end. Not after an error: the other ranks may be gone
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
         training = run is not None and run.training
-        status = print_error(error, early=not training)
+        status = print_error(error, training)
     sys.stdout.flush()
     sys.stderr.flush()
     if several_ranks:
@@ -59,16 +62,17 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     sys.exit(status)
 
 
-def print_error(error: Exception, early: bool) -> int:
+def print_error(error: Exception, training: bool) -> int:
     """Print one line, and return 2, if the user can fix the error; else its traceback, and 1. A
     GPU's memory that is too small is the user's to fix.
 
-    `early`: before the first step. An OSError (a path) or torch's DistError (a network) is then
-    most likely the user's to fix, too. Later it is not expected, and gets its traceback.
+    `training`: whether the steps have begun. Before them, an OSError (a path) or torch's DistError
+    (a network) is most likely the user's to fix, too. Later it is not expected, and gets its
+    traceback.
     """
     fixable = isinstance(error, UserError)
     text = str(error)
-    if early and isinstance(error, OSError | DistError):
+    if not training and isinstance(error, OSError | DistError):
         fixable = True
     if isinstance(error, torch.OutOfMemoryError):
         fixable = True
@@ -81,8 +85,8 @@ def print_error(error: Exception, early: bool) -> int:
         return 1
     if os.environ.get("RANK", "0") != "0":
         # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends the
-        # others on its node while they sleep: so on that node it is printed once. (If only this
-        # rank has the error, it prints it after the 10 seconds)
+        # others on its node while they sleep: so on that node it is printed once. (If rank 0 does
+        # not have the error, this rank prints it after 10 seconds)
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -105,9 +109,12 @@ def connect_ranks(backend: str, **options: Any):
 
 
 def compare_launches():
-    """Raise UserError on all ranks unless all agree on: the script's name and its flags, as typed
-    and in the same order; the version of torch; the source files of this project that are loaded;
-    and the instruction set of the CPU (initial weights, drawn on the CPU, depend on it).
+    """Raise UserError on all ranks unless all agree on
+
+    - the script's name and its flags, compared as text (so also in their order)
+    - the version of torch
+    - the source files of this project that are loaded
+    - the instruction set of the CPU, on which initial weights are drawn, and so depend
     """
     ranks = Ranks()
     script = Path(sys.argv[0]).name  # nodes may have it in different places
@@ -144,10 +151,11 @@ def own_sources() -> list[Path]:
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, if a rank fails, torchrun ends all and starts all again. By default the new
-# ranks find one another through torchrun's key-value store, which still has the addresses of the
-# old ones. If this variable is 1, each start makes a new store
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# With --max-restarts, if a rank fails, torchrun ends all and starts all again. If ranks find one
+# another through torchrun's own key-value store, it still has the addresses of the old ones. In
+# this variable torchrun says whether they do. (In the default start on one node, or with
+# --rdzv-backend c10d, they do not if TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1)
+USES_OLD_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def check_environment():
@@ -158,7 +166,7 @@ def check_environment():
       all of NEEDED;
     - another launcher than torchrun seems to have started several processes: each would train
       alone, and all would write to the same directory;
-    - torchrun has --max-restarts, without OWN_STORE.
+    - torchrun has --max-restarts, and restarted ranks would use the old store.
     """
     present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     missing = sorted(NEEDED - os.environ.keys())
@@ -169,8 +177,11 @@ def check_environment():
         )
     if present:
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        if restarts != "0" and os.environ.get(OWN_STORE) != "1":
-            raise UserError(f"--max-restarts {restarts}: set {OWN_STORE}=1 before torchrun")
+        if restarts != "0" and os.environ.get(USES_OLD_STORE) != "False":
+            raise UserError(
+                f"--max-restarts {restarts}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before "
+                "torchrun, and on several nodes use --rdzv-backend c10d"
+            )
         return
     for name in SET_BY_OTHERS:
         n = os.environ.get(name)

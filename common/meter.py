@@ -3,17 +3,23 @@ without this file.
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs), which is
 FLOPs of a token x tokens per second / the peak of all GPUs. The FLOPs are counted as in step 1
-(FLOPS OF A TOKEN). Each token costs 6 for each weight in a matrix, except the embedding's (a tied
-one counts once, as the head; of the experts, only those that it visits), and 7 x seq x dim for each
-layer's causal attention. For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are
+(FLOPS OF A TOKEN). Each token costs
+
+    6                for each weight in a matrix. (Not for the embedding, in which a row is only
+                     looked up; but for a tied one, as the head. Of experts, only for those that
+                     the token visits)
+    7 x seq x dim    for each layer's causal attention
+
+For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are
 0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of 0.06 %.
 
 Others count attention differently, so compare an MFU only with one that is counted alike:
 
-                      attention's share of a token's FLOPs, smollm-1.7b
+                      attention's share of a token's FLOPs, smollm-1.7b (1,711,276,032 weights in
+                      matrices; seq 2048, dim 2048, 24 layers)
     7 x seq x dim     6.4 %     here: the causal half of 7 products. One of them, the scores in
-                                backward, is a repetition; it counts because every fused attention
-                                repeats it. (What --recompute repeats does not count.)
+                                backward, is a repetition; it always counts, because every fused
+                                attention repeats it. (What --recompute repeats does not count.)
     12 x seq x dim    10.5 %    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products
 """
 
@@ -24,7 +30,8 @@ import torch
 from common.model import ModelConfig
 from common.report import Row
 
-# (bf16, fp32) in dense TFLOP/s, from data sheets, by the GPU's exact name. bf16: 0 if the GPU does
+# (bf16, fp32) in dense TFLOP/s, from data sheets and white papers, by the GPU's name as
+# torch.cuda.get_device_name gives it. bf16: 0 if the GPU does
 # not have it; fp32: without TF32. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG
 # 1g.10gb", and no peak here.)
 PEAKS = {
@@ -51,23 +58,24 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_token(rows: dict[str, Row], config: ModelConfig, top_k: int) -> float:
     """FLOPs of one token, forward and backward. `rows`: of the whole model (with pp, gathered from
-    all ranks); experts are recognised by their shape, the embedding by its name. `top_k`: how many
-    experts a token visits.
+    all ranks); `row.whole` is the shape of a parameter. Experts are recognised by their shape, the
+    embedding by its name. `top_k`: how many experts a token visits.
     """
     weights = 0.0
     for name, row in rows.items():
         size = math.prod(row.whole)
+        is_only_looked_up = "embed_tokens" in name and not config.tied
         # 1 dimension: a norm, which is not counted. 2: a matrix. 3: experts, [experts, out, in]
         if len(row.whole) == 3:
             weights += size * top_k / row.whole[0]
-        elif len(row.whole) == 2 and ("embed_tokens" not in name or config.tied):
-            weights += size  # looking up an embedding costs nothing; a tied one is also the head
+        elif len(row.whole) == 2 and not is_only_looked_up:
+            weights += size
     return 6 * weights + 7 * config.seq_len * config.dim * config.n_layers
 
 
 class Meter:
     """Measures the MFU of a step, and the peak memory of this rank's GPU. (metrics.jsonl has rank
-    0's; with pp, ranks differ in memory.)
+    0's; ranks can differ, for example with pp.)
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, token_flops: float, world: int):

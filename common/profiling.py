@@ -2,17 +2,23 @@
 file.
 
     OUT/trace-RANK.json.gz     opens in https://ui.perfetto.dev: operators, messages, named ranges
-    OUT/memory-RANK.pickle     on a GPU, opens in https://pytorch.org/memory_viz: the last 200,000
-                               allocations and frees before the trace ended
+    OUT/memory-RANK.pickle     on a GPU, opens in https://pytorch.org/memory_viz: allocations and
+                               frees from the launch to the end of the trace (of their events, the
+                               last 200,000)
 
-Look for these named ranges: `Optimizer.step#AdamW.step`, the update; `wait GROUP`, for example
-`wait dp` (for gradients from step 5 on `wait data`), where a rank waits for messages of that group;
-and in steps 6 and 7 `F0.1` and `B0.1`,
-the forward and the backward of micro-batch 0 through stage 1 (both count from 0). On a CPU `wait
-dp` is as long as the wait. On a GPU it is short, because Python does not wait; the stream of the
-computation does: look for a gap there.
+Look for these named ranges:
 
-If a signal ends the run, the trace is shorter, or missing.
+    Optimizer.step#AdamW.step     the update, with --optimizer adamw
+    wait GROUP                    the rank waits for messages of this group: for gradients `wait
+                                  dp`, from step 5 on `wait data`, for step 7's experts `wait
+                                  expert_data`
+    F0.1, B0.1                    steps 6 and 7: forward and backward of micro-batch 0 through stage
+                                  1 (both count from 0)
+
+On a CPU a wait's range is as long as the wait. On a GPU it is short, because Python goes on; the
+GPU's stream of kernels waits instead: look for a gap there.
+
+If a signal ends the run before the trace is complete, it is shorter, or missing.
 """
 
 from pathlib import Path
@@ -22,17 +28,17 @@ from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 
-# Steps before the trace. In the first, memory is allocated and layers are compiled. In the second,
+# Steps before the trace: one in which memory is allocated and layers are compiled, and one in which
 # the profiler warms up
 SKIPPED = 2
 
 
-def check_profile(n: int, steps: int):
-    """Raise UserError if `steps` steps are too few to trace n. (0 steps are allowed: a resumed run
-    may already be done.)
+def check_profile(n: int, left: int):
+    """Raise UserError if too few steps are left to trace n. (None may be left: a resumed run may
+    already be done.)
     """
-    if n and 0 < steps < n + SKIPPED:
-        raise UserError(f"--profile {n}: it needs {n + SKIPPED} steps, and {steps} are left")
+    if n and 0 < left < n + SKIPPED:
+        raise UserError(f"--profile {n}: it needs {n + SKIPPED} steps, and {left} are left")
 
 
 def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.profile | None:
@@ -45,13 +51,13 @@ def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.pro
     def write(profiler: torch.profiler.profile):
         profiler.export_chrome_trace(str(out / f"trace-{rank}.json.gz"))
         if gpu:
-            # No public functions record memory
             torch.cuda.memory._dump_snapshot(str(out / f"memory-{rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)  # it would slow the other steps
+            torch.cuda.memory._record_memory_history(enabled=None)  # stop: it would slow the rest
 
     activities = [ProfilerActivity.CPU]
     if gpu:
         activities.append(ProfilerActivity.CUDA)
+        # (No public function records memory)
         torch.cuda.memory._record_memory_history(max_entries=200_000)
-    when = schedule(wait=SKIPPED - 1, warmup=1, active=n, repeat=1)
+    when = schedule(wait=1, warmup=1, active=n, repeat=1)  # repeat: a single trace
     return torch.profiler.profile(activities=activities, schedule=when, on_trace_ready=write)

@@ -16,8 +16,8 @@ from common import UserError
 
 
 class Ranks:
-    """All ranks of a run. Every method is a collective; so is the constructor on GPUs, where it
-    creates a group.
+    """All ranks of a run. Every method is a collective; so is the constructor on GPUs, where each
+    call creates a group.
     """
 
     def __init__(self):
@@ -27,7 +27,7 @@ class Ranks:
         """
         self.rank = 0
         self.world = 1
-        self.group = None
+        self.group = None  # the default group
         if dist.is_initialized():
             self.rank = dist.get_rank()
             self.world = dist.get_world_size()
@@ -38,14 +38,15 @@ class Ranks:
         """All ranks' values, by rank. `value`: anything that can be pickled. (Slow: for decisions,
         not for tensors.)
         """
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value, self.group)
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value, self.group)
         return values
 
     def require_same(self, value: Any, what: str):
-        """Raise UserError on all ranks if a value differs. It names the first rank that differs
-        from rank 0.
+        """Raise UserError on all ranks if a value differs. The error names the first rank whose
+        value differs from rank 0's.
         """
         values = self.gather(value)
         first = values[0]
@@ -56,11 +57,12 @@ class Ranks:
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
         any, raise UserError on all, with the message of the lowest rank that failed. (Any other
-        error ends this rank; the others wait in `gather` until torchrun ends them.)
+        error ends this rank. The others are then in `gather`, until torchrun ends them, or gloo
+        says that it has lost a rank.)
         """
         problem = ""
         try:
-            if self.rank == 0 or not first_only:
+            if not first_only or self.rank == 0:
                 action(*args)
         except OSError as error:
             problem = f"rank {self.rank}: {error.strerror or error}"

@@ -1,5 +1,6 @@
-"""Readers turn the value of --dataset into texts, or into an array of token ids. You can follow
-every step without this file.
+"""Readers turn the value of --dataset into texts, or into an array of token ids. Texts are read
+only when they are iterated: a damaged file raises UserError then. You can follow every step without
+this file.
 
     --dataset            what is read
     (nothing)            the source code of Python's standard library, without its tests and IDLE
@@ -9,14 +10,15 @@ every step without this file.
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
     a folder             every file in it and in its subfolders, in a random order that is always
-                         the same; all must be of one of the four kinds above (hidden files
-                         and hidden folders are skipped, links to folders are not followed)
+                         the same; all must be of the same kind, one of the four above (hidden
+                         files and hidden folders are skipped, links to folders are not followed)
     OWNER/NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
                          (OWNER/ and :CONFIG may be left out)
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
-A file a.bin.json beside it may hold {"dtype": "uint32", "tokens": N}: ids above 65,535 need uint32,
-and N shows whether a.bin is complete.
+To write one with numpy: ids.astype(np.uint16).tofile("a.bin"). Ids above 65,535 need uint32, and a
+file a.bin.json beside it with {"dtype": "uint32"}; "tokens": N in that file shows whether a.bin is
+complete.
 """
 
 import gzip
@@ -33,50 +35,16 @@ import numpy as np
 
 from common import UserError
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet", ".bin")
 # Folders of the standard library that are not read: not every Python has its tests and IDLE;
 # site-packages is other people's code, and __pycache__ has no source
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, and :CONFIG
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, perhaps :CONFIG
 
 # What a reader returns: a description of the source, and its documents or an array of token ids
-Contents = tuple[str, Iterable[str] | np.ndarray]
+Described = tuple[str, Iterable[str] | np.ndarray]
 
 
-def suffix_of(path: Path) -> str:
-    """The one of SUFFIXES with which a file's name ends, or ""."""
-    for suffix in SUFFIXES:
-        if path.name.endswith(suffix):
-            return suffix
-    return ""
-
-
-def kind_of(source: str) -> str:
-    """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
-
-    A path that exists must be a folder or a file of a known kind. Another value is looked up on the
-    hub if it has the form of a name there, and does not end in one of SUFFIXES. So a mistyped file
-    name such as "trian.jsonl" is an error, and is not looked up.
-    """
-    if not source:
-        return ""
-    path = Path(source)
-    if path.is_dir():
-        return "folder"
-    suffix = suffix_of(path)
-    if path.exists():
-        if not suffix:
-            raise UserError(
-                f"--dataset {source}: this kind of file cannot be read: use a folder, or a file "
-                f"that ends in {', '.join(SUFFIXES)}"
-            )
-        return suffix
-    if suffix or not HUB_NAME.fullmatch(source):
-        raise UserError(f"--dataset {source}: no such file")
-    return "hub"
-
-
-def read_txt(path: Path) -> Iterator[str]:
+def txt_texts(path: Path) -> Iterator[str]:
     """Yield the one text of a file; bytes that are not UTF-8 become U+FFFD. Raises UserError if it
     has NULs.
     """
@@ -86,7 +54,7 @@ def read_txt(path: Path) -> Iterator[str]:
     yield text
 
 
-def read_jsonl(path: Path) -> Iterator[Any]:
+def jsonl_texts(path: Path) -> Iterator[Any]:
     """Yield the value of `text` of each line, or None if there is none; skips blank lines."""
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as lines:
@@ -99,8 +67,10 @@ def read_jsonl(path: Path) -> Iterator[Any]:
                     yield None
 
 
-def read_parquet(path: Path) -> Iterator[Any]:
-    """Yield the values of the column `text`. Other columns are not read, and may differ."""
+def parquet_texts(path: Path) -> Iterator[Any]:
+    """Yield the values of the column `text`. Other columns are not read, and may differ between the
+    files of a folder.
+    """
     import pyarrow.parquet  # takes a moment to import; comes with `datasets`
 
     if "text" not in pyarrow.parquet.read_schema(path).names:
@@ -110,11 +80,20 @@ def read_parquet(path: Path) -> Iterator[Any]:
 
 # The suffix of a file of documents -> a function that yields its texts
 FORMATS: dict[str, Callable] = {
-    ".txt": read_txt,
-    ".jsonl": read_jsonl,
-    ".jsonl.gz": read_jsonl,
-    ".parquet": read_parquet,
+    ".txt": txt_texts,
+    ".jsonl": jsonl_texts,
+    ".jsonl.gz": jsonl_texts,
+    ".parquet": parquet_texts,
 }
+SUFFIXES = (*FORMATS, ".bin")
+
+
+def suffix_of(path: Path) -> str:
+    """The one of SUFFIXES with which a file's name ends, or ""."""
+    for suffix in SUFFIXES:
+        if path.name.endswith(suffix):
+            return suffix
+    return ""
 
 
 def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
@@ -122,7 +101,7 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     a string.
     """
     # OSError comes from the system or gzip, EOFError and zlib.error from gzip, ValueError from
-    # json, pyarrow or us
+    # json, pyarrow, `parquet_texts` and from below
     damaged = (OSError, EOFError, zlib.error, ValueError)
     number = 1
     try:
@@ -161,45 +140,45 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     return paths
 
 
-def read_library(source: str) -> Contents:
-    """Read the source code of Python's standard library. (`source` is not used: it is "".)"""
-    paths = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
-    paths = in_random_order([path for path in paths if path.suffix == ".py"])
+def read_library(source: str) -> Described:
+    """The source code of Python's standard library. (`source` is not used: it is "".)"""
+    files = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
+    paths = [path for path in files if path.suffix == ".py"]
     description = f"{len(paths):,} files of Python's standard library"
-    texts = (text for path in paths for text in read_txt(path))
-    return description, checked(texts, "(default)")
+    return description, document_texts(paths, ".txt")
 
 
-def document_texts(paths: list[Path]) -> Iterator[str]:
-    """Yield the texts of files, each read by its entry in FORMATS."""
-    for path in paths:
-        reader = FORMATS[suffix_of(path)]
-        yield from checked(reader(path), path)
+def document_texts(paths: list[Path], suffix: str) -> Iterator[str]:
+    """Yield the texts of files, in random order, each read as a file with this suffix."""
+    texts_of = FORMATS[suffix]
+    for path in in_random_order(paths):
+        yield from checked(texts_of(path), path)
 
 
-def read_files(source: str) -> Contents:
-    """Read a file, or all files of a folder. Raises UserError unless all are of one kind of
-    FORMATS.
+def read_files(source: str) -> Described:
+    """The texts of a file, or of all files of a folder. Raises UserError unless all are of one kind
+    of FORMATS.
     """
     paths = files_in(source) if Path(source).is_dir() else [Path(source)]
     examples = {suffix_of(path): str(path) for path in paths}  # the last file of each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
+        found = ", ".join(examples.values()) or "no file"
         raise UserError(
             f"--dataset {source}: its files must all be of the same kind, one of "
-            f"{', '.join(FORMATS)}; it has {', '.join(examples.values()) or 'no file'}"
+            f"{', '.join(FORMATS)}; it has {found}"
         )
+    (suffix,) = examples
     names = ", ".join(map(str, paths[:20]))
     if len(paths) > 20:
         names += f" and {len(paths) - 20:,} more"
-    return names, document_texts(in_random_order(paths))
+    return names, document_texts(paths, suffix)
 
 
-def read_hub(source: str) -> Contents:
-    """Read a data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are
-    optional.
+def read_hub(source: str) -> Described:
+    """A data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are optional.
 
-    Raises UserError if the hub is out of reach, or has no such data set, configuration, column or
-    split `train`.
+    Raises UserError if the hub is out of reach (and HF_HUB_OFFLINE is not set), or if there is no
+    such data set, configuration, column or split `train`.
     """
     import datasets  # takes seconds to import
     import huggingface_hub as hub
@@ -218,14 +197,14 @@ def read_hub(source: str) -> Contents:
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
 
-def read_bin(source: str) -> Contents:
+def read_bin(source: str) -> Described:
     """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
     about_path = Path(source + ".json")
     about = {"dtype": "uint16"}
     try:
         if about_path.exists():
             about |= json.loads(about_path.read_text())
-        tokens = np.memmap(source, about["dtype"], "r")
+        tokens = np.memmap(source, dtype=about["dtype"], mode="r")
         if tokens.dtype not in (np.uint16, np.uint32):
             raise ValueError(f"its dtype is {tokens.dtype}, and must be uint16 or uint32")
         if len(tokens) != about.get("tokens", len(tokens)):
@@ -235,8 +214,33 @@ def read_bin(source: str) -> Contents:
     return f"{tokens.dtype} ids of {source}", tokens
 
 
+def kind_of(source: str) -> str:
+    """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
+
+    A path that exists must be a folder or a file of a known kind. Another value is looked up on the
+    hub if it has the form of a name there, and does not end in one of SUFFIXES. So a mistyped file
+    name such as "trian.jsonl" is an error, and is not looked up.
+    """
+    if not source:
+        return ""
+    path = Path(source)
+    suffix = suffix_of(path)
+    if path.is_dir():
+        return "folder"
+    if path.exists():
+        if suffix == "":
+            raise UserError(
+                f"--dataset {source}: this kind of file cannot be read: use a folder, or a file "
+                f"that ends in {', '.join(SUFFIXES)}"
+            )
+        return suffix
+    if suffix or not HUB_NAME.fullmatch(source):
+        raise UserError(f"--dataset {source}: no such file")
+    return "hub"
+
+
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
-READERS: dict[str, Callable[[str], Contents]] = {
+READERS: dict[str, Callable[[str], Described]] = {
     "": read_library,  # no --dataset
     ".txt": read_files,
     ".jsonl": read_files,
@@ -248,6 +252,6 @@ READERS: dict[str, Callable[[str], Contents]] = {
 }
 
 
-def read_source(source: str) -> Contents:
-    """Read the value of --dataset. Raises UserError if it cannot be read."""
+def read_source(source: str) -> Described:
+    """What the value of --dataset names. Raises UserError if there is no such thing."""
     return READERS[kind_of(source)](source)

@@ -1,16 +1,19 @@
-"""What a run prints and writes: a table of its parameters, a line of progress, the gradients that
-are not finite, and its files.
+"""What a run prints and writes: an introduction with a table of its parameters, a line of progress,
+the gradients that are not finite, and its files.
 
-With several ranks it prints how each parameter is sharded. Three rows of step 4, for tiny in fp32
-on two ranks with --tp 2; "4 x" means one in each of 4 layers:
+With several ranks the table shows how each parameter is sharded. Three rows of step 4, for tiny in
+fp32 on two ranks with --tp 2:
 
          parameter                               whole    on a rank  bytes   sharded          summed
     1 x  model.embed_tokens.weight               257x128  129x128    66,048  dim 0 over tp 2
     4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
     4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
 
-The last column, printed as "gradient summed over", leaves out groups of one rank. (On four ranks it
-has dp 2, too.)
+    4 x                 one in each of 4 layers
+    dim 0 over tp 2     dimension 0 is cut into 2 parts, one for each rank of tp (257 rows become
+                        129 and 129: the second rank's last row is padding)
+    summed              printed as "gradient summed over": the groups, without those of one rank
+                        (on four ranks it has dp 2, too)
 """
 
 import json
@@ -29,13 +32,15 @@ from common.comm import Mesh
 from common.layout import data_group_of, full_shape, record_of
 from common.ranks import Ranks
 
+# --- The table of parameters ----------------------------------------------------------------------
+
 
 class Row(NamedTuple):
-    """A row of the table: a parameter's whole shape, and the part that one rank holds (if several
-    ranks hold it, the first one's).
+    """A row of the table: a parameter's whole shape, and the part that one rank holds.
 
-    What ZeRO shards is not in the table, because its shards cut across parameters. So with --zero 3
-    `nbytes` is what a rank holds while it uses the parameter; between uses it keeps only its shard.
+    What ZeRO shards is not in the table: it lays parameters end to end, and may cut inside one. So
+    with --zero 3 `nbytes` is what a rank holds while it uses the parameter; between uses it keeps
+    only its shard.
     """
 
     whole: tuple[int, ...]  # shape
@@ -48,9 +53,11 @@ class Row(NamedTuple):
 def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
     """The rows of the parameters that this rank holds, by name.
 
-    They show the record of layout.py: `shard`, how the parameter was cut; `data_group` and
-    `partial_over`, over which ranks its gradient is summed; `stage_copies`, whether two stages hold
-    it.
+    They show the record of layout.py:
+
+        shard                       how the parameter was cut: "sharded"
+        data_group, partial_over    over which ranks its gradient is summed: "summed"
+        stage_copies                whether two stages hold it, and sum its gradient: "summed"
     """
     rows = {}
     for name, param in model.named_parameters():
@@ -106,10 +113,14 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
     return rows
 
 
+# --- Lines of text --------------------------------------------------------------------------------
+
+
 def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str, Any]) -> str:
-    """What rank 0 prints before the first step: the devices, the mesh and the data; with several
-    ranks how each parameter is sharded; how many parameters the whole model has, and how many of
-    them rank 0 computes with and updates. `parts`: as `Run.steps` gets them.
+    """What rank 0 prints before the first step: its device, and how many ranks there are; the mesh
+    and the data; with several ranks how each parameter is sharded; how many parameters the whole
+    model has, and how many of them rank 0 computes with and updates. `parts`: as `Run.steps` gets
+    them.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     model = parts["model"]
@@ -136,8 +147,9 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
-    """For up to four ranks, the name of one gradient with inf or nan; or "none". A collective.
-    `gradients`: this rank's, by name.
+    """For up to four ranks, the name of one gradient with inf or nan; or "none" (the loss may be
+    nan while gradients are finite, or their norm may overflow). A collective. `gradients`: this
+    rank's, by name.
     """
     bad = ""
     for name, gradient in gradients.items():
@@ -166,6 +178,7 @@ def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ra
     """Rank 0 creates the run's first files. A collective. If it cannot write, all ranks raise
     UserError.
     """
+    # Not by `writing_to`: `attempt` passes an OSError of rank 0 on to all ranks, as a UserError
     try:
         ranks.attempt(create_files, out, flags, history, first_only=True)
     except UserError as error:

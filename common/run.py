@@ -17,15 +17,11 @@ The run's directory has
         loss.png             drawn at the end
         checkpoints/         with --save-every, and when a signal ends the run (storage.py)
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
-        nccl-RANK            on a GPU, if a step hangs (watch.py)
+        nccl-RANK            on several GPUs, if a step hangs (watch.py)
 
-RESUMING. A checkpoint has masters, the optimizer's state, buffers (step 7's biases), the rows of
-metrics.jsonl, the flags, the fingerprint of the data (above 2**27 tokens, of a sample), and the
-number of steps done. The fingerprint is compared, and every flag that decides what is computed must
-stay the same (resume.py). So a resumed run computes what an uninterrupted one does, up to rounding,
-if --dtype is the same. (In step 7 rounding may choose another expert.)
-
-How a run ends early, after a signal or because a step hangs: watch.py.
+Three files say more: checkpoint.py, what a checkpoint has; resume.py, when a resumed run computes
+what an uninterrupted one does; watch.py, how a run ends early, after a signal or because a step
+hangs.
 """
 
 import dataclasses
@@ -83,7 +79,7 @@ class RunConfig:
     resume: str = flag(
         "", "run directory or checkpoint to resume; auto: the newest undamaged one in --out, if any"
     )
-    timeout: float = flag(600.0, "seconds that a step may take; then the run ends; 0: any")
+    timeout: float = flag(600.0, "seconds that a step may take; then the run ends; 0: no limit")
     profile: int = flag(0, "steps to trace, after the first two; 0: none")
 
 
@@ -95,10 +91,12 @@ class Run:
 
     def __init__(self, config: Any):
         self.config = config
-        # The name of the script that defines this Config. (Not sys.argv[0]: a test imports it)
+        # The name of the script that defines this Config. (Not sys.argv[0]: pytest's, if a test
+        # imports the script)
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
-        self.rank = int(os.environ.get("RANK", 0))  # torchrun's: ranks are not connected yet
+        # From torchrun, because ranks are not connected yet
+        self.rank = int(os.environ.get("RANK", 0))
         self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         # For config.json and checkpoints, with the number of ranks, which is no flag
@@ -109,7 +107,8 @@ class Run:
         self.training = False  # whether `set_up` is done: launch.py's `main` asks
         self.timed_since = 0.0  # from when the seconds of the next row count
         self.watch = HangWatch(config.timeout, self.out)
-        # The checkpoint that this run has resumed or saved last, perhaps in another directory
+        # The checkpoint that this run has saved last, or has resumed, perhaps from another
+        # directory. `save` keeps it beside the new one, and removes older ones
         self.last_checkpoint: Path | None = None
         # Declared here, set by `set_up` and `restore`:
         self.mesh: Mesh
@@ -135,13 +134,14 @@ class Run:
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
                                      number is then the number of steps that are done in it.
-                                     Begins the run's files, and prints what runs
+                                     Begins the run's files, and prints the devices, the mesh, the
+                                     data and the parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves one, and ends
 
-        `parts`, by name: model, optimizer and data; from step 2 on mesh, and sync, which only a
-        technique uses. Raises UserError.
+        `parts`, by name: model, optimizer and data; from step 2 on also mesh, and sync, which `Run`
+        itself does not use. Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
@@ -155,14 +155,17 @@ class Run:
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                # If one rank has received a signal, all end after this step. (Still watched: a rank
-                # that hangs does not come to this)
+                # If one rank has received a signal, all end after this step. (The watch still runs:
+                # if another rank hangs in its step, this one waits for it here)
                 stopping = any(self.ranks.gather(signals.first is not None))
                 self.watch.stop()
                 self.write_what_is_due(step + 1, stopping, profiler)
                 if stopping and step + 1 < self.config.steps:
-                    self.bar.close()
-                    self.say(f"a signal has ended the run: --resume {self.out} continues it")
+                    self.bar.close()  # before the text, so that they do not share a line
+                    self.say(
+                        "a signal has ended the run: to continue it, add --resume auto to the same "
+                        "command"
+                    )
                     return
 
     def require_finite(self, step: int, **numbers: float):
@@ -183,12 +186,13 @@ class Run:
             )
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Record a step: its `tokens`, of all ranks, and numbers by name. Rank 0 writes it.
+        """Record a step: its `tokens`, of all ranks, and numbers by name, among them `loss`. Rank 0
+        writes it.
 
-        Its seconds are those since the last call (or since training began), without saving and
+        A step's seconds are those since the last call (or since training began), without saving and
         without writing a trace. Python runs ahead of a GPU; but the `loss.item()` in this call's
         arguments waits until the GPU has done all that was launched before, also the update. (If
-        rank 0 cannot write, it exits with a line, and torchrun ends the other ranks.)
+        rank 0 cannot write, it exits with a one-line error, and torchrun ends the other ranks.)
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -238,8 +242,8 @@ class Run:
     def restore(self) -> int:
         """Restore what --resume selects, if anything; returns the number of steps done.
 
-        Raises UserError if ranks have read different data, or if there is no checkpoint that this
-        run can resume from.
+        Raises UserError if ranks have read different data, or if --resume, --out and the flags do
+        not fit the checkpoints that are there (resume.py).
         """
         self.fingerprint = self.parts["data"].fingerprint()
         self.ranks.require_same(
@@ -282,6 +286,8 @@ class Run:
         """What a checkpoint has besides its pieces and the rank's number."""
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
+
+    # Used before the first step, too
 
     def take_sent(self) -> dict[str, int]:
         """The bytes that this rank has sent since the last call, by group."""

@@ -1,25 +1,26 @@
 """How a run ends early. `Signals`: a signal ends it after the current step. `HangWatch`: if a step
 takes longer than --timeout, the process ends at once.
 
-SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks end the step, save a
-checkpoint, and exit with status 0.
+SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks finish the step, save
+a checkpoint, and exit with status 0. (If the signal comes while a checkpoint is being saved, they
+finish the next step, too.)
 
-    sent to a rank           what happens
-    the first signal         all ranks save, and end
-    then Ctrl-C              the rank ends without saving, as soon as Python runs (not while it
-                             waits in a collective)
-    SIGTERM after Ctrl-C     the same: torchrun sends it for a second Ctrl-C
-    any other second one     nothing
+    sent to a rank               what happens
+    the first signal             all ranks save, and end
+    then Ctrl-C                  the rank ends without saving, as soon as the call that it is in
+                                 returns (Python handles no signal inside a collective)
+    SIGTERM after Ctrl-C         the same: torchrun sends it for a second Ctrl-C
+    any other later signal       nothing
 
-    sent to torchrun         what torchrun does
-    Ctrl-C                   passes it on; a second one becomes SIGTERM
-    SIGTERM                  passes it on
-    SIGUSR1                  passes it on with --signals-to-handle SIGTERM,SIGINT,SIGUSR1. Without
-                             this flag the signal kills torchrun, and the ranks go on alone
+    sent to torchrun             what torchrun does
+    Ctrl-C                       passes it on; a second one becomes SIGTERM
+    SIGTERM                      passes it on
+    SIGUSR1                      passes it on with --signals-to-handle SIGTERM,SIGINT,SIGUSR1.
+                                 Without this flag the signal kills torchrun, and the ranks go on
 
-After a signal that it passes on, torchrun gives the ranks 30 seconds for the step and the
-checkpoint, or its --shutdown-timeout, then kills them, and itself ends with a SignalException and
-status 1.
+After a signal that it passes on, torchrun waits up to 30 seconds, or its --shutdown-timeout, for
+the ranks to save and end, and kills those that have not. Then it ends with a SignalException and
+status 1, even if all ranks have ended well.
 """
 
 import faulthandler
@@ -48,7 +49,8 @@ class Signals:
         self.old_handlers: dict = {}
 
     def __enter__(self) -> "Signals":
-        self.old_handlers = {number: signal.signal(number, self.handle) for number in SIGNALS}
+        for number in SIGNALS:  # `signal` returns the handler that it replaces
+            self.old_handlers[number] = signal.signal(number, self.handle)
         return self
 
     def __exit__(self, *error: Any):
@@ -56,9 +58,9 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):
-        """Do what the first table above says. (A second SIGTERM that does not follow Ctrl-C is
-        ignored: torchrun may send it because a hang has ended another rank, and then this one must
-        live on for a moment, to print its stacks.)
+        """Do what the first table above says. (SIGTERM alone never ends a rank at once: torchrun
+        sends it when a hang has ended another rank, and this one must live on for a moment, to
+        print its own stacks.)
 
         Python runs a handler only between its own instructions. So if a rank waits in C code, as in
         a collective, a signal waits, too, until the collective returns. If it never does, torchrun
@@ -74,23 +76,24 @@ class Signals:
 
 
 class HangWatch:
-    """If a step takes longer than `seconds` (0: never), print the stacks of this rank, and end its
-    process.
+    """If a step takes longer than `seconds` (0: no limit), print the stacks of this rank, and end
+    its process.
 
     If one rank is stuck, the others soon wait for it in a collective, and all print their stacks at
-    about the same time (or, over gloo, the error that a rank has gone). The rank whose stack
-    differs is usually the one that the others wait for. On GPUs a stack often shows only that
-    Python waits for the GPU. So each rank also writes PyTorch's record of its last NCCL
-    collectives, OUT/nccl-RANK: `torchfrtrace --prefix nccl- OUT`, which comes with PyTorch, says in
-    which collective each rank is.
+    about the same time. (Over gloo, some may print instead that they have lost the connection to a
+    rank that has ended.) The rank whose stack differs is usually the one that the others wait for.
+    On GPUs a stack often shows only that Python waits for the GPU. So each rank also writes
+    PyTorch's record of its last NCCL collectives, OUT/nccl-RANK: `torchfrtrace --prefix nccl- OUT`,
+    which comes with PyTorch, says in which collective each rank is.
 
     Only steps are timed, with a compilation in the first one, but neither the start nor saving.
-    PyTorch itself ends a process that waits in one collective for 10 minutes (NCCL), or raises an
-    error in it after 30 (gloo). The default of --timeout, also 10 minutes, comes first, because it
-    counts from the start of the step. A larger --timeout does not change PyTorch's own limits.
+    PyTorch itself ends a process that waits in one collective of NCCL for 10 minutes; a collective
+    of gloo raises an error after 30 minutes. The default of --timeout, also 10 minutes, comes
+    first, because it counts from the start of the step. A larger --timeout does not change
+    PyTorch's own limits.
 
-    (The timer is a thread of Python: it runs only if the main thread releases the GIL, as PyTorch's
-    collectives do.)
+    (Unlike a handler of signals, the timer runs while the main thread waits in a collective: it is
+    another thread of Python, and PyTorch's collectives release the GIL.)
     """
 
     def __init__(self, seconds: float, out: Path):

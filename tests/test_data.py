@@ -160,7 +160,7 @@ def test_bytes_that_are_not_utf_8_are_counted(tmp_path):
     path = tmp_path / "latin.txt"
     # Six accented letters, 400 times
     path.write_text(400 * "Élève à l'école, où était-il? ", encoding="latin-1")
-    assert "2,400 U+FFFD: bytes that were not UTF-8" in opened(path).summary
+    assert "2,400 U+FFFD: for bytes that are not UTF-8" in opened(path).summary
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
