@@ -4,26 +4,33 @@
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
                    gradients add up in fp32 ---------------->         fp32 masters, two moments
 
+MICRO-BATCHES. The activations of a whole batch may not fit in memory. So forward and backward run
+on a few sequences at a time, here 4 of 32. Each backward adds to the gradients, and the weights
+change once, after the last (*gradient accumulation*).
+
 SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number
 of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
 are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
 have different numbers of target tokens: if one has a token with the loss 1, and another has three
-with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (In
-the texts that this course trains on, every position has a target. In data for fine-tuning, targets
-that are tokens of the prompt are IGNORE, and the loss leaves them out; here only the tests have
-such.)
+with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (The
+loss leaves out targets that are IGNORE, for example a prompt's tokens in fine-tuning. In this
+course only tests have them.)
+
+CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
+which brings the norm down to that. The norm is known only after the last micro-batch. (From step 3
+on it is also a sum over ranks, for which PyTorch's clip_grad_norm_ would not do.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
 token that ends a document); sequences of 256 tokens; 804,224 parameters. (In counts, and in bytes
 for each parameter, a parameter is one number. In the code it is a tensor, such as one matrix.)
 
-PRECISION. bf16 has 8 significant bits: near 0.02 its numbers are 0.00012 apart, so an update by
-1e-5 is lost, and so is a small gradient that is added to a large sum. Therefore, for bf16 weights,
-gradients add up in fp32, and AdamW updates *masters*, the weights' fp32 copies (as Micikevicius et
-al. 2017 did for fp16). Weights are bf16 on a GPU that has it, else fp32, unless --dtype says
-otherwise. AdamW's *moments* are running averages of the gradient and of its square, two numbers for
-each weight. Bytes for each parameter:
+PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So a norm's weight of 1,
+which an update by 0.003 (the peak --lr) should increase, stays 1; and a small gradient that is
+added to a large sum is lost, too. Therefore, for bf16 weights, gradients add up in fp32, and AdamW
+updates *masters*, the weights' fp32 copies (as Micikevicius et al. 2017 did for fp16). Weights are
+bf16 on a GPU that has it, else fp32, unless --dtype says otherwise. AdamW's *moments* are running
+averages of the gradient and of its square, two numbers for each weight. Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -38,12 +45,19 @@ GPU in bf16, without --compile, a layer saves for each token
     4 dim                   inputs and outputs of the two norms                       512
     2 dim                   queries, and the output of attention                      256
     2 kv_dim                keys, values                                              128
-    4 ffn_dim               gate, up, silu(gate), and its product with up           1,408
+    4 ffn_dim               gate, up, silu(gate), silu(gate) * up                   1,408
                                                                              sum    2,304
     and in fp32:
     n_heads + 2             log sum exp(scores) for each head, 1 / rms for each norm   10
 
-In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. Some notes:
+In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer.
+
+With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
+numbers (tiny in bf16: 256 bytes), and backward repeats its forward: then all numbers of the table
+exist, but of one layer at a time. The repetition stops as soon as it has the input of down_proj,
+silu(gate) * up: down_proj itself is not repeated. (With --compile it is repeated, too.)
+
+Notes on the table, which you can skip:
 
     - A CPU's norms are not fused. Each of the two also saves dim numbers as fp32, and in a bf16 run
       dim more as bf16. A bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run, a CPU's
@@ -53,17 +67,11 @@ In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes. Some notes:
       kernel for heads that share keys, and the probabilities are saved.
     - RoPE's tables, which all layers share, are not counted.
 
-With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
-numbers (tiny in bf16: 256 bytes), and backward repeats its forward: then all numbers of the table
-exist, but of one layer at a time. The repetition stops as soon as it has the input of down_proj,
-the product of silu(gate) and up: down_proj itself is not repeated. (With --compile it does not
-stop.)
-
-FLOPS OF A TOKEN. Each weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward
-(2 for the gradient of the input, 2 for that of the weight). (The embedding's cost none: it is
-looked up.) In causal attention a token attends to seq/2 tokens on average (nearly), so one matrix
-product of attention costs a token 2 x dim x seq/2 = seq x dim (multiply and add, for dim channels
-and seq/2 keys). There are seven such products:
+FLOPs OF A TOKEN, of matrix products alone. Each weight of a matrix costs 6: 2 in forward (multiply,
+add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). (The
+embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
+average (nearly), so one matrix product of attention costs a token 2 x dim x seq/2 = seq x dim
+(multiply and add, for dim channels and seq/2 keys). There are seven such products:
 
     forward 2     scores S = q k^T, output o = P v
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
@@ -114,12 +122,82 @@ from common.run import Run, RunConfig
 from common.shapes import model_shape
 
 
+def accumulate_wide(params: Iterable[nn.Parameter]):
+    """Let `.grad` of bf16 parameters be fp32: autograd casts each gradient before it adds it.
+
+    `grad_dtype` is PyTorch's: the dtype of `.grad`, by default the parameter's own.
+    """
+    for param in params:
+        param.grad_dtype = wide(param.dtype)
+
+
+def update(
+    torch_optimizer: torch.optim.Optimizer,
+    masters: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+    lr: float,
+):
+    """Update the masters with the gradients, both by name, at this learning rate."""
+    for name, master in masters.items():
+        master.grad = gradients[name]
+    for group in torch_optimizer.param_groups:
+        group["lr"] = lr
+    torch_optimizer.step()
+
+
+class Optimizer:
+    """The update rule on masters, the fp32 copies of the weights. fp32 and fp64 weights are their
+    own masters.
+    """
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Any = None):
+        """Set two dicts keyed by name, `params` and their `masters`; then `torch_optimizer`, which
+        updates the masters. (`mesh`, which step 3 gives, and `self.model` are only for an optional
+        optimizer.)
+        """
+        self.model = model
+        self.config = config
+        self.mesh = mesh
+        self.params = dict(model.named_parameters())  # all are trained
+        accumulate_wide(self.params.values())
+        self.masters: dict[str, Tensor] = {}
+        for name, param in self.params.items():
+            # bf16: a copy in fp32. fp32: no copy; `detach` gives a second tensor on the weight's
+            # memory, with a `.grad` of its own, which torch.optim reads
+            self.masters[name] = param.detach().to(wide(param.dtype))
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by name, not copied: clipping scales them in place."""
+        return {name: param.grad for name, param in self.params.items()}
+
+    def step(self, lr: float):
+        """Update the masters with the gradients, and the weights with the masters."""
+        update(self.torch_optimizer, self.masters, self.gradients(), lr)
+        self.publish()
+
+    def publish(self):
+        """Round the masters into the weights. (Also after --resume has restored the masters.)"""
+        for name, param in self.params.items():
+            param.detach().copy_(self.masters[name])  # in fp32 it is a copy to itself
+
+    def zero_grad(self):
+        """Drop the gradients, so that the next backward starts anew."""
+        for name, param in self.params.items():
+            param.grad = None
+            self.masters[name].grad = None
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """For checkpoints: which elements of each flat parameter this rank updates, here all."""
+        return {name: (0, param.numel()) for name, param in self.params.items()}
+
+
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     """Two parameter groups for torch.optim: matrices, which decay, and norms, which do not."""
     matrices = []
     norms = []
     for name, master in masters.items():
-        if name.endswith("norm.weight"):  # not by its shape: in step 3 all masters are flat
+        if name.endswith("norm.weight"):
             norms.append(master)
         else:
             matrices.append(master)
@@ -133,17 +211,14 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
 ADAMW = dict(betas=(0.9, 0.95), fused=True)
 
 
-def adamw(optimizer: "Optimizer") -> torch.optim.Optimizer:
-    """AdamW on the masters of `optimizer`, which calls this when it has made them. (`update` sets
-    the learning rate.)
-    """
+def adamw(optimizer: Optimizer) -> torch.optim.Optimizer:
+    """AdamW on the masters of `optimizer`. (`update` sets the learning rate.)"""
     return torch.optim.AdamW(decay_groups(optimizer.masters, optimizer.config), **ADAMW)
 
 
-def sgd(optimizer: "Optimizer") -> torch.optim.Optimizer:
-    """Gradient descent with weight decay, without state. Tests use it: if all gradients are wrong
-    by one factor, so are SGD's updates (with --grad-clip 0 and --weight-decay 0), but not Adam's,
-    which divides by the gradient's size.
+def sgd(optimizer: Optimizer) -> torch.optim.Optimizer:
+    """Gradient descent with weight decay, without state. For tests: Adam divides by the gradient's
+    size, so it hides gradients that are all wrong by one factor; SGD shows them.
     """
     return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)
 
@@ -157,7 +232,7 @@ def recompute_nothing(model: Decoder, **options: Any):
 
 def recompute_layers(model: Decoder, **options: Any):
     """A layer saves only its input, and its forward runs again in backward. Gradients stay the
-    same. (`options`: further arguments of `checkpoint`. Step 7 has one.)
+    same. (`options`: further arguments of `checkpoint`, which only step 7 gives.)
     """
     for layer in model.model.layers.values():
         # An attribute of this object: from now on `layer(x)` calls it, not the method of its class
@@ -203,84 +278,12 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak down to a tenth of it. (With the default 200
-    steps the last rate is slightly above a tenth.)
-    """
+    """Linear warm-up, then a cosine from the peak down to a tenth of it."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
     lowest = 0.1 * config.lr
     return lowest + (config.lr - lowest) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def accumulate_wide(params: Iterable[nn.Parameter]):
-    """Let `.grad` of bf16 parameters be fp32: autograd casts each gradient before it adds it.
-
-    `grad_dtype` is PyTorch's: the dtype of `.grad`, by default the parameter's own.
-    """
-    for param in params:
-        param.grad_dtype = wide(param.dtype)
-
-
-def update(
-    torch_optimizer: torch.optim.Optimizer,
-    masters: dict[str, Tensor],
-    gradients: dict[str, Tensor],
-    lr: float,
-):
-    """Update the masters with the gradients, both by name, at this learning rate."""
-    for name, master in masters.items():
-        master.grad = gradients[name]
-    for group in torch_optimizer.param_groups:
-        group["lr"] = lr
-    torch_optimizer.step()
-
-
-class Optimizer:
-    """The update rule on masters, the fp32 copies of the weights. fp32 and fp64 weights are their
-    own masters.
-    """
-
-    def __init__(self, model: Decoder, config: Config, mesh: Any = None):
-        """Set two dicts keyed by name, `params` and their `masters`; then `torch_optimizer`, which
-        updates the masters. (`mesh`, which step 3 gives, and `self.model` are only for an optional
-        optimizer.)
-        """
-        self.model = model
-        self.config = config
-        self.mesh = mesh
-        self.params = dict(model.named_parameters())  # all are trained
-        accumulate_wide(self.params.values())
-        self.masters: dict[str, Tensor] = {}
-        for name, param in self.params.items():
-            # bf16: a copy in fp32. fp32: no copy; `detach` gives a second tensor on the weight's
-            # memory, with a `.grad` of its own, which torch.optim reads
-            self.masters[name] = param.detach().to(wide(param.dtype))
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, not copied: clipping scales them in place."""
-        return {name: param.grad for name, param in self.params.items()}
-
-    def step(self, lr: float):
-        """Update the masters with the gradients, and the weights with the masters."""
-        update(self.torch_optimizer, self.masters, self.gradients(), lr)
-        self.publish()
-
-    def publish(self):
-        """Round the masters into the weights. (Also after --resume has restored the masters.)"""
-        for name, param in self.params.items():
-            param.detach().copy_(self.masters[name])  # in fp32 it is a copy to itself
-
-    def zero_grad(self):
-        """Drop the gradients, so that the next backward starts anew."""
-        for name, param in self.params.items():
-            param.grad = None
-            self.masters[name].grad = None
-
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """For checkpoints: which elements of each flat parameter this rank updates, here all."""
-        return {name: (0, param.numel()) for name, param in self.params.items()}
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
@@ -304,7 +307,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    # Allocate and initialise: each weight is a function of the seed and its name
+    # Allocate and initialise: each weight is a function of the seed, its name and its shape
     materialize(model, config.seed, device, dtype)
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
@@ -330,6 +333,7 @@ def train(config: Config, run: Run):
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
+        # On a GPU `item` waits until the update is done, so that the step's seconds are right
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

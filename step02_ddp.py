@@ -27,9 +27,10 @@ THREE WAYS TO SUM:
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: buckets
 
-BUCKETS. Many small messages would each cost a start, and one large one could begin only when all
-gradients are there. So gradients live in a few flat buffers, the buckets, of at most 1 MiB
-(--bucket-mb; a larger parameter has its own): each `.grad` is a view of one. A bucket counts how
+BUCKETS. Each message has a fixed cost, so many small ones are slow; and one large one could begin
+only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
+1 MiB (--bucket-mb; a larger parameter has its own): each `.grad` is a view of a part of one. (25
+MiB is usual; all of tiny's gradients, 3.2 MB, would then be one bucket.) A bucket counts how
 many additions to its gradients are still to come. Tiny's first has 11 parameters (the head, the
 last norm, and layer 3's nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter
 starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
@@ -53,8 +54,8 @@ below): in a training step 2 (n-1)/n times the bytes of all gradients and of the
 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, up to rounding. The effects of rounding grow from one training step
-to the next, so the comparison judges only the first 20:
+You should see the losses of step 1, run on the same kind of device, up to rounding. The effects of
+rounding grow from one training step to the next, so the comparison judges only the first 20:
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 (On a GPU, train both runs with --dtype fp32.) In runs/step02_ddp/metrics.jsonl, `sent` has the
 bytes that rank 0 sends in a training step, for each group, here only dp. (It leaves out the small
@@ -103,17 +104,17 @@ def join_ranks(device: torch.device) -> int:
     """Initialise the process group, if torchrun has started this script. Returns the number of
     ranks.
 
-    (`connect_ranks` is dist.init_process_group, with a UserError if the ranks do not find one
-    another.)
+    (`connect_ranks` is dist.init_process_group, with a UserError if that fails.)
     """
-    if "RANK" in os.environ and not dist.is_initialized():
+    if "RANK" in os.environ and not dist.is_initialized():  # tests have initialised it
         if device.type == "cuda":
             # With device_id, NCCL connects the ranks at once: a bad network shows here, and not in
             # the first all-reduce
             connect_ranks("nccl", device_id=device)
         else:
             connect_ranks("gloo")
-        compare_launches()  # ranks with other flags would create other groups, and hang
+        # If flags differed between ranks, they would create different groups, and hang
+        compare_launches()
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -152,7 +153,7 @@ class RingSync(NaiveSync):
         after round 0    d30            a01            b12            c23      rank r sent shard r
         after round 1    c230           d301           a012           b123     each sent its new sum
         after round 2    b1230          c2301          d3012          a0123    each has one sum
-        rounds 3, 4, 5   gets a d c     gets b a d     gets c b a     gets d c b    (all sums)
+        rounds 3, 4, 5   gets a d c     gets b a d     gets c b a     gets d c b    (full sums)
 
     Rounds 0 to 2 are a reduce-scatter (here rank r ends with shard r+1), rounds 3 to 5 an
     all-gather: rank 0 gets the sum of a in round 3, of d in round 4, of c in round 5. In round s
@@ -166,7 +167,7 @@ class RingSync(NaiveSync):
         r = group.rank
         right = (r + 1) % n
         left = (r - 1) % n
-        shards = gradient.view(-1).tensor_split(n)
+        shards = gradient.view(-1).tensor_split(n)  # views: writing to one changes the gradient
         for s in range(2 * (n - 1)):
             outgoing = shards[(r - s) % n]
             target = shards[(r - s - 1) % n]
@@ -198,8 +199,8 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group. In this step that is mesh["dp"] for
-    all. (In step 7 experts have another.)
+    All gradients of a bucket are summed over the same group (in step 7 experts have another than
+    the rest).
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled
@@ -238,8 +239,8 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.count_addition, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers, and make each `.grad` a view of its buffer. Each micro-batch will add
-        once to each gradient.
+        """Zero the buffers, and make each `.grad` a view of its buffer (`zero_grad` has set it to
+        None). Each micro-batch will add once to each gradient.
         """
         self.unsent = list(self.buckets)
         self.pending = []
@@ -264,9 +265,10 @@ class BucketSync:
             self.pending.append(all_reduce(complete.flat, complete.group))
 
     def finish(self):
-        """Wait for every sum. RuntimeError if a gradient has not come."""
+        """Wait for every sum. RuntimeError if an addition to a gradient has not come."""
         if self.unsent:
-            raise RuntimeError(f"{self.unsent[0].missing} gradients of a bucket have not come")
+            missing = self.unsent[0].missing
+            raise RuntimeError(f"{missing} additions to the gradients of a bucket have not come")
         for pending in self.pending:
             pending.wait()
 
@@ -301,12 +303,14 @@ def train(config: Config, run: Run):
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
-    sync = SYNCS[config.sync](model, config, mesh)  # new: sums gradients over the ranks
+    # new: sums gradients over the ranks. (After `Optimizer`, which sets grad_dtype)
+    sync = SYNCS[config.sync](model, config, mesh)
 
     # new: sync and mesh
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)
-        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
+        # Of the global batch: each rank has read all of it, so no message is needed
+        n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         ys = targets[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         loss = 0.0
