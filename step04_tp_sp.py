@@ -7,13 +7,14 @@ A *block*, attention or the MLP, is two matrix products with something between: 
     attention    q_proj, k_proj, v_proj    attention: a key/value head and its     o_proj
                                            query heads need no other head
 
-In Megatron-LM (Shoeybi et al. 2019) A is sharded by columns (outputs; in attention only between
-heads), and B by rows (inputs): a rank has the rows of B that its columns of A feed. So rank i can
-compute its term h(x A_i) B_i without the others, and the block's output is the sum of these terms.
-(All ranks of a tp group have the same x: they train on the same sequences.)
+In Megatron-LM (Shoeybi et al. 2019) each matrix of A is sharded by columns (outputs; in attention
+only between heads), and B by rows (inputs). So A_i, rank i's part of A, is some columns of
+gate_proj and the same columns of up_proj; and B_i, its part of B, is the rows that these feed. Rank
+i can then compute its term h(x A_i) B_i without the others, and the block's output is the sum of
+these terms. (All ranks of a tp group have the same x: they train on the same sequences.)
 
-In the code a matrix lies transposed: nn.Linear has weights [out, in]. So A is cut along dim 0, and
-B along dim 1 (`by_columns`, `by_rows`).
+In the code a matrix lies transposed: nn.Linear has weights [out, in]. So the matrices of A are cut
+along dim 0, and B along dim 1 (`by_columns`, `by_rows`).
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -50,7 +51,8 @@ Where f and g are in the code:
     attention, MLP     a forward pre-hook              a forward hook
     lm_head            a forward pre-hook              - (its logits stay sharded)
 
-So one f serves q, k and v, another one gate and up.
+So one f serves q, k and v, another one gate and up. (In the code f is `enter_parallel` and g is
+`leave_parallel`, each with SP, which comes next, or without.)
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
 n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
@@ -66,17 +68,19 @@ training step.
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
+(In Korthikanti et al. these two are named g and g-bar.)
+
 tp alone divides most of what a layer saves by n (step 1's table): q, k, v, attention's output,
-gate, up and their product. (A rank also has 1/n of each matrix, of its gradient and of its state.)
-What remains, for each token of the sequence, is the first row of that table:
+gate, up, silu(gate), and its product with up. (A rank also has 1/n of each matrix, of its gradient
+and of its state.) What remains, for each token of the sequence, is the first row of that table (and
+the norms' 1 / rms):
 
-                                     without SP    with SP
-    inputs of the two norms          2 dim         2 dim/n
-    their outputs                    2 dim         2 dim (f's outputs: matrices need all tokens)
-    in all, with --recompute full    dim           dim/n
+                               without SP    with SP
+    inputs of the two norms    2 dim         2 dim/n
+    their outputs              2 dim         2 dim (f's outputs: matrices need all tokens)
+    sum                        4 dim         2 dim + 2 dim/n
 
-(`enter_parallel` is f, `leave_parallel` is g, each with SP or without. In Korthikanti et al. f and
-g of SP are named g and g-bar.)
+With --recompute full a layer saves only its input: dim, with SP dim/n.
 
 THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
 In the embedding, tokens with other ids give zeros, and g sums. In the loss each rank has the logits
@@ -92,7 +96,7 @@ Replicate, Shard, Partial.)
     weights of the norms                   [dim]            whole    partial   --no-sp: both whole
     f(norm(x))                             [b, s, dim]      whole    partial   f's backward sums it
     q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
-    q k v, heads' outputs; gate, up        [b, s, width/n]  shard    shard
+    q k v, heads' outputs; gate, up        [b, s, out/n]    shard    shard
     o_proj down_proj                       [out, in/n]      shard    shard     rows of B
     their output, before g                 [b, s, dim]      partial  whole     g's forward sums it
     output of embed_tokens, before g       [b, s, dim]      partial  whole     g's forward sums it
@@ -103,29 +107,27 @@ zeros, because their gradients are zero: a padded channel of the MLP is 0 and me
 down_proj, no token has a padded id, and the loss leaves padded logits out.)
 
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of such a tensor sends 2 (n-1)/n S, an
-all-gather or a reduce-scatter (n-1)/n S. So an f, or a g, costs (n-1)/n x 2 S in forward and
-backward together. A layer has two f and two g, the embedding one g, the head one f. Multiply this
-table by (n-1)/n: the bytes that a rank sends over tp in a micro-batch.
+all-gather or a reduce-scatter (n-1)/n S. So each f and each g sends, times (n-1)/n,
+
+                 f forward    f backward    g forward    g backward
+    SP           S            S             S            S
+    --no-sp      0            2 S           2 S          0
+
+which is 2 S in forward and backward together. A layer has two f and two g, the embedding one g, the
+head one f. So in a micro-batch all f and g of a rank send over tp, again times (n-1)/n,
 
                                         each layer         embedding and head
     with SP or without                  8 S                4 S
     SP, --recompute full                8 S + 3 S = 11 S   4 S
     --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
-They add up from (again times (n-1)/n)
+Recomputation repeats a layer's forward without its last g, whose output backward does not need:
+with SP two f and a g, 3 S; without SP a g, 2 S. (With --compile the last g is repeated, too.)
 
-                 f forward    f backward    g forward    g backward
-    SP           S            S             S            S
-    --no-sp      0            2 S           2 S          0
-
-With recomputation a layer's forward is repeated without its last g, whose output backward does not
-need: with SP two f and a g, 3 S; without SP a g, 2 S. (With --compile it does not stop before it.)
-
-For the loss, each rank has two numbers a token, which are all-gathered in each micro-batch: a rank
-sends n-1 times 2 numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step it takes
-part in all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms'
-weights (with ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2, in
-fp32:
+The loss adds two numbers a token, all-gathered in each micro-batch: a rank sends n-1 times 2
+numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step a rank takes part in
+all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms' weights (with
+ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
@@ -351,7 +353,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         # The gradient, softmax - one-hot, [batch, seq, vocab/n], in place, because it is large
         gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
-        gradient[..., len(ids) :] = 0.0
+        gradient[..., len(ids) :] = 0.0  # padding
         one_if_held = held[..., None].to(gradient.dtype)
         gradient.scatter_add_(-1, column, -one_if_held)
         gradient.mul_(counted[..., None])  # 0 for tokens that are not counted
@@ -410,7 +412,8 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 # in_features, which print(model) shows, are still the whole model's.) All functions get the same
 # arguments, also those that do not use the last one
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    "q_proj": by_columns,  # whole heads, too: tp divides k's (checked), and these divide q's
+    # Also whole heads: tp divides the number of k's heads (checked), and this that of q's
+    "q_proj": by_columns,
     "k_proj": by_heads,
     "v_proj": by_heads,
     "o_proj": by_rows,
@@ -459,7 +462,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence")
 
     def f_before(module: nn.Module, inputs: tuple) -> tuple:
-        x, *others = inputs
+        x, *others = inputs  # attention also gets cos and sin
         return enter_parallel(x, group, sp), *others
 
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -485,8 +488,8 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     a group are summed by one all-reduce.
 
     Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. All
-    ranks of a tp group have the same place in dp, and ZeRO cuts their units at the same elements.
-    So their parts of a norm's gradient are of the same elements, and can be added.
+    ranks of a tp group have the same number in dp, and units of the same size, so they have the
+    same elements of a norm's gradient, and these can be added.
     """
     params = dict(model.named_parameters())
     terms_of = defaultdict(list)  # the name of a group -> gradients
@@ -518,9 +521,10 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    # new: tp. It comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links.
-    # (If --tp does not divide the ranks, Mesh raises UserError)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    # new: tp divides the ranks. (If it does not, Mesh raises UserError)
+    dp = join_ranks(device) // config.tp
+    # new: it comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links
+    mesh = Mesh(dp=dp, tp=config.tp)
     # Along tp all have the same sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)

@@ -2,8 +2,10 @@
 ranks.
 
 Each of n ranks has s/n of a sequence's s tokens, and so keeps only 1/n of the activations:
-sequences can be n times as long. Norms, matrices and the loss act on each token alone. In
-attention, a query attends to its own key and all earlier ones, which other ranks may have.
+sequences can be n times as long. (This needs an attention kernel that does not store the scores.
+The one below, for teaching, does: see THE LAW.) Norms, matrices and the loss act on each token
+alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
+have.
 
 Queries stay on their rank. Keys and values travel round a ring, always to the right: to the next
 higher rank, and from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In
@@ -11,8 +13,8 @@ each, a rank holds the k and v of one rank, and computes with those that its que
 it receives the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
-`#`: all pairs of a query and a key; `+`: the causal half of them (the diagonal is not counted
-below); `.`: none, because these keys come later.
+`#`: all pairs of a query and a key; `+`: pairs of a query with its own key or an earlier one, which
+are counted as half of all; `.`: none, because these keys come later.
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .     1 unit of useful work, if + is 1 and # is 2
@@ -22,7 +24,8 @@ below); `.`: none, because these keys come later.
 
 ZIGZAG (--cp-mode zigzag, the default). To balance the work, the sequence is cut into 2n chunks, and
 rank r has chunks r and 2n-1-r as its shard, an early one and a late one. A chunk is half as long as
-a shard above, so a square here has a quarter of the area of one there. (Llama 3 shards so, too, but
+a shard above, so a `#` here has a quarter of the pairs of one there: count it as 2 *small units*,
+of which 4 are a unit. (Llama 3 shards so, too, but
 gathers the k and v of a whole sequence before a layer's attention; Dubey et al. 2024, 3.3.2.)
 
     keys of chunk ->          0 1 2 3 4 5 6 7
@@ -35,18 +38,18 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-Each rank has 16 small units, which are 16 / 4 = 4 of the units above. In order, ranks had 1, 3, 5
-and 7, on average also 4, but all waited for 7. In each hop, too, all have equally much. Rank 1, for
-example, has chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+Each rank has 16 small units, which are 4 units. In order, ranks had 1, 3, 5 and 7 units, on average
+also 4, but all waited for 7. In each hop, too, all have equally much. Rank 1, for example, has
+chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
-    hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #                 4 units in each hop
+    hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #      4 small units in each hop
 
-(Useful work: in hop 0 our code computes 8 units, all four squares of its two chunks, and then masks
-about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused kernel skips
-most of that half.)
+(Useful work: in hop 0 our code computes 8 small units, all four squares of its two chunks, and then
+masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused kernel
+skips most of that half.)
 
 THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part* of the keys. For
 each part it computes the output o of attention over these keys alone, and lse = log sum
@@ -56,13 +59,13 @@ softmax: Milakov and Gimelshein 2018; `merge` has an example):
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
 BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own. (Those of
-all ranks would need memory for all s tokens, which cp is there to avoid.) dkv, the gradient of
-these k and v, as far as it is summed, follows them. k and v leave when a hop begins. dkv cannot
-leave so early, because the rank must first add the term of its own queries. So dkv travels during
-the next hop, and is needed at its end. After n hops all ranks have added their terms, and the last
-message brings dkv back to its owner; no computation is left to hide it. So k and v are sent n-1
-times, and dkv n times. For 3 ranks (kv2 are the k and v of rank 2, and dkv2 {2 0} is the sum of the
-terms of ranks 2 and 0):
+all ranks would need memory for all s tokens, which cp is there to avoid.) dkv, the sum so far of
+the gradient of these k and v, follows them one hop behind. When a hop begins, a copy of k and v is
+sent on. dkv cannot leave so early, because the rank must first add the term of its own queries. So
+dkv travels during the next hop, and is needed at its end. After n hops all ranks have added their
+terms, and the last message brings dkv back to its owner; no computation is left to hide it. So k
+and v are sent n-1 times, and dkv n times. What 3 ranks have at the end of each hop, with their own
+term added (kv2: the k and v of rank 2; dkv2 {2 0}: the sum of the terms of ranks 2 and 0):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -94,10 +97,11 @@ For tiny in fp32 on 4 ranks:
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
 A rank's bytes grow like s, its FLOPs of attention like s^2/n, so FLOPs for each byte like s/n, the
-tokens on a rank. If these are many, then in zigzag all messages of a layer but the last dkv can
-hide behind computation. (`part_attention` stores all scores of a part, which a fused kernel does
-not. For real lengths on a GPU there is an optional technique, --cp-mode flash, the same ring with
-such a kernel: README, "Around the course".)
+tokens on a rank. If a rank has so many that FLOPs / bytes exceeds the GPU's FLOP/s divided by the
+link's bytes/s, then in zigzag all messages of a layer but the last dkv can hide behind computation.
+(`part_attention` stores all scores of a part: with 8,192 tokens on a rank and 32 heads, one
+sequence in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for each copy of them. For real lengths on a GPU
+there is an optional technique, the same ring with a fused kernel: README, "Around the course".)
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -105,15 +109,20 @@ You should see step 1's losses (on a GPU, with --dtype fp32 for both):
 In metrics.jsonl, `sent` over cp is the law's bytes x 4 layers x 8 micro-batches (32 sequences / 4):
 in fp32 41,943,040.
 
-PyTorch's own way, on GPUs: context_parallel of torch.distributed.tensor.experimental. Around
-forward and backward, with positions = arange(s), `with context_parallel(device_mesh["cp"],
-buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]):` shards the buffers, zigzag if 2n divides s,
-and replaces SDPA. (Without positions among them, each rank would count its own from 0.) By default
-it gathers k and v; set_rotate_method("alltoall"), of
-torch.distributed.tensor.experimental._attention, sends them round a ring.
+PyTorch's own way, on GPUs: context_parallel of torch.distributed.tensor.experimental. With
+positions = arange(s), around forward and backward:
 
-Try this: in `merge`, give each new part the same share: share = 0.5. pytest tests/test_step05.py -k
-merge fails, and the losses leave step 1's from the first step on.
+    with context_parallel(
+        device_mesh["cp"], buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]
+    ):
+
+It shards the buffers, in zigzag if 2n divides s, and replaces scaled_dot_product_attention.
+(Without positions among the buffers, each rank would count its own from 0.) By default it gathers k
+and v; set_rotate_method("alltoall"), of torch.distributed.tensor.experimental._attention, sends
+them round a ring.
+
+Try this: in `merge`, replace what is computed for `share` by share = 0.5. pytest
+tests/test_step05.py -k merge fails, and the losses leave step 1's from the first step on.
 """
 
 import math
@@ -284,8 +293,9 @@ def part_gradients(
     """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse:
     of *all* keys.
 
-    With FlashAttention's names (Dao et al. 2022, appendix B), forward is S = q k^T / sqrt(d), P =
-    softmax(S), o = P v. Backward, for the keys of this part:
+    With FlashAttention's names (Dao et al. 2022, appendix B; do, dP and so on are the gradients of
+    o, P, ...), forward is S = q k^T / sqrt(d), P = softmax(S), o = P v. Backward, for the keys of
+    this part:
 
         P  = exp(S - lse)    this part's columns of the whole P, because lse is that of all keys
         dv = P^T do          dP = do v^T
@@ -331,9 +341,9 @@ class RingAttention(torch.autograd.Function):
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
             source_k, source_v = source_kv
-            pairs = visible(group.rank, source, q.shape[2])
-            if pairs is not None:
-                queries, keys, causal = pairs
+            part = visible(group.rank, source, q.shape[2])
+            if part is not None:
+                queries, keys, causal = part
                 part_o, part_lse = part_attention(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
                 )
@@ -361,9 +371,9 @@ class RingAttention(torch.autograd.Function):
             source_k, source_v = source_kv
             term = torch.zeros_like(received)  # of the source's dkv: that of our queries
             dk_term, dv_term = term  # views
-            pairs = ctx.visible(ctx.group.rank, source, q.shape[2])
-            if pairs is not None:
-                queries, keys, causal = pairs
+            part = ctx.visible(ctx.group.rank, source, q.shape[2])
+            if part is not None:
+                queries, keys, causal = part
                 part_dq, part_dk, part_dv = part_gradients(
                     do[:, :, queries],
                     q[:, :, queries],
@@ -427,10 +437,9 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     """Let the ranks of `mesh["cp"]` divide each sequence. Returns the positions of this rank's
     tokens, int64 [s/n], on the CPU.
 
-    Each layer's `attend` becomes ring attention if n > 1. Raises UserError if a sequence cannot be
-    cut among n ranks or, with SP, a rank's tokens among the ranks of tp.
-
-    Gradients are summed, and ZeRO shards, over dp x cp: `mesh["data"]`.
+    Gradients are now summed, and ZeRO shards, over dp x cp: `mesh["data"]`. Each layer's `attend`
+    becomes ring attention if n > 1. Raises UserError if a sequence cannot be cut among n ranks or,
+    with SP, a rank's tokens among the ranks of tp.
     """
     group = mesh["cp"]
     tp = mesh["tp"].size

@@ -3,13 +3,15 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
-(Here a model of 6 layers.) Micro-batches pass through the stages. For each of them, neighbours
-exchange only x and its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the sequence;
-with sequence parallelism, 1/tp of that.) The price is idle time: the last ranks wait at the start,
-until the first x has reached them, and have nothing left to do at the end; the first ranks wait in
-between, for dx to come back. This idle time is the *bubble*.
+(Here a model of 6 layers.) Micro-batches pass through the stages. All ranks of pp read the same
+sequences: the first stage uses their tokens, the last one their targets. For each micro-batch,
+neighbours exchange only x and its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the
+sequence; with sequence parallelism, 1/tp of that.) The price is idle time: the last ranks wait at
+the start, until the first x has reached them, and have nothing left to do at the end; the first
+ranks wait in between, for dx to come back. This idle time is the *bubble*.
 
-FOUR MICRO-BATCHES ON TWO RANKS, one forward, one backward (1F1B). F0 is the forward of micro-batch
+FOUR MICRO-BATCHES ON TWO RANKS, in the order 1F1B (one forward, one backward), the second of the
+two schedules below. F0 is the forward of micro-batch
 0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
 1's input x0, and rank 1's dx0 is rank 0's dy0:
 
@@ -41,11 +43,17 @@ time:
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-THE BUBBLE. In both, with p equally slow stages and m micro-batches, each rank is idle for as long
-as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work: (p-1)/m of the
-working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves memory. From its
-forward to its backward a micro-batch is *in flight*, and the rank holds its activations. In AFAB
-all m are in flight at once; in 1F1B, on rank r, at most p - r.
+In 1F1B, rank r of p first does p-1-r forwards, one for each later rank (the *warm-up*); then one
+forward and one backward in turns (the *steady* part); then the backwards that are left (the
+*cool-down*).
+
+THE BUBBLE. In both, if all p stages take equally long, and there are m micro-batches, each rank is
+idle for as long as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work:
+(p-1)/m of the working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves
+memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds its
+activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. (So the first
+rank holds p micro-batches of 1/p of the layers: pp divides weights, but not the first rank's
+activations.)
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
@@ -63,13 +71,13 @@ forward to the backward:
 
 THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
 rank sends a y over pp, the last a dx, and the others both. Once in a training step every rank also
-takes part in all-reduces of the loss (4 bytes) and of the squared norm (8). If embedding and head
-are tied, the first rank and the last then also send each other their gradient of that matrix (with
-ZeRO, their shards of it). For tiny in fp32, pp 4 and 8 micro-batches:
+takes part in all-reduces of the loss (4 bytes, in fp64 8) and of the squared norm (8). If embedding
+and head are tied, the first rank and the last also send each other their gradient of that matrix
+(with ZeRO, their shards of it). For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 (sequences) x 256 (tokens) x 128 (dim) x 4 bytes = 524,288
     all-reduces          2 x 3/4 x (4 + 8) = 18
-    the first rank       8 x 524,288 + 18 = 4,194,322
+    the first rank       8 x 524,288 + 18 = 4,194,322: `sent` over pp in metrics.jsonl
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -86,7 +94,7 @@ PyTorch's own way, in torch.distributed.pipelining:
     schedule.step()             on those between
     schedule.step(target=y)     on the last
 
-scale_grads=False, because the loss is scaled once: gradients must not be divided by m again. Its
+scale_grads=False, because the loss is scaled once: gradients must not be divided by m as well. Its
 ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
@@ -142,8 +150,8 @@ class Stage:
     """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
-        """`layers`: which of the whole model's. `positions`: where this rank's tokens are in the
-        sequence (step 5). `number`: this stage's.
+        """`layers`: the numbers of its layers in the whole model. `positions`: where this rank's
+        tokens are in the sequence (step 5). `number`: the stage's number.
         """
         self.model = model
         self.layers = layers
@@ -215,26 +223,22 @@ def dtype_of(model: Decoder) -> torch.dtype:
 TIED = "model.embed_tokens.weight"
 
 
-def keep_stages(model: Decoder, stages: list[range]):
-    """Keep the modules of these stages, under their names in the whole model; delete others, or set
-    them to None.
+def keep_layers(model: Decoder, kept: set[int]):
+    """Keep the layers with these numbers, under their names in the whole model, and delete others.
 
-    The stage with layer 0 also has the embedding; the one with the last layer has norm and head. If
-    these two stages are on two ranks, both ranks keep a tied embedding, and its record says
-    stage_copies=2.
+    With layer 0 the rank also keeps the embedding, with the last layer norm and head; else these
+    become None. If layer 0 and the last one are on two ranks, both keep a tied embedding, and its
+    record says stage_copies=2.
     """
     trunk = model.model
     n_layers = model.config.n_layers
     tied = model.config.tied
-    kept = set()
-    for layers in stages:
-        kept.update(layers)
     has_first = 0 in kept
     has_last = n_layers - 1 in kept
     for layer in range(n_layers):
         if layer not in kept:
             del trunk.layers[str(layer)]
-    # If this rank has one of the two stages, and not both, a tied matrix is on two ranks, and
+    # If this rank has one of the two layers, and not both, a tied matrix is on two ranks, and
     # global_norm counts the two as one
     if tied and has_first != has_last:
         note_record(trunk.embed_tokens.weight, stage_copies=2)
@@ -253,7 +257,9 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
     are at the same place in their group data (dp x cp), so the two shards have the same elements.
     """
-    if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
+    if TIED not in gradients:  # a stage between
+        return
+    if record_of(model.get_parameter(TIED)).stage_copies == 1:  # on this rank alone, or not tied
         return
     other_end = group.size - 1 - group.rank
     other_term = torch.empty_like(gradients[TIED])
@@ -263,9 +269,9 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
 
 
 def first_contact(group: Group, device: torch.device):
-    """With NCCL, if the first call in a group is the one that `exchange` uses (batch_isend_irecv),
-    all ranks of the group must take part in it. A schedule's first message is between two ranks
-    only. So all ranks all-reduce first, which connects them.
+    """All-reduce once, so that NCCL connects all ranks of the group. (If a group's first call is
+    batch_isend_irecv, which `exchange` uses, all its ranks must take part in it; but a schedule's
+    first message is between two only.)
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
 
@@ -303,7 +309,7 @@ class Pipeline:
         self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that share the tokens of x
         layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
         self.stage = Stage(model, layers, positions, self.group.rank)
-        keep_stages(model, [layers])
+        keep_layers(model, set(layers))
         first_contact(self.group, positions.device)
 
     def step(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor) -> Tensor:
@@ -345,12 +351,12 @@ class Pipeline:
     def send_receive(
         self, peer: int, send: Tensor | None = None, receive_for: int | None = None
     ) -> Tensor | None:
-        """Send a tensor to `peer`, and receive one from it, together. If there is no such rank, do
-        nothing, and return None.
+        """Send a tensor to `peer`, or receive one from it, or both together. If there is no such
+        rank, do nothing, and return None.
 
         `receive_for`: the number of the micro-batch whose x or dy is to be received. It gives only
-        the size (the last micro-batch may have fewer sequences): messages of two ranks arrive in
-        the order in which they were sent.
+        the size (the last micro-batch may have fewer sequences): messages between two ranks arrive
+        in the order in which they were sent.
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
             return None
@@ -404,8 +410,9 @@ class OneForwardOneBackward(Pipeline):
             x = self.recv_forward(warm_up)
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.stage.forward(i, x)
-            dy = self.send_forward_recv_backward(y, i - warm_up)
-            dx = self.stage.backward(i - warm_up, dy)
+            oldest = i - warm_up  # the micro-batch whose backward comes next
+            dy = self.send_forward_recv_backward(y, oldest)
+            dx = self.stage.backward(oldest, dy)
             if i + 1 < m:  # x: the input of the next forward
                 x = self.send_backward_recv_forward(dx, i + 1)
             else:
@@ -440,8 +447,8 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    # new: pp. It comes first, so its ranks are farthest apart: in large models pp usually sends
-    # least
+    # new: pp. It comes first: its ranks are the farthest apart, because in large models pp usually
+    # sends least
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
@@ -492,8 +499,8 @@ def make_interleaved(
 
     The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
     (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. Here a
-    character is half a unit of the pictures above, because a stage is half as long (`python -m
-    common.schedules 2 4 2` draws this):
+    character is the forward of half of a rank's layers, one of interleaved's stages, and a forward
+    of 1F1B takes two (`python -m common.schedules 2 4 2` draws this):
 
         1F1B           rank 0    0011....aaaa22bbbb33cccc..dddd    6 idle beside 24
                        rank 1    ..00aaaa11bbbb22cccc33dddd....
@@ -525,41 +532,16 @@ SCHEDULES["interleaved"] = make_interleaved
 
 
 def count_micro_batches(config: Config, dp: Group) -> int:
-    """How many micro-batches a rank has in a training step. (The last one may be smaller.)"""
+    """How many micro-batches a rank has in a training step: lists are made before the first batch
+    is read. (The last micro-batch may be smaller.)
+    """
     sequences = config.global_batch_size // dp.size
     return math.ceil(sequences / config.micro_batch_size)
 
 
 class ListPipeline:
     """Runs programs, lists of actions with their messages, with any number of stages on a rank.
-
-    LISTS CAN DEADLOCK. An example:
-
-        rank 0    F0 B0 F1 B1
-        rank 1    F1 B1 F0 B0
-
-    Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which
-    comes after rank 0's B0: a circle. `simulate` (common/schedules.py) notices that no rank can go
-    on, and raises ValueError.
-
-    MESSAGES CAN DEADLOCK, too. The loops above send and receive together where both neighbours have
-    something to send; a program has single sends and receives. (F0 is here the forward of
-    micro-batch 0 through the rank's only stage.) `exchange` does not wait for its messages, but
-    with NCCL those of a group are one queue: behind a send that waits for its receive, no receive
-    begins. So assume that a send blocks until it is received. Let both ranks follow 1F1B:
-
-        rank 0    F0, send, F1, send
-        rank 1    receive, F0, B0, send
-
-    Both hang in their last operation, rank 0 in the send of F1's output, rank 1 in that of B0's,
-    because neither has begun to receive.
-
-    `add_messages` (common/schedules.py) finds an order in which that cannot happen. Here rank 1
-    begins to receive F1's input before it computes F0 (and waits for it only before F1), so that
-    rank 0's second send finds its receive:
-
-        rank 0    F0, send, F1, send, receive, B0, ...
-        rank 1    receive, receive, F0, B0, send, F1, ...
+    `add_messages` of common/schedules.py has made them, free of deadlocks.
     """
 
     def __init__(
@@ -585,7 +567,10 @@ class ListPipeline:
             if rank == self.group.rank:
                 layers = layers_of_stage(number, self.n_stages, model.config.n_layers)
                 self.stages[number] = Stage(model, layers, positions, number)
-        keep_stages(model, [stage.layers for stage in self.stages.values()])
+        kept: set[int] = set()
+        for stage in self.stages.values():
+            kept.update(stage.layers)
+        keep_layers(model, kept)
         first_contact(self.group, positions.device)
 
     def step(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor) -> Tensor:
@@ -600,8 +585,8 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous send to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # tensors[a]: the input of action a, and the message that brings it. (If this rank computed
-        # it, the message is an empty `Pending`. If a is another rank's, a send follows)
+        # tensors[a]: what action a will use, and the message that brings it; an empty `Pending`, if
+        # this rank has computed it, for an action of its own or, by a later send, of another rank
         tensors: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

@@ -1,5 +1,5 @@
-"""For the second part of step 6: pipeline schedules as data. Each rank has a list of actions, which
-can be drawn, checked or run.
+"""For the second part of step 6: pipeline schedules as data. Each rank has a list of actions. Here
+lists are made, simulated, drawn, and completed by messages; step 6 runs them.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
 a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
@@ -8,9 +8,9 @@ drawn (--schedule afab and 1f1b run step 6's loops); and `interleaved`. They dif
 the number of forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
-                                          then interleaved with 2 stages a rank, each of half as
-                                          many layers. (A forward of AFAB or 1F1B, of all the rank's
-                                          layers, is then two characters.)
+                                          then interleaved with 2 stages a rank. A character is then
+                                          the forward of half the rank's layers, so a forward of
+                                          AFAB or 1F1B takes two
 """
 
 import argparse
@@ -56,7 +56,7 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
     forwards = []
     backwards = []
     for start in range(0, m, p):
-        micro_batches = range(start, min(start + p, m))
+        micro_batches = range(start, min(start + p, m))  # the last round may be shorter, if v is 1
         for stage in stages:
             forwards += [Action("F", i, stage) for i in micro_batches]
         for stage in reversed(stages):
@@ -69,8 +69,8 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward: between the two, all m micro-batches are in flight. (GPipe, Huang
-    et al. 2019, but with the backwards in the order of the forwards.)
+    """All forward, all backward: after the last forward, all m micro-batches are in flight. (GPipe,
+    Huang et al. 2019, but with the backwards in the order of the forwards.)
     """
     return order_with_warm_up(p, m, v, rank, warm_up=m * v)
 
@@ -93,10 +93,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add
-    # p-1-rank to these, one for each later rank. We add 2 (p-1-rank): then an output can travel
-    # while both ranks work on something else. (If messages took no time, p-1-rank would give the
-    # same bubble, and p-1-rank fewer forwards would be in flight)
+    # After (v-1) p forwards, the next is the first one on this rank's last stage. To these 1F1B
+    # would add one for each later rank, p-1-rank. Megatron-LM adds twice as many: then an output
+    # can travel while both ranks work on something else. The price is more forwards in flight. (In
+    # our pictures, where messages take no time, the bubble would be the same without the doubling)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -121,8 +121,9 @@ def producer(action: Action, n_stages: int) -> Action | None:
         B of the last stage       F of this stage, which ends with the loss
         B of another stage        B of the stage after
 
-    (A backward also needs its own stage's forward. That came earlier, because the next stage's
-    forward needed its output.)
+    (A backward also needs its own stage's forward. That came earlier: the backward that this one
+    waits for, of the stage after, needed that stage's forward, and this needed our forward's
+    output.)
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
@@ -152,13 +153,22 @@ def simulate(
     order, and starts an action as soon as the rank is free and the action's input is there.
 
     `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
-    message between two ranks (the drawings have 0). Raises ValueError if the lists deadlock.
+    message between two ranks (the drawings have 0).
+
+    Raises ValueError if no rank can go on: LISTS CAN DEADLOCK. An example, with one stage on each
+    rank, whose number is left out:
+
+        rank 0    F0 B0 F1 B1
+        rank 1    F1 B1 F0 B0
+
+    Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which
+    comes after rank 0's B0: a circle.
     """
     ends: dict[Action, float] = {}  # when an action ended
     free_at = [0.0] * len(lists)  # when each rank has finished what it has run so far
     queues = [deque(actions) for actions in lists]
     spans = []
-    while any(queues):
+    while any(queues):  # in each round every rank runs as far as it can
         n_before = len(spans)
         for rank, queue in enumerate(queues):
             while queue:
@@ -166,7 +176,7 @@ def simulate(
                 start = free_at[rank]
                 needed = producer(action, len(rank_of_stage))
                 if needed is not None:
-                    if needed not in ends:  # it has not run yet: go on with the next rank
+                    if needed not in ends:  # not run yet: go on with the next rank
                         break
                     arrival = ends[needed]
                     if rank_of_stage[needed.stage] != rank:
@@ -203,13 +213,29 @@ def add_messages(
     """Each rank's program: its list of actions, with the sends and receives that these actions
     need.
 
+    MESSAGES CAN DEADLOCK, even if the lists do not. Step 6's loops send and receive together where
+    both neighbours have something to send; a program has single sends and receives. They do not
+    wait for their messages, but with NCCL those of a group are one queue: behind a send that waits
+    for its receive, no receive begins. So assume that a send blocks until it is received. Let two
+    ranks, with one stage each, follow 1F1B:
+
+        rank 0    F0, send, F1, send
+        rank 1    receive, F0, B0, send
+
+    Both hang in their last operation, rank 0 in the send of F1's output, rank 1 in that of B0's,
+    because neither has begun to receive. If rank 1 begins to receive F1's input before it computes
+    F0 (and waits for it only before F1), then rank 0's second send finds its receive:
+
+        rank 0    F0, send, F1, send, receive, B0, ...
+        rank 1    receive, receive, F0, B0, send, F1, ...
+
     The idea: one order of all actions and messages, of all ranks, that every program follows. Then
     no circle of waiting ranks can arise. The loop goes through all actions in the order in which
     they end in a simulation. It appends each to its rank's program. If another rank needs the
     output, it appends a send to this program, and a receive to that rank's program.
 
-    An example: the program of rank 1, of 2, interleaved with 2 stages a rank, for 2 micro-batches.
-    Its stages are 1 and 3.
+    Another example: the program of rank 1, of 2, interleaved with 2 stages a rank, for 2
+    micro-batches. Its stages are 1 and 3.
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
@@ -228,9 +254,9 @@ def add_messages(
         3. What an action or a message needs has a smaller number: the action that made its input
            ended earlier (all costs are above 0), and its message was numbered right after that.
 
-    Suppose that some ranks wait for ever, and take the smallest number that is not done. All ranks
-    that take part in it have done all that stands before it in their programs, which is smaller, by
-    1; and what it needs is done, by 3. So it can go on: a contradiction.
+    Suppose that some ranks wait for ever, and take the smallest number that is not done. Every rank
+    that takes part in it has done what stands before it in its program, because that has smaller
+    numbers (1.). What it needs is done, too (3.). So it can go on: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, rank_of_stage, costs):
@@ -285,8 +311,9 @@ def main():
         schedules.append(("interleaved", interleaved, v))
     for name, schedule, stages in schedules:
         lists = [schedule(p, m, stages, rank) for rank in range(p)]
-        # Of v stages on a rank, each takes 1/v of the time of a rank's only stage
-        costs = {kind: cost * v // stages for kind, cost in COSTS.items()}
+        # A character is the forward of one of v stages. A rank's only stage takes v of them
+        characters = v // stages
+        costs = {kind: cost * characters for kind, cost in COSTS.items()}
         print(name)
         print(draw(lists, round_robin(p, stages), costs))
 

@@ -137,7 +137,7 @@ def test_simulate_gives_times_worked_out_by_hand():
     "rank_0, rank_1", [("F0.0 B0.0 F1.0 B1.0", "F1.1 B1.1 F0.1 B0.1"), ("F0.0 B0.0", "B0.1 F0.1")]
 )
 def test_simulate_refuses_a_deadlock(rank_0, rank_1):
-    """The example of `ListPipeline` (F1.0: micro-batch 1, stage 0), and a B before its own F."""
+    """The example of `simulate` (F1.0: micro-batch 1, stage 0), and a B before its own F."""
     with pytest.raises(ValueError, match="wait for ever"):
         simulate([acts(rank_0), acts(rank_1)], round_robin(2, 1), COSTS)
 
@@ -145,22 +145,23 @@ def test_simulate_refuses_a_deadlock(rank_0, rank_1):
 # --- What each rank keeps -------------------------------------------------------------------------
 
 HEAD = ["model.norm.weight", "lm_head.weight"]
-STAGES = [
-    # A rank's stages of a model of 5 layers; their layers; which other parameters it has; and if
-    # embedding and head are tied, on how many ranks that matrix is
-    ([range(0, 1), range(2, 3)], "02", [TIED], 2),
-    ([range(1, 2), range(3, 4)], "13", [], None),
-    ([range(3, 5)], "34", HEAD, 2),
-    ([range(0, 1), range(4, 5)], "04", [TIED, *HEAD], 1),
+KEPT = [
+    # A rank's layers, of 5; which other parameters it has; and if embedding and head are tied, on
+    # how many ranks that matrix is
+    ("02", [TIED], 2),
+    ("13", [], None),
+    ("34", HEAD, 2),
+    ("04", [TIED, *HEAD], 1),
 ]
 
 
 @task("keep", 4)
 @cases("tied", [False, True])
-@cases("stages, layers, others, copies", STAGES)
-def test_keep_stages(tied, stages, layers, others, copies):
-    """A rank keeps its stages' layers; the first stage has the embedding, the last the head."""
-    model = decoder(partial(step.keep_stages, stages=stages), tied=tied, n_layers=5)
+@cases("layers, others, copies", KEPT)
+def test_keep_layers(tied, layers, others, copies):
+    """A rank keeps its layers, with layer 0 the embedding, and with the last one the head."""
+    kept = {int(layer) for layer in layers}
+    model = decoder(partial(step.keep_layers, kept=kept), tied=tied, n_layers=5)
     close("".join(model.model.layers), layers, "layers")
     found = {name for name, _ in model.named_parameters() if "layers" not in name}
     if tied:
