@@ -1,5 +1,5 @@
-"""Step 3: ZeRO. Data-parallel ranks shard what step 2 replicates: optimizer state, gradients,
-weights.
+"""Step 3: ZeRO, the Zero Redundancy Optimizer. Data-parallel ranks shard what step 2 replicates:
+optimizer state, gradients, weights.
 
 (Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
 every rank makes the same update. AdamW updates each element by itself. So with ZeRO, each of n
@@ -17,7 +17,9 @@ elements; rank r updates shard r.
 (o.. continues on rank 1 as ..o, and so on. Padding belongs to no parameter, and stays zero.)
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 1 2 3 4, rank 1's 10 20 30 40.
-Plain gradient descent with rate 0.1:
+Plain gradient descent with rate 0.1. The *local* gradient is that of a rank's own sequences; it is
+in a buffer apart from the *sum* over both ranks. Stage 1 frees the local gradient after the update,
+stages 2 and 3 after its reduce-scatter:
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
@@ -30,16 +32,15 @@ Plain gradient descent with rate 0.1:
     stage 3    weights     1 2                      3 4
                gradient    sum 11 22                sum 33 44
 
-(local: of this rank's sequences, in a buffer apart from the sum; stage 1 frees it after the update,
-stages 2 and 3 after its reduce-scatter. sum: over both ranks.) A rank also holds masters and
-moments, if there are any: of all four weights in stage 0, of its two in the others. (Plain gradient
-descent has no moments, and in fp32 no masters apart from the weights.) With stages 1 to 3, rank 0
-then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In stages 1 and 2 an all-gather gives
-all four to both.
+A rank also holds masters and moments, if there are any: of all four weights in stage 0, of its two
+in the others. (Plain gradient descent has no moments, and in fp32 no masters apart from the
+weights.) With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4.
+In stages 1 and 2 an all-gather gives all four to both.
 
-THE LAW. Bytes that a rank holds for each parameter at the update, in bf16 (2 of the weight, 4 of
-its gradient, 4 of its master, 8 of the moments), and in fp32 (4, 4, 0, 8). 6 + 16/n means that
-every rank holds 6 bytes, and 16 are divided among the ranks:
+THE LAW. Bytes that a rank holds for each parameter at the update: in bf16 2 of the weight, 4 of a
+gradient, 4 of the master, 8 of the moments; in fp32 4, 4, 0 and 8. 6 + 16/n means that every rank
+holds 6 bytes, and 16 are divided among the ranks. (Stage 1 holds two gradients, the local one,
+whole, and its shard of the sum: 2 + 4 whole, 4 + 4 + 8 divided.)
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -48,35 +49,27 @@ every rank holds 6 bytes, and 16 are divided among the ranks:
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-(Stage 1 in bf16: whole, 2 of the weight and 4 of the local gradient; of one shard, 4 of the sum, 4
-of the master and 8 of the moments. With several micro-batches, the local gradients of all units are
-whole when the last one's backward begins. Stage 1 could then free each after its reduce-scatter.
-That would lower the bytes at the update, but not the most that it ever holds.) Besides these,
-during forward and backward a rank holds, mainly:
+With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update: then
+all weights are whole. Besides these, during forward and backward a rank holds, mainly:
 
     - activations: each rank has its own, of its own sequences
-    - in stages 2 and 3, the whole gradients of at most two units; the last unit's stays through the
-      next micro-batch's forward (see `Zero2`)
-    - in stage 3, the whole weights of two units (see `Zero3`); with --keep, of all, also at the
-      update
-    - the gradient that autograd has just computed, of one parameter (with --compile, of one layer),
-      in the weights' dtype
-    - in stages 2 and 3, a shard for the sum that is in flight
-    - over gloo, a second copy of each unit's local gradients while their sum is in flight; stage 1
-      waits only in `finish`, so at the end of backward it has copies of all units
+    - in stages 2 and 3, the whole gradients of at most two units
+    - in stage 3, the whole weights of two units
 
-(If embedding and head are tied, some numbers here and below change: `Zero3` says which.)
+(If embedding and head are tied, some numbers here and below change: `Zero3` says which. Over gloo,
+each local gradient has a second copy while its sum is in flight: in stage 1, at the end of
+backward, that is a copy of all.)
 
 State is sharded first, because it is the largest part, and adds almost no traffic: an all-reduce is
-a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. (It sends
-more than step 2 only by the padding of units and an all-reduce of 8 bytes, and in bf16 fewer bytes,
-because the gathered weights have 2, not 4.)
+a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. In fp32 it
+sends what step 2 sends, and besides only the padding of units and an all-reduce of 8 bytes. In bf16
+it sends less: the gathered weights have 2 bytes, not 4.
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
 immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
-What is sent. Let
+WHAT IS SENT. Let
 
     n    be the number of ranks
     m    the number of micro-batches that a rank has in a training step
@@ -115,7 +108,8 @@ which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-With reshard_after_forward=False weights stay from forward to backward; after
+(With bf16 weights, also mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), so that sums
+are in fp32, as here.) With reshard_after_forward=False weights stay from forward to backward; after
 model.set_reshard_after_backward(False) they stay until the next micro-batch, too. Together that is
 --keep. Call set_reshard_after_backward(True) before the last backward: otherwise the next forward
 uses the old weights, without an error.
@@ -182,13 +176,14 @@ class Unit:
             self.bounds[name] = (total, total + param.numel())
             total += param.numel()
         self.shard_length = math.ceil(total / group.size)
-        self.shard_start = group.rank * self.shard_length
+        self.shard_start = group.rank * self.shard_length  # where this rank's shard is in flat
+        self.shard_stop = self.shard_start + self.shard_length
         some_param = next(iter(named.values()))  # all have the same dtype and device
         self.flat = some_param.new_zeros(self.shard_length * group.size)
         for name, param in named.items():
             self.part_of(self.flat, name).copy_(param.detach())
             param.data = self.part_of(self.flat, name)  # it stays the same nn.Parameter
-        self.shard = self.flat[self.shard_start : self.shard_start + self.shard_length]
+        self.shard = self.flat[self.shard_start : self.shard_stop]
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
@@ -210,8 +205,8 @@ class Unit:
         """
         start, stop = self.bounds[name]
         low = max(start, self.shard_start)
-        high = max(low, min(stop, self.shard_start + self.shard_length))
-        return low, high
+        high = min(stop, self.shard_stop)
+        return low, max(low, high)
 
     def own_part(self, own_shard: Tensor, name: str) -> Tensor:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
@@ -223,7 +218,7 @@ class Unit:
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """The names of each unit's parameters. (From step 7 on, experts are a unit of their own: their
+    """The names of each unit's parameters. (In step 7, experts are a unit of their own: their
     gradients are summed over another group.)
     """
     units: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -234,7 +229,8 @@ def unit_names(model: Decoder) -> list[list[str]]:
             module = "layer " + name.split(".")[2]  # model.layers.0.self_attn ...: layer 0
         else:
             module = "norm and head"
-        units[module, record_of(param).data_group].append(name)
+        data_group = record_of(param).data_group
+        units[module, data_group].append(name)
     return list(units.values())
 
 
@@ -270,7 +266,7 @@ class Zero1:
         # Reduce-scatters: of a unit, into this rank's shard of the sum
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):
-            # Initial weights unit by unit, so that with stage 3 no rank ever has the whole model
+            # Initial weights unit by unit: see `make_optimizer`
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -359,7 +355,7 @@ class Zero1:
 
     def zero_grad(self):
         """Free the gradients."""
-        self.torch_optimizer.zero_grad()
+        self.torch_optimizer.zero_grad()  # the masters' `.grad`, views of `summed_grad`
         for unit in self.units:
             unit.local_grad = None
             unit.summed_grad = None
@@ -411,8 +407,8 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd refuses to use a saved tensor that was written to later, for which it counts the
-    writes to each tensor. By `param.data = ...` in `Unit` a parameter shares the memory of `flat`,
+    (Autograd counts the writes to each tensor, and refuses a saved tensor that has been written to
+    since. By `param.data = ...` in `Unit` a parameter shares the memory of `flat`,
     but has its own count, which a write to `flat` does not change. These writes are harmless: a
     gather writes the same values again.)
     """
@@ -462,15 +458,15 @@ class Zero3(Zero2):
     comes last (with --compile, all come together). What is left of the layer's backward then reads
     no weights.
 
-    Hooks serve *segments*: the embedding, a layer, or norm and head. In this step read unit for
-    segment: segments[i] is a list of one unit. (If embedding and head are tied, norm and head use
-    two units; in step 7 a layer with experts, too; in step 6 a segment may be on another rank, and
-    its list is empty.)
+    Hooks serve *segments*: the embedding, a layer, or norm and head. Here each has one unit. (It is
+    a list of units: two in a tied model's last segment, or in a layer with experts; none if a
+    segment is on another rank, in step 6.)
 
-    TIED embedding and head. Their matrix is in E, and H is the last norm alone. E is then gathered
-    twice, for the embedding and with H, and stays whole to the end of backward, where its gradient
-    is complete. So three units are whole at a time; the law's e counts only the norm; and the
-    head's gradient of the shared matrix is kept until the embedding's is added.
+    Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
+    last norm alone. E is then gathered twice, for the embedding and with H, and stays whole to the
+    end of backward, where its gradient is complete. So three units are whole at a time; the law's e
+    counts only the norm; and the head's gradient of the shared matrix is kept until the embedding's
+    is added.
     """
 
     unit_type = ShardedUnit
@@ -520,10 +516,10 @@ class Zero3(Zero2):
         self.wait_for_segment(number)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
-        """Hook: free this segment's units, unless it is the last, and see to it that they are
-        gathered again before its backward.
+        """Hook: free this segment's units (those of the last segment stay, because its backward
+        follows at once). Add a hook that gathers them again before the segment's backward.
         """
-        if number + 1 < len(self.segments):  # the last one's backward follows at once
+        if number + 1 < len(self.segments):
             for unit in self.segments[number]:
                 self.free_after_use(unit)
         # The embedding's backward needs no weights. Under torch.no_grad there is no backward
@@ -597,7 +593,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)  # this wraps methods, and needs no weights
+    set_up_layers(model, config)  # it wraps methods, and needs no weights
     # new: initialises the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 

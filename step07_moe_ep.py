@@ -1,8 +1,8 @@
 """Step 7: mixture of experts. A layer has many MLPs; each rank holds some of them.
 
-THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for
-each token. Parameters grow with E, FLOPs of experts with K (Shazeer et al. 2017; Fedus et al. 2021,
-"Switch Transformer").
+THE BLOCK. In place of a layer's MLP, an MoE block has E MLPs, the *experts*, and a router W
+[E, dim] that chooses K of them for each token. Parameters grow with E, FLOPs of experts with K
+(Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
 
     p = softmax(W x)    chosen: the K largest p
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
@@ -25,13 +25,15 @@ t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token'
 
 `dispatch` goes from "sorted" to "by expert": an all-to-all, in which every rank sends rows to every
 other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", and
-undoes this: it sorts the outputs by rank, then sends them back. (The sorting is
-`transpose_blocks`.) In backward the rows' gradients go back the way the rows came. How many rows a
-rank gets depends on the tokens. So ranks first tell one another how many rows will come.
+undoes this: it sorts the outputs by rank, then sends them back. So what is returned has the order
+of "sorted". (The sorting is `transpose_blocks`.) In backward the rows' gradients go back the way
+the rows came. How many rows a rank gets depends on the tokens. So ranks first tell one another how
+many rows will come.
 
 WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
 Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
-rank would send its 4 experts, 540,672 numbers, to the other rank in each forward of a layer. With
+rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, to the other rank in each
+forward of a layer. With
 tokens, a rank routes 4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512
 rows of 128 numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent
 twice in forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts,
@@ -43,15 +45,16 @@ choices of a token). Let f_e be the fraction of a micro-batch's choices that fel
 P_e the mean p_e of its tokens. With M micro-batches in a training step, of all ranks of dp
 together, the gradients are those of
 
-    loss + aux_loss_coeff / M x (sum over micro-batches and layers of  E sum_e f_e P_e)
+    loss + (aux_loss_coeff / M) x the sum, over micro-batches and layers, of  E sum_e f_e P_e
 
 (The loss that you see excludes the second term.)
 
-In the figure f = 2/8 2/8 3/8 1/8. With P = 0.25 0.25 0.4 0.1, E sum f P is 4 x (0.0625 + 0.0625 +
-0.15 + 0.0125) = 1.15; if all f and all P are 1/E, it is 1.
+In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
++ 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so it has no gradient. P has one: the update pushes a token's logit of e down
-if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
+f comes from counts, so it has no gradient. P has one: the update pushes (W x)_e, a token's logit of
+e, down if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is
+below.
 
 f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
 --micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
@@ -66,13 +69,14 @@ so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 
 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
-    dp           dp              0 4 8 12            divide the global batch      own sequences
+    dp           dp              0 4 8 12            divide the global batch      `own` in `train`
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
-    tp           tp              0 1                 divide the other matrices    step 4's f and g
+    tp           tp              0 1                 divide attention, embedding  step 4's f and g
+                                                     and head
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
-    ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
-    expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
+    ep           ep neighbours   0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+    expert_data  every ep-th     0 8                 hold the same experts        sums of gradients
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
@@ -80,33 +84,28 @@ expert_data adds them. ZeRO, too, shards a parameter over the group that sums it
 over expert_data, the others over data. (All ranks of a stage hold a router, and see different
 tokens. Its gradient is summed over data, and then over tp, as those of norms in step 4.)
 
-THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672; with
---expert-dim, that in place of ffn_dim).
+THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672;
+--expert-dim replaces ffn_dim).
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
-elements, which go to the experts and back, in forward and in backward. The table has the bytes that
-it sends for the experts, if choices are spread evenly over them, and for the rest of a layer over
-tp and data. (Those for the loss, the squared gradient norm, the final norm's weight, embedding,
-head, cp and pp are as in steps 4 to 6. w: bytes of an element. S: the bytes of one
-[micro_batch_size, seq/cp, dim]. n: ranks of the group.)
+elements, which go to the experts and back, in forward and in backward. It sends these bytes in each
+layer, if choices are spread evenly over the experts (w: bytes of an element; n: ranks of the
+group; step: a training step, with --zero 0):
 
-    over          once in             bytes                           with --recompute full
-    ep            layer, micro-batch  (n-1)/n (4 T K dim w + 8 E)     (n-1)/n (6 T K dim w + 16 E)
-    sequence      layer, micro-batch  2 (n-1)/n 8 E                   twice as many
-    tp            layer, micro-batch  (n-1)/n 4 S                     (n-1)/n 6 S
-    tp            layer, step         2 (n-1)/n x the gradients of router and two norms; the same
-    data          layer, step         2 (n-1)/n x those of attention, router, two norms; the same
-    expert_data   layer, step         2 (n-1)/n x those of its experts; the same
+    over         once in      what                 bytes                    with --recompute full
+    ep           micro-batch  rows                 (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
+    ep           micro-batch  counts               (n-1)/n x 8 E            (n-1)/n x 16 E
+    sequence     micro-batch  counts of f_e        2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
+    expert_data  step         experts' gradients   2 (n-1)/n x their bytes  the same
 
-(ep: rows there and back, in forward and in backward, and counts. sequence: counts, with --balance
-loss. tp: attention's f and g (step 4); an MLP in place of the experts would have 4 S more. step: a
-training step, with --zero 0.) For tiny as launched below, in fp32:
+All else is sent as in steps 4 to 6, but for an MLP's f and g, which are gone; and the router's
+gradient is summed over data and over tp, beside those of the norms. For tiny as launched below, in
+fp32:
 
     ep, forward     1/2 x (2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
     ep, backward    1/2 x 2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
     sequence        2 x 3/4 x 8 x 8 (experts) = 96
-    tp              1/2 x 4 x 4 (sequences) x 128 (tokens, 256 / cp) x 128 (dim) x 4 = 524,288
     expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
@@ -224,20 +223,20 @@ def rows_by_rank(counts_GL: Tensor) -> list[int]:
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and the number of rows
-    of each of our experts, int64 [L], on the device.
+    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and counts_L, the
+    number of rows of each of our experts, int64 [L], on the device.
 
     Counts travel before rows: to allocate memory for the rows, a rank must know how many will come.
     """
-    leaving = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
-    arriving = torch.empty_like(leaving)
-    all_to_all(arriving, leaving, group).wait()
-    counts_L = arriving.sum(0)
+    leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
+    arriving_GL = torch.empty_like(leaving_GL)
+    all_to_all(arriving_GL, leaving_GL, group).wait()
+    counts_L = arriving_GL.sum(0)
     # To split rows, Python needs the numbers, so the CPU waits for the GPU here, once for both
-    # tables. (The layer waits nowhere else, unless `expert_product` takes its second path, whose
+    # tables. (The block waits nowhere else, unless `expert_product` takes its second path, whose
     # `tolist` waits, too.)
-    leaving_GL, arriving_GL = torch.stack((leaving, arriving)).cpu()
-    return leaving_GL, arriving_GL, counts_L
+    on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return on_cpu[0], on_cpu[1], counts_L
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
@@ -253,7 +252,7 @@ def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: T
 
 def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
-    our rows, [N, D].
+    our rows, [N, D], in the order of `sorted_ND`.
     """
     by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
     sent_G = rows_by_rank(arriving_GL)
@@ -266,13 +265,13 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     rows [n, in], weight [n_experts, out, in] -> [n, out].
 
-    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts]. n is N with --ep
-    1, else R.
+    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts].
     """
     # In bf16 one call serves all experts, and on a recent GPU it is one kernel. For it `in` and
-    # `out` must be multiples of 8 (16 bytes). `ends`: where each expert's rows end
-    if rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0:
-        ends = counts.cumsum(0).to(torch.int32)
+    # `out` must be multiples of 8 (16 bytes)
+    sizes_fit = rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
+    if rows.dtype == torch.bfloat16 and sizes_fit:
+        ends = counts.cumsum(0).to(torch.int32)  # where each expert's rows end
         return F.grouped_mm(rows, weight.mT, offs=ends)
     parts = rows.split(counts.tolist())
     return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
@@ -309,8 +308,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router and experts, which replace an MLP. Nothing keeps the experts equally busy (--balance
-    none).
+    """The block: router and experts, in place of an MLP. Nothing evens out the experts' load
+    (--balance none).
     """
 
     def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
@@ -375,7 +374,7 @@ class MoE(nn.Module):
         return self.after_experts(out_TD.view_as(x), p_TE, counts_E)
 
     def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Return the layer's output `out` [batch, seq, dim]. A subclass may record the choices, or
+        """Return the block's output `out` [batch, seq, dim]. A subclass may record the choices, or
         attach a loss whose gradient backward adds.
 
         p_TE: all probabilities. counts_E: how many of this rank's choices each expert got.
@@ -398,7 +397,7 @@ class AddGradientOfLoss(torch.autograd.Function):
     """Return x, and in backward give `loss` the gradient 1, as if it were a part of the step's
     loss.
 
-    (The step's loss is computed on the last pipeline stage, and this one in the layer, on any
+    (The step's loss is computed on the last pipeline stage, and this one in the block, on any
     stage. This way nothing needs to be sent.)
     """
 
@@ -426,10 +425,10 @@ class LossBalancedMoE(MoE):
                 f"--micro-batch-size must divide the {sequences} sequences of a rank: the "
                 "auxiliary loss is a mean over equal micro-batches"
             )
-        # The step has global_batch_size / micro_batch_size micro-batches, on all ranks of dp
-        # together, and gradients are only summed. So the loss of each is divided by their number,
-        # as a token's loss is by the number of targets
-        self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
+        # M, of all ranks of dp. Gradients are only summed, so the loss of each micro-batch is
+        # divided by M, as a token's loss is by the number of targets
+        n_micro_batches = config.global_batch_size / config.micro_batch_size
+        self.coeff = config.aux_loss_coeff / n_micro_batches
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
@@ -455,7 +454,7 @@ class LossBalancedMoE(MoE):
         return AddGradientOfLoss.apply(out, self.coeff * aux_loss)
 
 
-# --balance -> the layer. (The second part adds "bias", which uses --bias-rate.)
+# --balance -> the block. (The second part adds "bias", which uses --bias-rate.)
 BALANCE: dict[str, type[MoE]] = {"loss": LossBalancedMoE, "none": MoE}
 
 
@@ -466,7 +465,7 @@ class Config(step06.Config):
     experts: int = flag(8, "MLPs in each layer", least=1)
     experts_per_token: int = flag(2, "how many of them a token visits", least=1)
     expert_dim: int = flag(0, "width of an expert; 0: the model's ffn_dim")
-    balance: str = flag("loss", "what keeps the experts equally busy", BALANCE)
+    balance: str = flag("loss", "what evens out the experts' load", BALANCE)
     aux_loss_coeff: float = flag(
         0.01, "coefficient of the auxiliary loss", needs={"balance": ["loss"]}
     )
@@ -494,8 +493,9 @@ def check_experts(config: Config, mesh: Mesh):
 def make_groups(mesh: Mesh, config: Config):
     """Create the groups ep, expert_data and sequence of the table GROUPS, on every rank."""
     # A table of ranks for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]].
-    # A row holds all experts, and a column has the same ones. The ranks of a row are neighbours:
-    # they differ in tp first, then in cp, then in dp. (For `queue` see `add_groups` in
+    # The ranks of a row together hold all experts: a group ep. The ranks of a column hold the same
+    # experts: a group expert_data. The ranks of a row are neighbours: they differ in tp first, then
+    # in cp, then in dp. (For `queue` see `add_groups` in
     # common/comm.py)
     for table in mesh.grid.reshape(config.pp, -1, config.ep):
         mesh.add_groups("ep", table, queue="activations")
@@ -516,7 +516,7 @@ def shard_moe(moe: MoE, mesh: Mesh):
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """Check the flags, create the groups of experts, and replace each MLP (with step 4's operators
-    around it) by a layer with the router and this rank's experts. Raises UserError.
+    around it) by a block with the router and this rank's experts. Raises UserError.
     """
     check_experts(config, mesh)
     make_groups(mesh, config)
@@ -581,8 +581,8 @@ def train(config: Config, run: Run):
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 
-# --- The second part, for a second evening: --balance bias. It keeps experts equally busy without a
-# loss.
+# --- The second part, for a second evening: --balance bias. It evens out the experts' load without
+# a loss.
 
 
 class BiasBalancedMoE(MoE):
@@ -605,7 +605,7 @@ class BiasBalancedMoE(MoE):
         self.rate = config.bias_rate
         self.register_buffer("bias", torch.zeros(config.experts))
         # How many of this rank's choices each expert got in this training step
-        load_E = torch.zeros(config.experts, dtype=torch.int64)
+        load_E = torch.zeros(config.experts, dtype=torch.int64)  # 0 between steps: not saved
         self.register_buffer("load_E", load_E, persistent=False)
 
     def choose(self, p_TE: Tensor) -> Tensor:

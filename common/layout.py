@@ -20,19 +20,20 @@ from common.model import Decoder
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """The record of one parameter. In steps 1 to 3 all have the default one: the parameter is
-    whole, and its gradient is summed over dp. (Step 2 needs only the first field.)
+    """The record of one parameter. In steps 1 to 3 all have the default one: no shard (what ZeRO
+    cuts is not noted here), and gradients are summed over dp. (Step 2 needs only the first field.)
     """
 
-    # The group over which its gradient is summed, by `sync`: ranks that hold the same weights, and
-    # each train them on different sequences (from step 5 on also: on different tokens of the same)
+    # The group over which `sync` sums its gradient: ranks that train the same weights, each on
+    # different sequences (from step 5 on also: on different tokens of the same ones)
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if it has the whole parameter
     shard: "Shard | None" = None
     # Step 4: ranks that train on the same sequences, and each have only a term of the gradient.
     # After `sync` it is summed over this group, too (`sum_partial_gradients`)
     partial_over: str | None = None
-    # Step 6: 2 for a tied matrix that both the first and the last pipeline stage hold (`sum_tied`)
+    # Step 6: 2 for a tied matrix that two ranks hold, with the first stage and the last
+    # (`sum_tied`)
     stage_copies: int = 1
 
 
@@ -42,7 +43,7 @@ def record_of(param: Tensor) -> ParamRecord:
 
 
 def data_group_of(param: Tensor, mesh: Mesh) -> Group:
-    """The ranks over which a parameter's gradient is summed, in steps 2 to 4 `mesh["dp"]`."""
+    """The ranks over which `sync` sums a parameter's gradient, in steps 2 to 4 `mesh["dp"]`."""
     return mesh[record_of(param).data_group]
 
 
@@ -55,15 +56,14 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     and 3).
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
-    squares over both is 50. So each rank divides its squares by the number of copies, that is, of
-    ranks that hold the same elements (`copies_of`).
+    squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
+    ranks that hold the same elements.
     """
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
         copies = copies_of(record_of(params[name]), mesh, sharded)
-        # (One kernel makes the norm of a tensor; a sum of squares would take two)
         square = torch.linalg.vector_norm(gradient).double().square()
         total += square / copies
     for group in norm_groups(mesh):
@@ -75,27 +75,24 @@ def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
     """How many ranks hold the same elements of a gradient.
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 1 with ZeRO,
-    because each element is in the shard of one rank. In step 4, for example with tp 2 and dp 4:
-
-                             a matrix, sharded over tp    the weight of a norm
-        without ZeRO         8 / 2 = 4                    8
-        with ZeRO over dp    8 / 2 / 4 = 1                8 / 4 = 2
+    because each element is in the shard of one rank. (`note_record` has an example of step 4.)
     """
     copies = mesh.world
     if sharded:  # by ZeRO
         copies //= mesh[record.data_group].size
     if record.shard is not None:  # from step 4 on
         copies //= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: only the ranks of one stage hold it, or of two if it is tied
-        copies = copies * record.stage_copies // mesh["pp"].size
+    if "pp" in mesh.groups:  # step 6: only the ranks of one stage hold it; a tied one, of two
+        copies //= mesh["pp"].size
+        copies *= record.stage_copies
     return copies
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups over which to sum, one after another, to get the sum over all ranks: in step 3 dp
-    alone, in step 4 dp and then tp. (If the ranks [0 1] [2 3] have the numbers [1 2] [3 4], sums
-    over columns, dp, give [4 6] [4 6], and then sums over rows, tp, [10 10] [10 10]. The mesh has
-    no group of all ranks.)
+    """The groups over which to sum, one after another, to get the sum over all ranks, because the
+    mesh has no group of all: in step 3 dp alone, in step 4 dp and then tp. (If the ranks [0 1]
+    [2 3] have the numbers [1 2] [3 4], sums over columns, dp, give [4 6] [4 6], and then sums over
+    rows, tp, [10 10] [10 10].)
 
     From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
     """
@@ -118,7 +115,7 @@ class Shard:
     dim: int
     over: str  # the name of a group of the mesh, whose ranks have the other shards
     start: int
-    stop: int  # may exceed `full`: padding
+    stop: int  # both may exceed `full`: padding
     full: int  # the size of the dimension before it was sharded: 257
 
 
@@ -130,10 +127,16 @@ def note_record(param: Tensor, **changes: Any):
 
         parameter, its full shape    shard                 partial_over
         q_proj.weight [128, 128]     dim 0 over tp: 0-63   None
-        norm.weight [128]            None                  "tp"
+        a norm's weight [128]        None                  "tp"
 
     (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W.) The gradient of
     a norm must also be summed over tp, because the ranks of tp have different tokens of a sequence.
+
+    On 8 ranks, tp 2 and dp 4, `copies_of` is then
+
+                             q_proj.weight    a norm's weight
+        without ZeRO         8 / 2 = 4        8
+        with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
     """
     param.parallel_record = replace(record_of(param), **changes)
 

@@ -2,9 +2,9 @@
 
 Every flag that decides what is computed must stay the same, for example those of the model, the
 batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
-that may change (and in most runs --micro-batch-size may, too): what a run reads and writes, where
-it computes, how the ranks divide the work. They change the results only by rounding (which in step
-7 may choose another expert). Three need a word:
+that may change: where a run reads its tokens, what it writes, where it computes, how the ranks
+divide the work. All but --dtype change the results at most by rounding (which in step 7 may choose
+another expert). Two of them, and one flag that is not in FREE, need a word:
 
     --dataset            may be another path to the same tokens: their fingerprint is compared
                          (above 2**27 tokens, that of a sample)
@@ -13,7 +13,7 @@ it computes, how the ranks divide the work. They change the results only by roun
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
 
 A run may be resumed by another step's script. A flag that only one of the two has is not compared.
-If another flag has changed, the run ends with a line such as "--resume
+If any other flag has changed, the run ends with a line such as "--resume
 runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 """
 
@@ -65,26 +65,29 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
-    Raises UserError if a path has none; if all are damaged; or if --out already has checkpoints and
-    `resume` is "" or another run: the checkpoints of two runs would be mixed. An older checkpoint
-    of --out is refused, too, because the newer ones would stay beside it. A collective.
+    A collective. Raises UserError
+
+    - if a path has no checkpoint, or only damaged ones
+    - if --out already has checkpoints, and `resume` is "" or another run: the checkpoints of two
+      runs would be mixed
+    - if `resume` is an older checkpoint of --out: the newer ones would stay beside it
     """
     if resume == "auto":
         return find_sound(out, ranks)
-    in_out = candidates(out, ranks)
+    existing = candidates(out, ranks)  # in --out
     refusal = (
         f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
         "another --out"
     )
     if resume == "":
-        if in_out:
+        if existing:
             raise UserError(refusal)
         return None
     where = Path(resume)
     if not candidates(where, ranks):
         raise UserError(f"--resume {resume}: no checkpoint is there")
-    if in_out:
-        newest = in_out[0]
+    if existing:
+        newest = existing[0]
         if where.resolve() not in (out.resolve(), newest.resolve()):
             raise UserError(refusal)
     return find_sound(where, ranks)
@@ -109,6 +112,7 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
-    # Weights converted from another format have the fingerprint "": then data are not compared
+    # A checkpoint that a tool made from another format's weights has the fingerprint "": then data
+    # are not compared
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")

@@ -5,15 +5,17 @@ sound one.
     OUT/checkpoints/step-00000100/rank-00000.pt      when all have
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
-run that is killed while it saves leaves no checkpoint of which only a part was written. A run
-keeps, in its own directory, the last two that it has saved or resumed (three while it saves), and
-unreadable ones that are newer than the older of these two.
+run that is killed while it saves leaves no checkpoint of which only a part was written. In its own
+directory a run keeps two checkpoints: the one that it has saved last, and the one before, which it
+has saved or resumed. Older ones are removed. A damaged one stays while it is newer than "the one
+before" (`remove_older`).
 
 DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
-checksums, and its content says how many files there are. So before a run resumes, the ranks share
+checksums, and each rank's says how many files there are. So before a run resumes, the ranks share
 the files out among them, read them all, and find out whether some are damaged or missing. If so,
 they try the next older checkpoint. (If none is left, or if --resume names the damaged one itself,
-the run ends.)
+the run ends.) A file that cannot be read, for example because a disk is out of reach, counts as
+damaged, too.
 
 A NETWORK DISK. What one rank has written, another may see only some seconds later. So when a run
 resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
@@ -50,15 +52,16 @@ def wait_for(paths: list[Path]):
 def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
     """Give a checkpoint its name when all files are there. Raises OSError if one does not come."""
     wait_for([hidden / f"rank-{rank:05d}.pt" for rank in range(n_ranks)])
-    shutil.rmtree(folder, ignore_errors=True)  # an unreadable one of this step may be there
+    # A damaged one may be there: the run has resumed from before it, and comes to this step again
+    shutil.rmtree(folder, ignore_errors=True)
     hidden.rename(folder)
 
 
 def remove_older(folder: Path, previous: Path):
-    """Remove the checkpoints beside `folder` that are older than `previous`. If `previous` is not
-    beside it, but another run's, or a copy with another name, remove nothing.
+    """Remove the checkpoints beside `folder` that are older than `previous`. Remove nothing if
+    `previous` is elsewhere (another run's), or a copy with another name.
 
-    Newer than `previous` there may be one that this run could not read. It may be sound, if a disk
+    Newer than `previous` there may be one that counted as damaged. It may be sound, if only a disk
     was out of reach, so it stays until `previous` is newer. For example, a run that could not read
     step 100 has resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
     """
@@ -97,7 +100,8 @@ def save_checkpoint(
         if previous is not None:
             ranks.attempt(remove_older, folder, previous, first_only=True)
     except UserError as error:
-        remove_hidden(folder.parent)  # by all: their disks may be different ones
+        # By all ranks: those of nodes that do not share the directory have files of their own
+        remove_hidden(folder.parent)
         raise UserError(f"--out: cannot save {folder}: {error}") from error
 
 
@@ -139,7 +143,7 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
             return folder
         if ranks.rank == 0:
             text = " ".join(problems[0].split())  # on one line
-            print(f"{folder} is skipped: {text}", file=sys.stderr, flush=True)
+            print(f"{folder} is not sound: {text}", file=sys.stderr, flush=True)
     if folders:
         raise UserError(
             f"--resume: no checkpoint in {where} is sound: if it is one of a run's checkpoints, "
