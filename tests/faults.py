@@ -80,7 +80,7 @@ FAULTS = [
         "step02_ddp",
         "sync.begin(len(xs))",
         "sync.begin(1)",
-        "test_step02::test_flags_of_step_1_keep_their_meaning",
+        "test_step02::test_dp_trains_to_step_1s_numbers",
         "buckets are sent after the first micro-batch (here a sync refuses the second one)",
     ),
     Fault(
@@ -94,14 +94,14 @@ FAULTS = [
         "step02_ddp",
         "learning_rate(step, config)",
         "learning_rate(step * mesh.world, config)",
-        "test_step02::test_flags_of_step_1_keep_their_meaning",
+        "test_step02::test_dp_trains_to_step_1s_numbers",
         "the schedule runs faster with more ranks",
     ),
     Fault(
         "step02_ddp",
         "(targets != IGNORE).sum()",
         'mesh["dp"].size * (targets[own] != IGNORE).sum()',
-        "test_step02::test_flags_of_step_1_keep_their_meaning",
+        "test_step02::test_dp_trains_to_step_1s_numbers",
         "each rank divides by its own number of targets",
     ),
     Fault(

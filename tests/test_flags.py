@@ -39,14 +39,15 @@ GIVEN = [
     (["--optimizer=adamw", "--out=a b"], Config(out="a b")),
     (["--tp=2", "--no-sp"], Config(tp=2, sp=False)),
     (["--optimizer=sgd", "--bucket-mb=0"], Config(optimizer="sgd", bucket_mb=0.0)),
-    # Its need for of_another_step, a flag that this Config lacks, is ignored
     (["--overlap"], Config(overlap=True)),
 ]
 
 
 @cases("words, expected", GIVEN)
 def test_words_become_a_config(words, expected):
-    """Each field is a flag; - stands for _ in its name, and --no- before it for False."""
+    """Each field is a flag; - stands for _ in its name, and --no- before it for False. A need for a
+    flag that Config lacks, as of --overlap, is ignored.
+    """
     found = parse(Config, words)
     assert found == expected, found
 

@@ -339,10 +339,11 @@ def test_compare_refuses_what_it_cannot_judge(reference, rows, first, text):
 
 
 def test_compare_names_flags_that_differ(tmp_path):
-    """The seed and the data decide what is computed; tp and the directory do not."""
+    """The seed, the data and the dtype can change what is computed; tp and the directory do not."""
     for name, seed, tp in (("a", 0, 1), ("b", 1, 2)):
         (tmp_path / name).mkdir()
-        flags = dict(seed=seed, tp=tp, out=name, dataset=f"{name}.txt", lr=0.1)
+        flags = dict(seed=seed, tp=tp, out=name, dataset=f"{name}.txt", lr=0.1, dtype=f"fp{seed}")
         (tmp_path / name / "config.json").write_text(json.dumps(flags))
     found = compare.other_flags(str(tmp_path / "a"), str(tmp_path / "b"))
-    close(found, ["--dataset: a.txt and b.txt", "--seed: 0 and 1"], "flags that differ")
+    expected = ["--dataset: a.txt and b.txt", "--dtype: fp0 and fp1", "--seed: 0 and 1"]
+    close(found, expected, "flags that differ")

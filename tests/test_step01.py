@@ -294,7 +294,7 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
 @task("masters", 4)
 def test_an_update_changes_weights_in_place():
     """Gradients x 4, as by clipping, at rate 0.5: 2 is subtracted, in the same memory. zero_grad
-    then frees all gradients.
+    then frees all gradients. Without gradients, as after --resume, masters are still published.
     """
     model = two_params()
     addresses = [param.data_ptr() for param in model.values()]
@@ -310,6 +310,9 @@ def test_an_update_changes_weights_in_place():
     optimizer.zero_grad()
     tensors = [*model.values(), *optimizer.masters.values()]
     close([x for x in tensors if x.grad is not None], [], "gradients that are left")
+    optimizer.masters["norm"].fill_(3.0)
+    optimizer.publish()
+    close(model.norm, torch.full((2, 3), 3.0), "the weight, after its master was restored")
 
 
 # --- Memory and FLOPs, recomputation, compilation -------------------------------------------------
@@ -327,7 +330,9 @@ def tokens_of(model: Decoder) -> Tensor:
 
 @cases("dtype, nbytes", [(BF16, 14_476_032), (FP32, 12_867_584)])
 def test_law_of_training_state(dtype, nbytes):
-    """Weights, gradients, masters and moments: 18 bytes for each of 804,224 parameters; fp32 16."""
+    """Weights, gradients, masters and moments take 18 bytes for each of 804,224 parameters, in fp32
+    16. (`Live` leaves out scalars, such as AdamW's counts of steps.)
+    """
     with Live() as live:
         model = tiny(dtype)
         optimizer = step.Optimizer(model, step.Config())
@@ -405,7 +410,7 @@ def backward_twice(model: Decoder):
         model(tokens, tokens.roll(shift)).backward()
 
 
-def require_equal_gradients(model: Decoder, bound: float = 1e-10):
+def require_gradients_of_a_plain_model(model: Decoder, bound: float = 1e-10):
     """Two micro-batches give `model` the gradients of a plain model."""
     plain = decoder(dtype=next(model.parameters()).dtype)
     for each in (model, plain):
@@ -418,7 +423,7 @@ def test_recomputation_keeps_gradients():
     """With `full`, two micro-batches have the gradients of a plain model."""
     model = decoder()
     step.set_up_layers(model, step.Config(recompute="full"))
-    require_equal_gradients(model)
+    require_gradients_of_a_plain_model(model)
 
 
 @cases("dtype, recompute, bound", [(FP64, "full", 1e-10), (BF16, "none", 1e-2)])
@@ -429,7 +434,7 @@ def test_compile_traces_layers_and_loss(monkeypatch, dtype, recompute, bound):
     graphs = traced_graphs(monkeypatch)
     model = decoder(dtype=dtype)
     step.set_up_layers(model, step.Config(compile=True, recompute=recompute))
-    require_equal_gradients(model, bound)
+    require_gradients_of_a_plain_model(model, bound)
     close(len(graphs), 2, "graphs")
 
 
@@ -440,7 +445,7 @@ def test_compiled_gradients_are_those_of_eager(dtype, bound):
     torch._dynamo.reset()
     model = decoder(dtype=dtype)
     step.set_up_layers(model, step.Config(compile=True))
-    require_equal_gradients(model, bound)
+    require_gradients_of_a_plain_model(model, bound)
 
 
 # --- The loop -------------------------------------------------------------------------------------

@@ -136,13 +136,12 @@ def test_positions(positions, expected, refused):
         positions(refused, 0, n)
 
 
-def count_pairs(visible: Callable, positions: Callable, n: int) -> list[float]:
-    """How many pairs of a query and a key each of n ranks computes.
-
-    Require that each query attends once to its own key and each earlier one, and to no later key.
+def require_causal(visible: Callable, positions: Callable, n: int) -> list[list[float]]:
+    """Require that each query attends once to its own key and each earlier one, and to no later
+    key. Returns how many pairs of a query and a key are computed, in each hop, by each of n ranks.
     """
     pairs = torch.zeros(6 * n, 6 * n)
-    work = [0.0] * n
+    work = [[0.0] * n for _ in range(n)]
     for rank, source in np.ndindex(n, n):
         part = visible(rank, source, 6)
         if part is None:
@@ -153,7 +152,7 @@ def count_pairs(visible: Callable, positions: Callable, n: int) -> list[float]:
         if part.causal:
             block = block.tril()
         pairs[rows[:, None], columns] += block
-        work[rank] += block.sum().item()
+        work[(rank - source) % n][rank] = block.sum().item()
     close(pairs, torch.ones_like(pairs).tril(), "how often each query (row) attends to each key")
     return work
 
@@ -162,15 +161,17 @@ def count_pairs(visible: Callable, positions: Callable, n: int) -> list[float]:
 @cases("n", [1, 2, 3])
 def test_ordered_visible(n):
     """Each query attends once to its own key and each earlier one, and to no later key."""
-    count_pairs(step.ordered_visible, step.ordered_positions, n)
+    require_causal(step.ordered_visible, step.ordered_positions, n)
 
 
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
-    """As in order, and all ranks compute equally many pairs of a query and a key."""
-    work = count_pairs(step.zigzag_visible, step.zigzag_positions, n)
-    close(work, [sum(work) / n] * n, "pairs that each rank computes")
+    """The same, and in each hop all ranks compute equally many pairs: with 6 tokens each, 21 of
+    their own keys (1 + 2 + ... + 6), then 18 (6 x 3).
+    """
+    work = require_causal(step.zigzag_visible, step.zigzag_positions, n)
+    close(work, [[21.0] * n] + [[18.0] * n] * (n - 1), "pairs in each hop, of each rank")
 
 
 # --- The ring -------------------------------------------------------------------------------------
