@@ -2,7 +2,7 @@
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
-                   gradients add up in fp32 ---------------->         fp32 masters, two moments
+                   gradients add up in fp32 ---------------->         fp32 masters
 
 MICRO-BATCHES. The activations of a whole batch may not fit in memory. So forward and backward run
 on a few sequences at a time, here 4 of 32. Each backward adds to the gradients, and the weights
@@ -18,15 +18,15 @@ course only tests have them.)
 
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
 which brings the norm down to that. The norm is known only after the last micro-batch. (From step 3
-on it is also a sum over ranks, for which PyTorch's clip_grad_norm_ would not do.)
+on its square is also summed over ranks. Therefore we do not use PyTorch's clip_grad_norm_.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
 token that ends a document); sequences of 256 tokens; 804,224 parameters. (In counts, and in bytes
 for each parameter, a parameter is one number. In the code it is a tensor, such as one matrix.)
 
-PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So a norm's weight of 1,
-which an update by 0.003 (the peak --lr) should increase, stays 1; and a small gradient that is
+PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So an RMSNorm's weight of
+1, which an update by 0.003 (the peak --lr) should increase, stays 1; and a small gradient that is
 added to a large sum is lost, too. Therefore, for bf16 weights, gradients add up in fp32, and AdamW
 updates *masters*, the weights' fp32 copies (as Micikevicius et al. 2017 did for fp16). Weights are
 bf16 on a GPU that has it, else fp32, unless --dtype says otherwise. AdamW's *moments* are running
@@ -42,13 +42,13 @@ RECOMPUTATION. Backward needs numbers from forward, the *activations*, which aut
 GPU in bf16, without --compile, a layer saves for each token
 
     how many numbers        of what                                                  tiny
-    4 dim                   inputs and outputs of the two norms                       512
+    4 dim                   inputs and outputs of the two RMSNorms                    512
     2 dim                   queries, and the output of attention                      256
     2 kv_dim                keys, values                                              128
     4 ffn_dim               gate, up, silu(gate), silu(gate) * up                   1,408
                                                                              sum    2,304
     and in fp32:
-    n_heads + 2             log sum exp(scores) for each head, 1 / rms for each norm   10
+    n_heads + 2             log sum exp(scores) of each head, 1 / rms of each RMSNorm  10
 
 In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer.
 
@@ -59,10 +59,10 @@ silu(gate) * up: down_proj itself is not repeated. (With --compile it is repeate
 
 Notes on the table, which you can skip:
 
-    - A CPU's norms are not fused. Each of the two also saves dim numbers as fp32, and in a bf16 run
-      dim more as bf16. A bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run, a CPU's
-      default: 4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
-    - The attention kernel is fused: from log sum exp, its backward computes the attention
+    - On a CPU an RMSNorm is several kernels. Each of the two also saves dim numbers as fp32, and in
+      a bf16 run dim more as bf16. A bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run,
+      a CPU's default: 4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
+    - Attention is a single kernel: from log sum exp, its backward computes the attention
       probabilities again, so that they need not be saved. On a GPU in fp32, PyTorch has no such
       kernel for heads that share keys, and the probabilities are saved.
     - RoPE's tables, which all layers share, are not counted.
@@ -75,9 +75,10 @@ average (nearly), so one matrix product of attention costs a token 2 x dim x seq
 
     forward 2     scores S = q k^T, output o = P v
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
-                  (P = softmax(S); dP is the gradient of P, and so on)
+                  (P = softmax(S / sqrt(head_dim)); do, dP, ... are the gradients of o, P, ...;
+                  softmax and scaling are not counted)
 
-Tiny has 804,224 parameters. Subtract the embedding's 257 x 128 and nine norms' 9 x 128: its
+Tiny has 804,224 parameters. Subtract the embedding's 257 x 128 and nine RMSNorms' 9 x 128: its
 matrices have 770,176 weights:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
@@ -89,7 +90,8 @@ layer but down_proj's:
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
 Run it:    python step01_single_gpu.py
-You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2.
+You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2, on
+two CPU cores in about three minutes.
 
 PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights stay fp32, so that no
 masters are needed, and each forward casts the weights of matrix products to bf16. Recomputation
@@ -137,7 +139,9 @@ def update(
     gradients: dict[str, Tensor],
     lr: float,
 ):
-    """Update the masters with the gradients, both by name, at this learning rate."""
+    """Update the masters with the gradients, both by name, at this learning rate. (Step 3 calls
+    this with masters of its own.)
+    """
     for name, master in masters.items():
         master.grad = gradients[name]
     for group in torch_optimizer.param_groups:
@@ -188,7 +192,9 @@ class Optimizer:
             self.masters[name].grad = None
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """For checkpoints: which elements of each flat parameter this rank updates, here all."""
+        """For checkpoints: which elements of each parameter this rank updates, (start, stop) in row
+        order; here all.
+        """
         return {name: (0, param.numel()) for name, param in self.params.items()}
 
 
@@ -218,7 +224,7 @@ def adamw(optimizer: Optimizer) -> torch.optim.Optimizer:
 
 def sgd(optimizer: Optimizer) -> torch.optim.Optimizer:
     """Gradient descent with weight decay, without state. For tests: Adam divides by the gradient's
-    size, so it hides gradients that are all wrong by one factor; SGD shows them.
+    size, so it hides gradients that are all wrong by one factor; SGD without clipping shows them.
     """
     return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)
 
@@ -278,7 +284,9 @@ class Config(RunConfig):
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine from the peak down to a tenth of it."""
+    """Linear warm-up, then a cosine from the peak down, which would reach a tenth of it at step
+    `steps`.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)

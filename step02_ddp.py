@@ -25,22 +25,23 @@ THREE WAYS TO SUM:
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    the default: buckets
+    --sync bucket    the default: a few large all-reduces, which start during the last backward
 
 BUCKETS. Each message has a fixed cost, so many small ones are slow; and one large one could begin
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
 1 MiB (--bucket-mb; a larger parameter has its own): each `.grad` is a view of a part of one. (25
 MiB is usual; all of tiny's gradients, 3.2 MB, would then be one bucket.) A bucket counts how
-many additions to its gradients are still to come. Tiny's first has 11 parameters (the head, the
+many additions to its gradients are still to come. Buckets are filled in the order of backward, from
+the head to the embedding. Tiny's first has 11 parameters (the head, the
 last norm, and layer 3's nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter
 starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
 starts, while backward goes on to earlier layers.
 
-All ranks must start their collectives in the same order, also if a model branches on its data. So
-buckets are sent in a fixed order: a complete one waits for those before it (Li et al. 2020,
-"PyTorch Distributed"). Below is the backward of the last micro-batch; time runs to the right
-(widths are not to scale). The second row is the bucket whose gradients backward completes at this
-moment. (A digit is not one parameter.)
+All ranks must start their collectives in the same order, but the order in which gradients become
+complete could differ between ranks. So buckets are sent in a fixed order: a complete one waits for
+those before it (Li et al. 2020, "PyTorch Distributed"). Below is the backward of the last
+micro-batch; time runs to the right. The second row shows which bucket is being completed (widths
+are not to scale, and a digit is not one parameter).
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -50,14 +51,15 @@ moment. (A digit is not one parameter.)
 0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
 
 THE LAW. In a ring, a rank sends 2 (n-1) messages, each 1/n of the tensor that is summed (`RingSync`
-below): in a training step 2 (n-1)/n times the bytes of all gradients and of the loss. For tiny on 4
-ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
+below). So in a training step it sends 2 (n-1)/n times the bytes of all gradients and of the loss.
+For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,825,350 bytes.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see the losses of step 1, run on the same kind of device, up to rounding. The effects of
-rounding grow from one training step to the next, so the comparison judges only the first 20:
+You should see step 1's losses, up to rounding (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
-(On a GPU, train both runs with --dtype fp32.) In runs/step02_ddp/metrics.jsonl, `sent` has the
+The effects of rounding grow from step to step, so this judges only the first 20.
+
+In runs/step02_ddp/metrics.jsonl, `sent` has the
 bytes that rank 0 sends in a training step, for each group, here only dp. (It leaves out the small
 messages by which ranks agree whether to stop: ranks.py.) PyTorch does not report what it sends. So
 common/comm.py computes what a ring would send in each collective, and adds these bytes up. With
@@ -65,7 +67,9 @@ common/comm.py computes what a ring would send in each collective, and adds thes
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages
-gradients over ranks: multiply the loss by the number of ranks to get our sums.
+gradients over ranks: multiply the loss by the number of ranks to get our sums. (For data, PyTorch's
+DistributedSampler deals a shuffled list out to the ranks. Its order changes only if `set_epoch` is
+called; and if the ranks do not divide the list, it repeats sequences, by default.)
 
 Try this: in `BucketSync.begin`, set `bucket.missing` one lower. A bucket is then sent before its
 last gradient is there, and `count_addition` raises RuntimeError.
@@ -106,7 +110,7 @@ def join_ranks(device: torch.device) -> int:
 
     (`connect_ranks` is dist.init_process_group, with a UserError if that fails.)
     """
-    if "RANK" in os.environ and not dist.is_initialized():  # tests have initialised it
+    if "RANK" in os.environ and not dist.is_initialized():  # (tests have initialised it)
         if device.type == "cuda":
             # With device_id, NCCL connects the ranks at once: a bad network shows here, and not in
             # the first all-reduce
@@ -145,8 +149,9 @@ class NaiveSync:
 class RingSync(NaiveSync):
     """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right.
 
-    (Patarasuk and Yuan 2009.) n = 4: each gradient has shards a b c d. A row shows the shards that
-    have changed; a01 is the sum of a over ranks 0 and 1:
+    (Patarasuk and Yuan 2009.) Each gradient has n shards, here n = 4: shard 0 is a, shard 1 is b,
+    and so on. In round s rank r sends shard r-s and receives shard r-s-1 (mod n). A row shows the
+    shards that have changed; a01 is the sum of a over ranks 0 and 1:
 
                          rank 0         rank 1         rank 2         rank 3
         at first         a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
@@ -156,9 +161,8 @@ class RingSync(NaiveSync):
         rounds 3, 4, 5   gets a d c     gets b a d     gets c b a     gets d c b    (full sums)
 
     Rounds 0 to 2 are a reduce-scatter (here rank r ends with shard r+1), rounds 3 to 5 an
-    all-gather: rank 0 gets the sum of a in round 3, of d in round 4, of c in round 5. In round s
-    rank r sends shard r-s and receives shard r-s-1 (mod n). (If n does not divide a gradient, ranks
-    send a few bytes more or fewer.)
+    all-gather: rank 0 gets the sum of a in round 3, of d in round 4, of c in round 5. (If n does
+    not divide a gradient, ranks send a few bytes more or fewer.)
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
@@ -170,13 +174,13 @@ class RingSync(NaiveSync):
         shards = gradient.view(-1).tensor_split(n)  # views: writing to one changes the gradient
         for s in range(2 * (n - 1)):
             outgoing = shards[(r - s) % n]
-            target = shards[(r - s - 1) % n]
-            incoming = torch.empty_like(target)
+            changed = shards[(r - s - 1) % n]
+            incoming = torch.empty_like(changed)
             exchange([(outgoing, right)], [(incoming, left)], group).wait()
             if s < n - 1:
-                target.add_(incoming)
+                changed.add_(incoming)
             else:  # sums are complete
-                target.copy_(incoming)
+                changed.copy_(incoming)
 
 
 class Bucket:
@@ -253,7 +257,7 @@ class BucketSync:
     def count_addition(self, bucket: Bucket, param: nn.Parameter):
         """Hook: autograd has added to a gradient of `bucket`. Send what is complete.
 
-        RuntimeError if the addition comes after the last expected one: it would not be summed.
+        RuntimeError if the addition comes after the last expected one: the sum may have started.
         """
         bucket.missing -= 1
         if bucket.missing < 0:
@@ -293,7 +297,8 @@ class Config(step01.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device))  # new: one group of all ranks, mesh["dp"]
+    n_ranks = join_ranks(device)  # new
+    mesh = Mesh(dp=n_ranks)  # new: one group of all ranks, mesh["dp"]
     # new: this rank's sequences of each global batch
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)

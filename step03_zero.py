@@ -1,11 +1,12 @@
 """Step 3: ZeRO, the Zero Redundancy Optimizer. Data-parallel ranks shard what step 2 replicates:
 optimizer state, gradients, weights.
 
-(Rajbhandari et al. 2020. Stage 3 is also called FSDP, fully sharded data parallelism.) In step 2
-every rank makes the same update. AdamW updates each element by itself. So with ZeRO, each of n
-ranks updates only 1/n of the weights, its shards, which may begin or end inside a matrix, and needs
-*state*, masters and moments, of these alone. (Only clipping looks at all elements of the
-gradient: their squares are summed over the ranks.)
+(Rajbhandari et al. 2020.) --zero 0 is step 2, where nothing is sharded. Stage 1, --zero 1, shards
+the optimizer's state, stage 2 also gradients, and stage 3, also called FSDP (fully sharded data
+parallelism), also weights. In step 2 every rank makes the same update. AdamW updates each element
+by itself. So with ZeRO, each of n ranks updates only 1/n of the weights, its shards, which may
+begin or end inside a matrix, and needs *state*, masters and moments, of these alone. (Only clipping
+looks at all elements of the gradient: their squares are summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide its number of
@@ -17,9 +18,9 @@ elements; rank r updates shard r.
 (o.. continues on rank 1 as ..o, and so on. Padding belongs to no parameter, and stays zero.)
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 1 2 3 4, rank 1's 10 20 30 40.
-Plain gradient descent with rate 0.1. The *local* gradient is that of a rank's own sequences; it is
-in a buffer apart from the *sum* over both ranks. Stage 1 frees the local gradient after the update,
-stages 2 and 3 after its reduce-scatter:
+Plain gradient descent with rate 0.1. The *local* gradient is that of a rank's own sequences; in
+stages 1 to 3 it is in a buffer apart from the *sum* over both ranks. Stage 1 frees the local
+gradient after the update, stages 2 and 3 after its reduce-scatter:
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
@@ -40,7 +41,8 @@ In stages 1 and 2 an all-gather gives all four to both.
 THE LAW. Bytes that a rank holds for each parameter at the update: in bf16 2 of the weight, 4 of a
 gradient, 4 of the master, 8 of the moments; in fp32 4, 4, 0 and 8. 6 + 16/n means that every rank
 holds 6 bytes, and 16 are divided among the ranks. (Stage 1 holds two gradients, the local one,
-whole, and its shard of the sum: 2 + 4 whole, 4 + 4 + 8 divided.)
+whole, and its shard of the sum: 2 + 4 whole, 4 + 4 + 8 divided. The paper has 4 + 12/n, 2 + 14/n
+and 16/n: its gradients have 2 bytes, and its stage 1 writes the sum over the local gradient.)
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -49,8 +51,9 @@ whole, and its shard of the sum: 2 + 4 whole, 4 + 4 + 8 divided.)
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update: then
-all weights are whole. Besides these, during forward and backward a rank holds, mainly:
+With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update. All
+weights are then whole at the update: 2 + 18/n bytes in bf16, 4 + 16/n in fp32. Besides these,
+during forward and backward a rank holds, mainly:
 
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units
@@ -60,10 +63,10 @@ all weights are whole. Besides these, during forward and backward a rank holds, 
 each local gradient has a second copy while its sum is in flight: in stage 1, at the end of
 backward, that is a copy of all.)
 
-State is sharded first, because it is the largest part, and adds almost no traffic: an all-reduce is
-a reduce-scatter and then an all-gather, and stage 1 makes the update between the two. In fp32 it
-sends what step 2 sends, and besides only the padding of units and an all-reduce of 8 bytes. In bf16
-it sends less: the gathered weights have 2 bytes, not 4.
+State is sharded first, because it is the largest part, and sharding it adds almost no traffic: an
+all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the update between the two.
+In fp32 stage 1 sends what step 2 sends, and besides only the padding of units and an all-reduce of
+8 bytes. In bf16 it sends less: the gathered weights have 2 bytes, not 4.
 
 Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
 because it would have to keep them. So each micro-batch's gradients are summed over ranks
@@ -74,7 +77,7 @@ WHAT IS SENT. Let
     n    be the number of ranks
     m    the number of micro-batches that a rank has in a training step
     P    the number of parameters, in stages 1 to 3 with the padding of units
-    e    the elements of E and H
+    e    the elements of E and H, with padding
 
 In a training step a rank sends (n-1)/n times this many elements:
 
@@ -108,8 +111,9 @@ which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-(With bf16 weights, also mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), so that sums
-are in fp32, as here.) With reshard_after_forward=False weights stay from forward to backward; after
+(Over gloo, also call set_force_sum_reduction_for_comms(True). For bf16 as here, leave the model in
+fp32, which then serves as masters, and pass mp_policy=MixedPrecisionPolicy(param_dtype=bf16,
+reduce_dtype=fp32).) With reshard_after_forward=False weights stay from forward to backward; after
 model.set_reshard_after_backward(False) they stay until the next micro-batch, too. Together that is
 --keep. Call set_reshard_after_backward(True) before the last backward: otherwise the next forward
 uses the old weights, without an error.
@@ -236,18 +240,19 @@ def unit_names(model: Decoder) -> list[list[str]]:
 
 class Zero1:
     """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
-    because the update comes between the two halves of the all-reduce.
+    because the update comes between the two halves of the all-reduce. Of a model of two layers:
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |         | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                    | all units |
 
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
-    `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`, in
-    fp32, and empties `.grad`. With a unit's last gradient of the training step it starts the unit's
-    reduce-scatter. (All ranks run the same backward here, so they complete units in the same
-    order.) The hook expects one gradient of each parameter in every micro-batch; if one is missing,
-    `finish` raises an error.
+    `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`,
+    which is wide, and empties `.grad`. (In step 2 `.grad` is a view of a buffer. Here a buffer
+    exists only from a unit's first gradient until it is freed, so the hook allocates it.) With a
+    unit's last gradient of the training step it starts the unit's reduce-scatter. (All ranks run
+    the same backward here, so they complete units in the same order.) The hook expects one gradient
+    of each parameter in every micro-batch; if one is missing, `finish` raises an error.
 
     It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter of
     which it has any, a view of the unit's master; and `publish` gathers the weights.
@@ -263,10 +268,10 @@ class Zero1:
         self.mesh = mesh
         self.units: list[Unit] = []
         self.masters: dict[str, Tensor] = {}  # by name: this rank's part, if there is any
-        # Reduce-scatters: of a unit, into this rank's shard of the sum
+        # (unit, this rank's shard of its new sum, the reduce-scatter that fills it)
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):
-            # Initial weights unit by unit: see `make_optimizer`
+            # Initial weights unit by unit, so that stage 3 can free one before it draws the next
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -379,9 +384,9 @@ class Zero2(Zero1):
         backward          | H | layer 1 | layer 0 | E |
         reduce-scatter        | H       | layer 1 | layer 0 | E |
 
-    H's is freed when the backward of layer 0 begins, layer 1's when that of E begins, and so on. So
-    whole gradients of two units exist at a time. The last sum, here E's, has no later unit in its
-    backward: it is in flight until H's next backward is done, or until `finish`.
+    H's is freed at layer 1's last gradient (`start_sum` waits for H's sum), layer 1's at layer 0's,
+    and so on. So whole gradients of two units exist at a time. The last sum, here E's, has no later
+    unit in its backward: it is in flight until H's next backward is done, or until `finish`.
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
@@ -407,10 +412,10 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`, even while that has no memory.
 
-    (Autograd counts the writes to each tensor, and refuses a saved tensor that has been written to
-    since. By `param.data = ...` in `Unit` a parameter shares the memory of `flat`,
-    but has its own count, which a write to `flat` does not change. These writes are harmless: a
-    gather writes the same values again.)
+    (You can skip this. Autograd counts the writes to each tensor, and refuses a saved tensor that
+    has been written to since. By `param.data = ...` in `Unit` a parameter shares the memory of
+    `flat`, but has its own count, which a write to `flat` does not change. These writes are
+    harmless: a gather writes the same values again.)
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -458,9 +463,9 @@ class Zero3(Zero2):
     comes last (with --compile, all come together). What is left of the layer's backward then reads
     no weights.
 
-    Hooks serve *segments*: the embedding, a layer, or norm and head. Here each has one unit. (It is
-    a list of units: two in a tied model's last segment, or in a layer with experts; none if a
-    segment is on another rank, in step 6.)
+    A *segment* is what one pair of hooks surrounds: the embedding, a layer, or norm and head. In
+    this step segment i is unit i. (In a tied model, and in steps 6 and 7, a segment may have two
+    units or none, so segments[i] is a list.)
 
     Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
     last norm alone. E is then gathered twice, for the embedding and with H, and stays whole to the
@@ -593,7 +598,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)  # it wraps methods, and needs no weights
+    set_up_layers(model, config)  # first, because the next line does two things
     # new: initialises the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 
@@ -612,7 +617,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["dp"]).wait()
 
         # new: with ZeRO a rank has only its shard of the gradient, so squares are summed over ranks
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

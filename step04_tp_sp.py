@@ -11,7 +11,8 @@ In Megatron-LM (Shoeybi et al. 2019) each matrix of A is sharded by columns (out
 only between heads), and B by rows (inputs). So A_i, rank i's part of A, is some columns of
 gate_proj and the same columns of up_proj; and B_i, its part of B, is the rows that these feed. Rank
 i can then compute its term h(x A_i) B_i without the others, and the block's output is the sum of
-these terms. (All ranks of a tp group have the same x: they train on the same sequences.)
+these terms. (All ranks of a tp group have the same x, because they train on the same sequences.
+With sequence parallelism, below, that is x after f.)
 
 In the code a matrix lies transposed: nn.Linear has weights [out, in]. So the matrices of A are cut
 along dim 0, and B along dim 1 (`by_columns`, `by_rows`).
@@ -51,26 +52,29 @@ Where f and g are in the code:
     attention, MLP     a forward pre-hook              a forward hook
     lm_head            a forward pre-hook              - (its logits stay sharded)
 
-So one f serves q, k and v, another one gate and up. (In the code f is `enter_parallel` and g is
-`leave_parallel`, each with SP, which comes next, or without.)
+So one f serves q, k and v, another one gate and up. (In the code, `enter_parallel` is f and
+`leave_parallel` is g. They use the two classes above, or with SP the two below.)
+
+f and g wait at once, because the next operator needs their result. (Only f's backward could overlap
+something: the gradients of A, as in Megatron-LM.)
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
 n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
 all-reduce is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With
 SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n
-tokens: its norms, its residual sums, and what norms save for backward are 1/n. f gathers the tokens
-before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without SP (with
---recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now has only
-its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp, once in a
-training step.
+tokens: it computes 1/n of the norms and residual sums, and saves 1/n of what they save. f gathers
+the tokens before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as
+without SP (with --recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a
+rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up
+over tp, once in a training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-(In Korthikanti et al. these two are named g and g-bar.)
+(Korthikanti et al. call this f g, and this g g-bar.)
 
-tp alone divides most of what a layer saves by n (step 1's table): q, k, v, attention's output,
+tp alone divides by n most of what a layer saves (step 1's table): q, k, v, attention's output,
 gate, up, silu(gate), and its product with up. (A rank also has 1/n of each matrix, of its gradient
 and of its state.) What remains, for each token of the sequence, is the first row of that table (and
 the norms' 1 / rms):
@@ -80,7 +84,9 @@ the norms' 1 / rms):
     their outputs              2 dim         2 dim (f's outputs: matrices need all tokens)
     sum                        4 dim         2 dim + 2 dim/n
 
-With --recompute full a layer saves only its input: dim, with SP dim/n.
+With --recompute full a layer saves only its input: dim, with SP dim/n. (Korthikanti et al. save
+only their own tokens of f's outputs, 2 dim/n, and gather them again in backward, which sends 2 S
+more in each layer. Not done here.)
 
 THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
 In the embedding, tokens with other ids give zeros, and g sums. In the loss each rank has the logits
@@ -107,14 +113,15 @@ zeros, because their gradients are zero: a padded channel of the MLP is 0 and me
 down_proj, no token has a padded id, and the loss leaves padded logits out.)
 
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of such a tensor sends 2 (n-1)/n S, an
-all-gather or a reduce-scatter (n-1)/n S. So each f and each g sends, times (n-1)/n,
+all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n times
 
                  f forward    f backward    g forward    g backward
     SP           S            S             S            S
     --no-sp      0            2 S           2 S          0
 
-which is 2 S in forward and backward together. A layer has two f and two g, the embedding one g, the
-head one f. So in a micro-batch all f and g of a rank send over tp, again times (n-1)/n,
+Each f, and each g, thus sends 2 S in forward and backward together. A layer has two f and two g,
+the embedding one g, the head one f. So in a micro-batch all f and g of a rank send over tp, again
+times (n-1)/n,
 
                                         each layer         embedding and head
     with SP or without                  8 S                4 S
@@ -289,8 +296,8 @@ def leave_parallel(term: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 def places_in(ids: range, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of `tokens`' shape: `held`, bool, whether the token is one of `ids`, those of
-    this rank; and its place among them, int64 (0 if it is not there: the caller masks it).
+    """Two tensors of `tokens`' shape. The first, bool, says whether this rank has the token's id:
+    whether it is one of `ids`. The second, int64, is its index in `ids`, or 0 if it is not there.
     """
     held = (tokens >= ids.start) & (tokens < ids.stop)
     return held, (tokens - ids.start).where(held, 0)
@@ -342,7 +349,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         column = column[..., None]
         logit_at_column = logits.gather(-1, column).squeeze(-1)
         own_target_logit = logit_at_column.where(held, 0.0)
-        own_log_sum = logits[..., : len(ids)].logsumexp(-1)  # later columns are padding
+        # Later columns are padding. Without any id this is -inf: it adds 0 to the sum
+        own_log_sum = logits[..., : len(ids)].logsumexp(-1)
 
         # Exchange them
         sent = torch.stack((own_log_sum, own_target_logit))  # [2, batch, seq]
@@ -351,7 +359,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = received[:, 0].logsumexp(0)
         target_logit = received[:, 1].sum(0)
 
-        # The gradient, softmax - one-hot, [batch, seq, vocab/n], in place, because it is large
+        # The gradient, softmax - one-hot, [batch, seq, vocab/n]: one new tensor, then in place
         gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
         gradient[..., len(ids) :] = 0.0  # padding
         one_if_held = held[..., None].to(gradient.dtype)
@@ -412,7 +420,8 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 # in_features, which print(model) shows, are still the whole model's.) All functions get the same
 # arguments, also those that do not use the last one
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    # Also whole heads: tp divides the number of k's heads (checked), and this that of q's
+    # q gets whole heads, too: tp divides the number of key/value heads (`by_heads` checks it), and
+    # the number of query heads is a multiple of theirs
     "q_proj": by_columns,
     "k_proj": by_heads,
     "v_proj": by_heads,
@@ -550,7 +559,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # new: the norms', over tp
         all_reduce(loss, mesh["dp"]).wait()  # along tp all ranks already have the same loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

@@ -2,8 +2,7 @@
 ranks.
 
 Each of n ranks has s/n of a sequence's s tokens, and so keeps only 1/n of the activations:
-sequences can be n times as long. (This needs an attention kernel that does not store the scores.
-The one below, for teaching, does: see THE LAW.) Norms, matrices and the loss act on each token
+sequences can be n times as long. Norms, matrices and the loss act on each token
 alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
 have.
 
@@ -13,20 +12,19 @@ each, a rank holds the k and v of one rank, and computes with those that its que
 it receives the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
 
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
-`#`: all pairs of a query and a key; `+`: pairs of a query with its own key or an earlier one, which
-are counted as half of all; `.`: none, because these keys come later.
+A cell below is the queries of one rank with the keys of another. `#`: all its pairs are needed.
+`+`: a query needs only its own key and earlier ones, about half of the pairs. `.`: none. Count + as
+4 units of work, and # as 8:
 
     keys of rank ->       0 1 2 3
-    queries of rank 0     + . . .     1 unit of useful work, if + is 1 and # is 2
-    queries of rank 1     # + . .     3
-    queries of rank 2     # # + .     5
-    queries of rank 3     # # # +     7: all ranks wait for this one
+    queries of rank 0     + . . .      4 units
+    queries of rank 1     # + . .     12
+    queries of rank 2     # # + .     20
+    queries of rank 3     # # # +     28: all ranks wait for this one
 
 ZIGZAG (--cp-mode zigzag, the default). To balance the work, the sequence is cut into 2n chunks, and
 rank r has chunks r and 2n-1-r as its shard, an early one and a late one. A chunk is half as long as
-a shard above, so a `#` here has a quarter of the pairs of one there: count it as 2 *small units*,
-of which 4 are a unit. (Llama 3 shards so, too, but
-gathers the k and v of a whole sequence before a layer's attention; Dubey et al. 2024, 3.3.2.)
+a shard above, so a cell here has a quarter of the pairs: + is 1 unit, and # is 2.
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
@@ -38,18 +36,19 @@ gathers the k and v of a whole sequence before a layer's attention; Dubey et al.
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-Each rank has 16 small units, which are 4 units. In order, ranks had 1, 3, 5 and 7 units, on average
-also 4, but all waited for 7. In each hop, too, all have equally much. Rank 1, for example, has
-chunks 1 and 6, and works on these pairs (chunk of queries, chunk of keys):
+Each rank has 16 units. In order, ranks had 4, 12, 20 and 28, on average also 16, but all waited for
+28. In each hop, too, all have equally much, 4 units. Rank 1, for example, has chunks 1 and 6, and
+works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
-    hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #      4 small units in each hop
+    hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-(Useful work: in hop 0 our code computes 8 small units, all four squares of its two chunks, and then
-masks about half, so hop 0 takes twice as long as a later one, on all ranks alike. A fused kernel
-skips most of that half.)
+(Llama 3 shards in zigzag, too, but gathers the k and v of a whole sequence before a layer's
+attention; Dubey et al. 2024, 3.3.2.) These are units of useful work. In hop 0 our code computes all
+four cells of its two chunks, 8 units, and then masks about half, so hop 0 takes twice as long as a
+later one, on all ranks alike. A fused kernel skips most of that half.
 
 THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part* of the keys. For
 each part it computes the output o of attention over these keys alone, and lse = log sum
@@ -60,12 +59,15 @@ softmax: Milakov and Gimelshein 2018; `merge` has an example):
 
 BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own. (Those of
 all ranks would need memory for all s tokens, which cp is there to avoid.) dkv, the sum so far of
-the gradient of these k and v, follows them one hop behind. When a hop begins, a copy of k and v is
-sent on. dkv cannot leave so early, because the rank must first add the term of its own queries. So
-dkv travels during the next hop, and is needed at its end. After n hops all ranks have added their
-terms, and the last message brings dkv back to its owner; no computation is left to hide it. So k
-and v are sent n-1 times, and dkv n times. What 3 ranks have at the end of each hop, with their own
-term added (kv2: the k and v of rank 2; dkv2 {2 0}: the sum of the terms of ranks 2 and 0):
+the gradient of these k and v, follows:
+
+    kv     is sent on when the hop begins, and arrives by its end               n-1 times
+    dkv    is sent on when this rank's own term has been added to it, at the    n times: the last
+           end of the hop, and travels during the next one                      brings it home
+
+The last message has no computation left to hide it. What 3 ranks have at the end of each hop, with
+their own term added (kv2: the k and v of rank 2; dkv2 {2 0}: the sum of the terms of ranks 2 and
+0):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
@@ -96,9 +98,11 @@ For tiny in fp32 on 4 ranks:
                                = 131,072
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
-A rank's bytes grow like s, its FLOPs of attention like s^2/n, so FLOPs for each byte like s/n, the
-tokens on a rank. If a rank has so many that FLOPs / bytes exceeds the GPU's FLOP/s divided by the
-link's bytes/s, then in zigzag all messages of a layer but the last dkv can hide behind computation.
+Can these messages hide behind computation? In a forward hop B must take no longer than two matrix
+products of attention, in a backward hop B + G no longer than five. A hop's bytes grow like s/n, the
+tokens on a rank, and its FLOPs like their square. So with enough tokens on a rank all messages of a
+layer but the last dkv can hide.
+
 (`part_attention` stores all scores of a part: with 8,192 tokens on a rank and 32 heads, one
 sequence in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for each copy of them. For real lengths on a GPU
 there is an optional technique, the same ring with a fused kernel: README, "Around the course".)
@@ -117,11 +121,12 @@ positions = arange(s), around forward and backward:
     ):
 
 It shards the buffers, in zigzag if 2n divides s, and replaces scaled_dot_product_attention.
-(Without positions among the buffers, each rank would count its own from 0.) By default it gathers k
-and v; set_rotate_method("alltoall"), of torch.distributed.tensor.experimental._attention, sends
-them round a ring.
+(Without positions among the buffers, each rank would count its own from 0. Gradients must still be
+summed over dp x cp: give DDP or FSDP that mesh.) By default it gathers k and v;
+set_rotate_method("alltoall"), of torch.distributed.tensor.experimental._attention, sends them round
+a ring.
 
-Try this: in `merge`, replace what is computed for `share` by share = 0.5. pytest
+Try this: in `merge`, replace what is computed for `share` by share = 0.5. Then python -m pytest
 tests/test_step05.py -k merge fails, and the losses leave step 1's from the first step on.
 """
 
@@ -276,8 +281,8 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
 
     An example: two keys weigh 3 and 1, and have the values 10 and 2. Together they give
     (3 * 10 + 1 * 2) / 4 = 8. In two parts, o = 10, lse = log 3, and part_o = 2, part_lse = log 1.
-    Then part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes
-    10 + 0.25 (2 - 10) = 8, and lse log 4.
+    Then part_o has the share e^part_lse / (e^lse + e^part_lse) = 1 / (3 + 1) = 0.25, which is also
+    sigmoid(part_lse - lse). So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
 
     (If a query had seen no key in either part, both lse would be -inf, and the share nan. That
     cannot happen: our own keys come first, and each query sees its own.)
@@ -341,9 +346,9 @@ class RingAttention(torch.autograd.Function):
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
             source_k, source_v = source_kv
-            part = visible(group.rank, source, q.shape[2])
-            if part is not None:
-                queries, keys, causal = part
+            seen = visible(group.rank, source, q.shape[2])
+            if seen is not None:
+                queries, keys, causal = seen
                 part_o, part_lse = part_attention(
                     q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
                 )
@@ -371,9 +376,9 @@ class RingAttention(torch.autograd.Function):
             source_k, source_v = source_kv
             term = torch.zeros_like(received)  # of the source's dkv: that of our queries
             dk_term, dv_term = term  # views
-            part = ctx.visible(ctx.group.rank, source, q.shape[2])
-            if part is not None:
-                queries, keys, causal = part
+            seen = ctx.visible(ctx.group.rank, source, q.shape[2])
+            if seen is not None:
+                queries, keys, causal = seen
                 part_dq, part_dk, part_dv = part_gradients(
                     do[:, :, queries],
                     q[:, :, queries],
@@ -387,7 +392,7 @@ class RingAttention(torch.autograd.Function):
                 dk_term[:, :, keys] = part_dk
                 dv_term[:, :, keys] = part_dv
             arriving.wait()
-            dkv = term.add_(received)  # with the terms of earlier ranks
+            dkv = received.add_(term)  # with the terms of earlier ranks
             received, arriving = pass_on(dkv, ctx.group)
         arriving.wait()  # the gradient of our own k and v is back, complete
         dk, dv = received.to(q.dtype)
@@ -442,7 +447,6 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     with SP, a rank's tokens among the ranks of tp.
     """
     group = mesh["cp"]
-    tp = mesh["tp"].size
     # queue="gradients" (common/comm.py): so k and v never wait behind a large bucket
     mesh.add_groups_along("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
@@ -451,12 +455,13 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
         return torch.arange(model.config.seq_len)
     mode = CONTEXT[config.cp_mode]
     positions = mode.positions(model.config.seq_len, group.rank, group.size)
+    tp = mesh["tp"].size
     if config.sp and len(positions) % tp:
         raise UserError(
             f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves to a rank"
         )
     for layer in model.model.layers.values():
-        layer.self_attn.attend = partial(mode.attention, group=group)
+        layer.self_attn.attend = partial(mode.attention, group=group)  # it already has `visible`
     return positions
 
 
@@ -505,7 +510,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)
         all_reduce(loss, mesh["data"]).wait()  # new: dp x cp
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

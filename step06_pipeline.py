@@ -10,10 +10,35 @@ sequence; with sequence parallelism, 1/tp of that.) The price is idle time: the 
 the start, until the first x has reached them, and have nothing left to do at the end; the first
 ranks wait in between, for dx to come back. This idle time is the *bubble*.
 
-FOUR MICRO-BATCHES ON TWO RANKS, in the order 1F1B (one forward, one backward), the second of the
-two schedules below. F0 is the forward of micro-batch
-0 through the rank's stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank
-1's input x0, and rank 1's dx0 is rank 0's dy0:
+TWO SCHEDULES, AFAB (all forward, then all backward) and 1F1B (one forward, one backward), here for
+4 ranks and 6 micro-batches. A character is a unit of time. 0 is the forward of micro-batch 0, and
+aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle time:
+
+             AFAB                          1F1B
+    rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff
+    rank 1   .012345......aabbccddeeff..   .012....aa3bb4cc5dd.ee.ff..
+    rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
+    rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
+
+In 1F1B, rank r of p first does p-1-r forwards, one for each later rank (the *warm-up*); then one
+forward and one backward in turns (the *steady* part); then the backwards that are left (the
+*cool-down*).
+
+THE BUBBLE. In both, if all p stages take equally long, and there are m micro-batches, each rank is
+idle for as long as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work:
+(p-1)/m of the working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves
+memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds its
+activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. (So the first
+rank holds p micro-batches, if there are so many, of 1/p of the layers: pp divides weights, but not
+the first rank's activations.)
+
+The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
+and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
+in the second part, does not wait at once, and so can overlap most messages with computation.)
+
+FOUR MICRO-BATCHES ON TWO RANKS, in 1F1B. F0 is the forward of micro-batch 0 through the rank's
+stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank 1's input x0, and
+rank 1's dx0 is rank 0's dy0:
 
     rank 0                    messages            rank 1
     F0
@@ -31,33 +56,6 @@ two schedules below. F0 is the forward of micro-batch
 DEADLOCK. In the middle, rank 0 has a y for rank 1, which has a dx for rank 0. If each sends first,
 and a send blocks until it is received, both wait for ever. So `send_receive` starts both before it
 waits for either.
-
-TWO SCHEDULES, for 4 ranks and 6 micro-batches. A character is a unit of time. 0 is the forward of
-micro-batch 0, and aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle
-time:
-
-             AFAB (all forward, then       1F1B (one forward, one
-             all backward)                 backward)
-    rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff
-    rank 1   .012345......aabbccddeeff..   .012....aa3bb4cc5dd.ee.ff..
-    rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
-    rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
-
-In 1F1B, rank r of p first does p-1-r forwards, one for each later rank (the *warm-up*); then one
-forward and one backward in turns (the *steady* part); then the backwards that are left (the
-*cool-down*).
-
-THE BUBBLE. In both, if all p stages take equally long, and there are m micro-batches, each rank is
-idle for as long as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work:
-(p-1)/m of the working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves
-memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds its
-activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. (So the first
-rank holds p micro-batches of 1/p of the layers: pp divides weights, but not the first rank's
-activations.)
-
-The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
-and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
-in the second part, does not wait at once, and so can overlap most messages with computation.)
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf (a tensor that
 autograd did not compute), whose `.grad` is the dx to send. The simple way keeps x and y from the
@@ -94,7 +92,8 @@ PyTorch's own way, in torch.distributed.pipelining:
     schedule.step()             on those between
     schedule.step(target=y)     on the last
 
-scale_grads=False, because the loss is scaled once: gradients must not be divided by m as well. Its
+`loss` is the summed loss, divided by the number of targets. scale_grads=False: gradients must not
+be divided by m as well. Its
 ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
@@ -139,7 +138,8 @@ from step05_cp_ring import own_tokens, shard_context
 
 
 class Stage:
-    """Consecutive layers, and the graphs of the micro-batches that are in flight.
+    """Consecutive layers, and the graphs of the micro-batches that are in flight. In each training
+    step `begin` sets `tokens`, `targets`, `n_targets` and `loss`.
 
     Backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
     use its result. What backward needs is the graph that computed y. It has a node for each
@@ -219,16 +219,16 @@ def dtype_of(model: Decoder) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-# The name of a tied embedding and head, on the first stage and on the last
+# The name of the matrix that is both embedding and head, if they are tied
 TIED = "model.embed_tokens.weight"
 
 
 def keep_layers(model: Decoder, kept: set[int]):
     """Keep the layers with these numbers, under their names in the whole model, and delete others.
 
-    With layer 0 the rank also keeps the embedding, with the last layer norm and head; else these
-    become None. If layer 0 and the last one are on two ranks, both keep a tied embedding, and its
-    record says stage_copies=2.
+    A rank with layer 0 also keeps the embedding; a rank with the last layer keeps the final norm
+    and the head. On other ranks these become None. If layer 0 and the last one are on two ranks,
+    both keep a tied embedding, and its record says stage_copies=2.
     """
     trunk = model.model
     n_layers = model.config.n_layers
@@ -257,9 +257,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
     are at the same place in their group data (dp x cp), so the two shards have the same elements.
     """
-    if TIED not in gradients:  # a stage between
-        return
-    if record_of(model.get_parameter(TIED)).stage_copies == 1:  # on this rank alone, or not tied
+    # This rank does not have the matrix, or it has the only one
+    if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
         return
     other_end = group.size - 1 - group.rank
     other_term = torch.empty_like(gradients[TIED])
@@ -354,8 +353,8 @@ class Pipeline:
         """Send a tensor to `peer`, or receive one from it, or both together. If there is no such
         rank, do nothing, and return None.
 
-        `receive_for`: the number of the micro-batch whose x or dy is to be received. It gives only
-        the size (the last micro-batch may have fewer sequences): messages between two ranks arrive
+        `receive_for`: the number of the micro-batch whose x or dy is to be received. Only its size
+        is used (the last micro-batch may have fewer sequences): messages between two ranks arrive
         in the order in which they were sent.
         """
         if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
@@ -476,7 +475,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)
@@ -512,10 +511,11 @@ def make_interleaved(
         F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
-    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to
-    (v-1) p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture,
-    on rank 0, 5 halves of a micro-batch; with 1F1B, 2 whole ones. (Of these, p - 1 - r, here 1 of
-    5, only give messages time to travel: see `interleaved` in common/schedules.py.)
+    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to (v-1)
+    p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture, on
+    rank 0, 5 micro-batches, each in half of the layers; with 1F1B, 2, each in all of them. (Of
+    these, p - 1 - r, here 1 of 5, only give messages time to travel: see `interleaved` in
+    common/schedules.py.)
 
     Takes what `Pipeline` takes. Raises UserError if p does not divide m.
     """
@@ -585,8 +585,9 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous send to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # tensors[a]: what action a will use, and the message that brings it; an empty `Pending`, if
-        # this rank has computed it, for an action of its own or, by a later send, of another rank
+        # tensors[a] = (the input of action a, its message). If this rank receives the input, the
+        # message brings it. If this rank has computed it, the message is an empty Pending; a is
+        # then its own action, or another rank's, to which a later send takes the tensor
         tensors: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

@@ -11,7 +11,8 @@ THE BLOCK. In place of a layer's MLP, an MoE block has E MLPs, the *experts*, an
 WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each layer, and gets
 the tokens that chose them. Four tokens of one micro-batch, K = 2, four experts, on two ranks that
 share the micro-batch (by cp or tp). Each choice of a token is a row: e0:t1 is a copy of x of token
-t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token's score of e0.
+t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token's score of e0. (In
+"routed", the expert with the larger p comes first.)
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e1 e2
@@ -42,8 +43,8 @@ weights would be cheaper.)
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
 choices of a token). Let f_e be the fraction of a micro-batch's choices that fell on expert e, and
-P_e the mean p_e of its tokens. With M micro-batches in a training step, of all ranks of dp
-together, the gradients are those of
+P_e the mean of p_e over all tokens of the micro-batch, also over those that did not choose e. With
+M micro-batches in a training step, of all ranks of dp together, the gradients are those of
 
     loss + (aux_loss_coeff / M) x the sum, over micro-batches and layers, of  E sum_e f_e P_e
 
@@ -60,23 +61,30 @@ f_e and P_e are those of a micro-batch, so with --balance loss two layouts train
 --micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
 layout, which expert is chosen.) The second part of this file has --balance bias, without a loss.
 
-GROUPS. cp, tp and pp are those of steps 4 to 6. Within a stage (the ranks with the same place along
-pp) every rank has different tokens: ranks of dp have other sequences; ranks of cp and of tp have
-other tokens of the same sequence (those of tp because of sequence parallelism: with tp, --no-sp is
-refused). So all dp x cp x tp ranks can share the experts, and ep need not be a dimension of the
-mesh ("MoE parallel folding", Liu et al. 2025). An expert is whole on its rank: tp does not cut it,
-so step 4's `enter_parallel` and `leave_parallel` around an MLP are gone. On 16 ranks, with pp 1, dp
-4, cp 2, tp 2, ep 8:
+GROUPS. cp, tp and pp are those of steps 4 to 6. Ranks with the same place along pp have the same
+layers: we call them the ranks of a stage. Each has different tokens: ranks of dp have other
+sequences; ranks of cp and of tp have other tokens of the same sequence (those of tp because of
+sequence parallelism: with tp, --no-sp is refused). So all dp x cp x tp ranks can share the experts,
+and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et al. 2025). An expert is
+whole on its rank: tp does not cut it, so step 4's `enter_parallel` and `leave_parallel` around an
+MLP are gone. On 16 ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
                                                      except experts
-    tp           tp              0 1                 divide attention, embedding  step 4's f and g
-                                                     and head
+    cp           cp              0 2                 divide each sequence         step 5's ring
+    tp           tp              0 1                 divide attention, embedding  step 4's f and g;
+                                                     and head                     sums of gradients
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
-    ep           ep neighbours   0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
-    expert_data  every ep-th     0 8                 hold the same experts        sums of gradients
+    ep           --ep ranks in   0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+                 a row
+    expert_data  ranks --ep      0 8                 hold the same experts        sums of gradients
+                 apart
+
+If ep spans ranks of dp, as here, these now meet in every layer, and not only after backward. So
+they must run equally many micro-batches in the same order. They do, because dp divides the batch,
+and all ranks of a stage have the same schedule.
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
@@ -89,22 +97,22 @@ THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny,
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. It sends these bytes in each
-layer, if choices are spread evenly over the experts (w: bytes of an element; n: ranks of the
-group; step: a training step, with --zero 0):
+layer, if choices are spread evenly over the experts (w: bytes of an element; n: ranks of the group;
+step: a training step; gradients: those of its experts):
 
-    over         once in      what                 bytes                    with --recompute full
-    ep           micro-batch  rows                 (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
-    ep           micro-batch  counts               (n-1)/n x 8 E            (n-1)/n x 16 E
-    sequence     micro-batch  counts of f_e        2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
-    expert_data  step         experts' gradients   2 (n-1)/n x their bytes  the same
+    over         for each      what                   bytes                    with --recompute full
+    ep           micro-batch   rows                   (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
+    ep           micro-batch   counts                 (n-1)/n x 8 E            (n-1)/n x 16 E
+    sequence     micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
+    expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
 
 All else is sent as in steps 4 to 6, but for an MLP's f and g, which are gone; and the router's
 gradient is summed over data and over tp, beside those of the norms. For tiny as launched below, in
 fp32:
 
-    ep, forward     1/2 x (2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
+    ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
-    ep, backward    1/2 x 2 x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
+    ep, backward    1/2 x 2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
     sequence        2 x 3/4 x 8 x 8 (experts) = 96
     expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
 
@@ -122,7 +130,7 @@ PyTorch's own way: parallelize_module(experts, device_mesh["ep"], ExpertParallel
 torchtitan's ExpertParallel. PyTorch itself has the pieces: F.grouped_mm, and
 all_to_all_single_autograd in torch.distributed._functional_collectives.
 
-Try this: in `combine`, send `out_RD` as it is, without `transpose_blocks`. Rank 1 of the figure
+Try this: in `combine`, send `outputs_RD` as it is, without `transpose_blocks`. Rank 1 of the figure
 then returns e2(t1) e2(t2) to rank 0, which expects e2(t1) e3(t0).
 tests/test_step07.py::test_dispatch_and_combine fails.
 """
@@ -217,7 +225,7 @@ class SendRows(torch.autograd.Function):
         return send_rows(grad, group, received_G, sent_G), None, None, None
 
 
-def rows_by_rank(counts_GL: Tensor) -> list[int]:
+def count_by_rank(counts_GL: Tensor) -> list[int]:
     """How many rows go to, or come from, each rank: the sums over its experts."""
     return counts_GL.sum(1).tolist()
 
@@ -243,20 +251,20 @@ def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: T
     """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
     sorted by expert.
     """
-    sent_G = rows_by_rank(leaving_GL)
-    received_G = rows_by_rank(arriving_GL)
+    sent_G = count_by_rank(leaving_GL)
+    received_G = count_by_rank(arriving_GL)
     received_RD = SendRows.apply(sorted_ND, group, sent_G, received_G)
     # These are sorted by rank, then by expert
     return transpose_blocks(received_RD, arriving_GL)
 
 
-def combine(out_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+def combine(outputs_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
     """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
     our rows, [N, D], in the order of `sorted_ND`.
     """
-    by_rank_RD = transpose_blocks(out_RD, arriving_GL.T)
-    sent_G = rows_by_rank(arriving_GL)
-    received_G = rows_by_rank(leaving_GL)
+    by_rank_RD = transpose_blocks(outputs_RD, arriving_GL.T)
+    sent_G = count_by_rank(arriving_GL)
+    received_G = count_by_rank(leaving_GL)
     return SendRows.apply(by_rank_RD, group, sent_G, received_G)
 
 
@@ -265,7 +273,9 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     rows [n, in], weight [n_experts, out, in] -> [n, out].
 
-    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts].
+    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts]. (All experts of
+    a matrix are one parameter. So it has a gradient in every micro-batch, as steps 2 and 3 expect,
+    also if an expert has no rows: then its own part is 0.)
     """
     # In bf16 one call serves all experts, and on a recent GPU it is one kernel. For it `in` and
     # `out` must be multiples of 8 (16 bytes)
@@ -344,9 +354,9 @@ class MoE(nn.Module):
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         sorted_ND = x_TD.index_select(0, token_N)
-        out_ND = self.run_experts(sorted_ND, counts_E)  # the figure: "sorted" to "returned"
+        returned_ND = self.run_experts(sorted_ND, counts_E)
         place_N = order_N.argsort()  # the place of each choice among the sorted ones: 3 0 1 2
-        return out_ND.index_select(0, place_N).unflatten(0, ids_TK.shape)
+        return returned_ND.index_select(0, place_N).unflatten(0, ids_TK.shape)
 
     def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows [N, D], sorted by expert -> their experts' outputs [N, D], wherever the experts
@@ -355,9 +365,9 @@ class MoE(nn.Module):
         if self.ep_group.size == 1:  # this rank holds all
             return self.experts(sorted_ND, counts_E)
         leaving_GL, arriving_GL, counts_L = exchange_counts(counts_E, self.ep_group)
-        rows_RD = dispatch(sorted_ND, self.ep_group, leaving_GL, arriving_GL)
-        out_RD = self.experts(rows_RD, counts_L)
-        return combine(out_RD, self.ep_group, leaving_GL, arriving_GL)
+        by_expert_RD = dispatch(sorted_ND, self.ep_group, leaving_GL, arriving_GL)
+        outputs_RD = self.experts(by_expert_RD, counts_L)
+        return combine(outputs_RD, self.ep_group, leaving_GL, arriving_GL)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
@@ -387,8 +397,9 @@ class MoE(nn.Module):
 
 def keep_choices() -> tuple:
     """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
-    saved. Computed again, p need not have the same bits, so another expert could be chosen than in
-    forward. Then experts would get other numbers of rows, and shapes would not match.
+    saved. Computed again, p need not have the same bits (GPU kernels may add in another order), so
+    another expert could be chosen than in forward. Then experts would get other numbers of rows,
+    and shapes would not match.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -450,8 +461,8 @@ class LossBalancedMoE(MoE):
 
     def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
-        aux_loss = self.aux_loss(p_TE, counts_E)
-        return AddGradientOfLoss.apply(out, self.coeff * aux_loss)
+        own_term = self.aux_loss(p_TE, counts_E)
+        return AddGradientOfLoss.apply(out, self.coeff * own_term)
 
 
 # --balance -> the block. (The second part adds "bias", which uses --bias-rate.)
@@ -515,8 +526,9 @@ def shard_moe(moe: MoE, mesh: Mesh):
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Check the flags, create the groups of experts, and replace each MLP (with step 4's operators
-    around it) by a block with the router and this rank's experts. Raises UserError.
+    """Check the flags, create the groups of experts, and replace each MLP by a block with the
+    router and this rank's experts. (Step 4's operators, which are hooks of the MLP, go with it.)
+    Raises UserError.
     """
     check_experts(config, mesh)
     make_groups(mesh, config)
@@ -570,7 +582,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
         lr = learning_rate(step, config)

@@ -30,15 +30,16 @@ Always call `wait`. Until then, neither change the tensor that is sent nor read 
 filled (in `all_reduce` they are one). All tensors must be contiguous. All ranks of a group must
 start their collectives in the same order.
 
-Let S be the bytes of the whole tensor: an all_gather's output, a reduce_scatter's input. In a ring
+Let S be the bytes of the whole tensor: an all_reduce's, an all_gather's output, a reduce_scatter's
+input. In a ring
 of n ranks each sends
 
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-(`Mesh.sent` adds up these numbers; what an `all_to_all` sends to other ranks; and the messages of
-`exchange`. Those of collectives are computed, not measured: NCCL may choose a tree, in which some
-ranks send more and others less, or let the network's switches add, which sends less.)
+`Mesh.sent` counts a rank's bytes: for these three by the formulas, for `all_to_all` and `exchange`
+what goes to other ranks. (NCCL may choose a tree instead of a ring, in which some ranks send more
+and others less, or let the network's switches add, which sends less.)
 """
 
 import math
@@ -144,8 +145,8 @@ class Mesh:
             ranks = tuple(row)
             handle = self.handle_of(ranks, queue)
             if self.rank in ranks:
-                number = ranks.index(self.rank)
-                self.groups[name] = Group(name, number, len(ranks), handle, self.sent)
+                own = ranks.index(self.rank)
+                self.groups[name] = Group(name, own, len(ranks), handle, self.sent)
 
     def handle_of(self, ranks: tuple[int, ...], queue: str) -> dist.ProcessGroup | None:
         """PyTorch's group of these ranks for this queue, which is created at the first call; None
@@ -172,11 +173,10 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`works`: PyTorch's objects, one for each message or collective. `tensors`: those that are
-        being sent. They are kept alive here, because their caller may drop them, and PyTorch does
-        not promise that `works` keep them. (An all-reduce's caller keeps its tensor, to read it.)
-        `then`: what is left to do when the messages have arrived; only `reduce_scatter` over gloo
-        uses it.
+        """`works`: what PyTorch returned, to wait for. `tensors`: those that are being sent. They
+        are kept alive here, because their caller may drop them, and PyTorch does not promise that
+        `works` keep them. (An all-reduce's caller keeps its tensor, to read it.) `then`: what is
+        left to do when the messages have arrived; only `reduce_scatter` over gloo uses it.
         """
         self.group = group
         self.works = works
@@ -254,8 +254,8 @@ else:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [n * k, ...] with the `tensor` [k, ...] of all n ranks.
-    `tensor` may be a view of this rank's own rows of `output`.
+    """From step 3 on: fill `output` [n * k, ...] with the `tensor` [k, ...] of all n ranks: rank
+    0's rows come first. `tensor` may be a view of this rank's own rows of `output`.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -267,7 +267,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     """From step 3 on: sum the `tensor` [n * k, ...] of all n ranks; `output` [k, ...] gets this
-    rank's shard.
+    rank's shard, on rank 0 the first k rows of the sum.
     """
     if group.size == 1:
         output.copy_(tensor)

@@ -8,14 +8,15 @@
         20    3.079604    3.079609     1.7e-06     4.6e-05
     20 steps; largest difference: 4.6e-05; none above 0.001
 
-Two layouts of one training have the same losses and gradient norms, up to rounding, whose effects
-grow from step to step. So only the first steps are judged (--first 20). First make sure that the
-two runs compute the same:
+Two runs that differ only in their layout have the same losses and gradient norms, up to rounding,
+whose effects grow from step to step. So only the first steps are judged (--first 20). First make
+sure that the two runs compute the same:
 
-    - No line "the flags differ" is printed. (Two flags may differ. --dataset: two paths can have
-      the same tokens. --dtype: without it, a GPU has bf16 and a CPU fp32.)
-    - The first lines that each run has printed show the same dtype and the same number of tokens.
-      (The default data differ between two versions of Python.)
+    - No line "the flags differ" is printed. (It may be for --dataset, if both paths have the same
+      tokens; and for --dtype, if both runs had the same: without the flag a GPU has bf16, and a CPU
+      fp32. Flags that only divide the work, such as --tp, are not printed.)
+    - On the terminal, both runs have shown the same dtype and the same number of tokens before the
+      first step. (The default data may differ between two installations of Python.)
 
 Then, if one of these steps has a relative difference above --bound (0.001), this means:
 
@@ -26,9 +27,9 @@ Then, if one of these steps has a relative difference above --bound (0.001), thi
     fp64                  A bug (in step 7, almost certainly)
     bf16                  Nothing: compare runs with --dtype fp32
 
-A difference below 0.001 may still be a small bug. In fp64 rounding is far smaller: two such runs of
-step 1 and step 4 differ by 1e-14 after 20 steps. So --dtype fp64 and --bound 1e-9 are a sharper
-test.
+A difference below 0.001 may still be a small bug. In fp64 rounding is far smaller: in 20 steps, the
+losses and norms of steps 1 and 4 differed by at most 8e-15. So two runs with --dtype fp64, compared
+with --bound 1e-9, are a sharper test.
 
 Exit status: 0 if no step exceeds the bound, 1 if one does, 2 if the runs cannot be compared. Flags
 that can change what is computed, such as --seed, are printed if they differ, but do not change the
@@ -51,12 +52,11 @@ def other_flags(run_1: str, run_2: str) -> list[str]:
     """
     flags_1 = json.loads((Path(run_1) / "config.json").read_text())
     flags_2 = json.loads((Path(run_2) / "config.json").read_text())
-    free = may_differ(flags_1) & may_differ(flags_2)  # what a resumed run may change, too
-    # But these two are reported: with another dtype, rounding has another size; and nothing here
-    # shows whether two datasets have the same tokens
-    free = free - {"dtype", "dataset"}
+    # What a resumed run may change is not printed, but for two flags: with another dtype, rounding
+    # has another size; and nothing here shows whether two datasets have the same tokens
+    ignored = may_differ(flags_1) & may_differ(flags_2) - {"dtype", "dataset"}
     differing = []
-    for name in sorted((flags_1.keys() | flags_2.keys()) - free):
+    for name in sorted((flags_1.keys() | flags_2.keys()) - ignored):
         value_1 = flags_1.get(name)
         value_2 = flags_2.get(name)
         if value_1 != value_2:
@@ -81,14 +81,14 @@ def relative(a: float | None, b: float | None) -> float:
 
 def pair_up(rows_1: list[dict], rows_2: list[dict], n_steps: int) -> list[tuple[dict, dict]]:
     """The two runs' rows of the first `n_steps` steps. If one run is shorter than that, the other
-    must be as short. Raises ValueError.
+    must be as short: then all their steps are judged. Raises ValueError.
     """
     pairs = list(zip(rows_1[:n_steps], rows_2[:n_steps], strict=False))  # as long as the shorter
     if n_steps < 1 or not pairs:
         raise ValueError("there are no steps to compare")
     if len(pairs) < n_steps and len(rows_1) != len(rows_2):
         raise ValueError(
-            f"one run has ended in step {len(pairs)}: --first {len(pairs)} judges what both have"
+            f"one run has only {len(pairs)} steps: --first {len(pairs)} judges what both have"
         )
     return pairs
 

@@ -10,30 +10,25 @@ which draws the order): never on ranks or layout.
 The last twentieth of the windows (at least one) is held out: no run with this sequence length
 trains on their targets, so that a trained model's loss on them can be computed afterwards. Each
 epoch goes through the other n windows (`n_train` below) once, in a random order of its own, drawn
-from (seed, epoch). Place p of an epoch is entry p of this order. All numbers count from 0, and B is
-the global batch size:
+from (seed, epoch). All numbers count from 0, and B is the global batch size:
 
-    sample i           the window at place i mod n of epoch i // n
+    sample i           the window order[i mod n], where `order` is that of epoch i // n
     training step s    samples s B to s B + B - 1
 
-With n = 10 and B = 4, training step 2 has the samples 8 to 11: places 8 and 9 of epoch 0, then
-places 0 and 1 of epoch 1.
+With n = 10 and B = 4, training step 2 has the samples 8 to 11: the windows order[8] and order[9] of
+epoch 0, then order[0] and order[1] of epoch 1.
 
 Targets are shifted here, before step 5 shards a sequence: the target of a shard's last token can be
 in another shard. Attention may look back across END into an earlier document. Every rank reads the
 whole global batch, since token ids are small, and works on its share.
 
-(PyTorch's DistributedSampler deals a shuffled list out to the ranks. Its order changes only if
-`set_epoch` is called. If the number of ranks does not divide the list, it repeats sequences at the
-end of an epoch, by default, so that all ranks have equally many.)
-
 readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger
 (then the other ids do not occur).
 
 MEMORY. Each rank holds all tokens, two bytes for each (while text is read, four or more). Of a .bin
-file of token ids it holds none, because the file is mapped into memory. So write a large corpus to
-such a file first: readers.py has the format. (At the start each rank reads the whole file once, for
-its largest id, and up to 2**27 tokens of it again, for its fingerprint.)
+file of token ids it holds none: the system reads parts of the file when they are used. So write a
+large corpus to such a file first: readers.py has the format. (At the start each rank reads the
+whole file once, for its largest id, and up to 2**27 tokens of it again, for its fingerprint.)
 """
 
 import hashlib
@@ -49,27 +44,12 @@ from common.model import ModelConfig
 from common.readers import read_source
 
 END = 256  # the token that ends a document
-BLOCK = 2**21  # the most tokens that a fingerprint reads of each of 64 parts
+# A fingerprint reads this many parts of the stream, and of each at most so many ids
+PARTS = 64
+BLOCK = 2**21
 
 
-def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
-    """Texts -> (tokens, replaced).
-
-    tokens: one stream of ids, uint16: the bytes of each text, then END. replaced, for a warning:
-    how often U+FFFD, the sign for bytes that are not UTF-8, occurs. (`txt_texts` puts it there; a
-    text may also have its own.)
-    """
-    streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
-    replaced = 0
-    for text in texts:
-        # A string of a JSON file may hold half of a surrogate pair, which becomes "?"
-        document = np.frombuffer(text.encode(errors="replace"), np.uint8)
-        streams += [document.astype(np.uint16), np.array([END], np.uint16)]
-        replaced += text.count("\ufffd")
-    return np.concatenate(streams), replaced
-
-
-@lru_cache(maxsize=2)  # a batch may span two epochs
+@lru_cache(maxsize=1)  # epochs come one after another
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """The numbers 0 to n-1 in the random order of an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n)
@@ -119,10 +99,9 @@ class Data:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step: tokens and targets, int64 [global_batch_size, seq]."""
         windows = []
-        first = step * self.global_batch_size
-        for sample in range(first, first + self.global_batch_size):
-            epoch, place = divmod(sample, self.n_train)
-            windows.append(shuffled(self.n_train, self.seed, epoch)[place])
+        for sample in range(step * self.global_batch_size, (step + 1) * self.global_batch_size):
+            epoch, i = divmod(sample, self.n_train)
+            windows.append(shuffled(self.n_train, self.seed, epoch)[i])
         return self.read(windows)
 
     def read(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -141,7 +120,24 @@ class Data:
         the first BLOCK ids of a part is not noticed.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
-        for part in np.array_split(self.tokens, 64):
+        for part in np.array_split(self.tokens, PARTS):
             # As uint32, whatever the file's dtype: the same ids have the same fingerprint
             digest.update(part[:BLOCK].astype(np.uint32))
         return digest.hexdigest()[:16]
+
+
+def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
+    """Texts -> (tokens, replaced).
+
+    tokens: one stream of ids, uint16: the bytes of each text, then END. replaced, for a warning:
+    how often U+FFFD, the sign for bytes that are not UTF-8, occurs. (`txt_texts` puts it there; a
+    text may also have its own.)
+    """
+    streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
+    replaced = 0
+    for text in texts:
+        # A string of a JSON file may hold half of a surrogate pair, which becomes "?"
+        document = np.frombuffer(text.encode(errors="replace"), np.uint8)
+        streams += [document.astype(np.uint16), np.array([END], np.uint16)]
+        replaced += text.count("\ufffd")
+    return np.concatenate(streams), replaced

@@ -12,8 +12,8 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a run, by --device and --dtype. Raises UserError if this process can get
-    no GPU (`own_gpu`).
+    """This process's device and dtype, by --device and --dtype. Raises UserError if it needs a GPU,
+    and can get none (`own_gpu`).
 
     --device auto: this process's GPU if PyTorch sees any, else the CPU. --dtype auto: bf16 if that
     GPU has it, else fp32.
@@ -31,8 +31,8 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this process. It becomes PyTorch's current one, which NCCL, and functions that
-    name no device, use. Raises UserError if PyTorch sees too few GPUs.
+    """The GPU of this process. It becomes PyTorch's current one: NCCL uses that, and so does every
+    function that is given no device. Raises UserError if PyTorch sees too few GPUs.
     """
     # Given by torchrun: this process's number on its node (machine). Step 1 is one process
     index = int(os.environ.get("LOCAL_RANK", 0))

@@ -15,15 +15,14 @@ then an int. The values of --optimizer are the keys of the dict OPTIMIZERS. In -
 line of the class's docstring is the title of its flags. (RunConfig, in run.py, has further flags.)
 
 From step 2 on: NEEDS. Some flags have an effect only together with certain values of other flags.
-In step 7, for example, this one has an effect only together with --balance bias:
+In step 2, for example, this one (here shortened) has an effect only together with --sync bucket:
 
-    bias_rate: float = flag(0.001, "change of a bias in a step", needs={"balance": ["bias"]})
+    bucket_mb: float = flag(1.0, "largest gradient bucket", needs={"sync": ["bucket"]})
 
-If it is given beside another balance (the default is `loss`), even with its own default value, the
-run ends:
+If it is given with another --sync, even with its own default value, the run ends:
 
-    $ python step07_moe_ep.py --bias-rate 0.001
-    error: --bias-rate has no effect without --balance bias: leave it out
+    $ python step02_ddp.py --sync naive --bucket-mb 1
+    error: --bucket-mb has no effect without --sync bucket: leave it out
 
 A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2, which declares
 --sync, has no --zero. (Step 3 inherits --sync, and adds --zero.)
@@ -38,7 +37,8 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-AT_LEAST_2 = range(2, 2**31)  # in `needs`: any number from 2 on (below 2**31)
+# In `needs`, whose values are tested by `in`: any number from 2 on (below 2**31)
+AT_LEAST_2 = range(2, 2**31)
 
 
 def flag(
@@ -53,8 +53,8 @@ def flag(
     help     what --help says of the flag
     choices  the allowed values of a str; or a dict: value -> what it selects
     least    the smallest value of a number; 0 by default, so that no flag is negative
-    needs    from step 2 on, see NEEDS above: another flag -> the values of it beside which this
-             flag does something: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
+    needs    from step 2 on, see NEEDS above: another flag -> those of its values with which this
+             flag has an effect: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
@@ -95,8 +95,7 @@ def add_flags(parser: Parser, cls: type):
             if types[name] is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif field.metadata["choices"]:
-                # argparse does not get the choices: its message differs between versions of Python.
-                # `check_value` checks them
+                # Not checked by argparse, but by `check_value`: so the message is ours
                 options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
             else:
                 options["type"] = types[name]
@@ -156,8 +155,9 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     add_flags(parser, cls)
     given = vars(parser.parse_args(argv))
     config = cls(**given)
-    for field in dataclasses.fields(cls):
-        if field.name in given:
-            check_value(field, given[field.name])
-            check_needs(field, config)
+    given_fields = [field for field in dataclasses.fields(cls) if field.name in given]
+    for field in given_fields:
+        check_value(field, given[field.name])
+    for field in given_fields:
+        check_needs(field, config)
     return config

@@ -3,15 +3,15 @@ function of the seed, its name and its shape (and of the number of layers). So a
 with the same weights.
 
 In steps 1 to 3 a rank keeps the whole parameter (step 3's ZeRO 3 cuts it afterwards). From step 4
-on, a small note at a parameter, its *record* (layout.py), can say that this rank keeps only a shard
-of it.
+on, a small note that is an attribute of a parameter, its *record* (layout.py), can say that this
+rank keeps only a shard of it.
 """
 
 import hashlib
 import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,23 @@ from common.model import Decoder
 
 
 def draw(whole: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
-    """Fill `whole`, a whole parameter in fp32, with its initial numbers; return it. (On a CPU with
-    other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
+    """Fill `whole`, a whole parameter in fp32, with its initial numbers; return it.
 
     Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02;
     for o_proj and down_proj it is 0.02 / sqrt(2 n_layers), because the outputs of these 2 n_layers
-    matrices are all added up in the residual stream (Radford et al., GPT-2, section 2.3).
+    matrices are all added up in the residual stream, and the variance of a sum of N terms is N
+    times that of one (Radford et al., GPT-2, section 2.3).
+
+    (On a CPU with other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
     """
     if whole.dim() == 1:  # a norm; there are no biases
         return whole.fill_(1.0)
     std = 0.02
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std = 0.02 / (2 * n_layers) ** 0.5
-    # A seed for each name: 4 bytes of a hash, because PyTorch's generator for CPUs uses only the
-    # low 32 bits of a seed. (Python's own hash of a str differs in each process)
+    # A seed for each name, so that a parameter's numbers do not depend on which others this rank
+    # draws: 4 bytes of a hash, because PyTorch's generator for CPUs uses only the low 32 bits of a
+    # seed. (Python's own hash of a str differs in each process)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
     return whole.normal_(0.0, std, generator=generator)
@@ -73,7 +76,7 @@ def materialize(
 def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
     """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
     for module in model.modules():
-        for key, param in list(module.named_parameters(recurse=False)):  # setattr changes them
+        for key, param in list(module.named_parameters(recurse=False)):
             if param is old:
                 setattr(module, key, new)
 
@@ -91,14 +94,15 @@ def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tu
     calling `draw` in a loop. Up to 8 threads draw, only for speed: one draws some 100 million
     numbers a second, and llama3-8b has 8 billion.
 
-    params: name -> the parameter, or this rank's shard of it.
+    params: name -> the parameter, or this rank's shard of it, from whose record the whole shape is
+    known.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
+    draw_one = partial(draw, n_layers=n_layers, seed=seed)
     names = list(params)
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(names), threads):  # not all at once, which would fill memory
-            group = names[start : start + threads]
-            empty = [torch.empty(full_shape(params[name])) for name in group]
-            drawn = pool.map(draw, empty, group, repeat(n_layers), repeat(seed))
-            yield from zip(group, drawn, strict=True)
+            some = names[start : start + threads]
+            empty = [torch.empty(full_shape(params[name])) for name in some]
+            yield from zip(some, pool.map(draw_one, empty, some), strict=True)

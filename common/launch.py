@@ -1,11 +1,11 @@
 """How a script starts and ends. Three parts: `main`, which every script calls; `connect_ranks` and
-`compare_launches`, for several ranks; `check_environment`, which refuses a launch that cannot work.
+`compare_launches`, for several ranks; `check_environment`, which refuses some launches.
 
 A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
 rank has other flags or another version of the code or of PyTorch, messages may no longer match: the
 run hangs, or trains on nonsense. So ranks compare how they were started as soon as they can
-communicate (`compare_launches`), before they create the groups of the mesh. (Ranks with different
-kinds of device never get so far: they cannot be connected.)
+communicate (`compare_launches`), before they create the groups of the mesh. (A rank on a GPU and
+one on a CPU never get so far: they cannot be connected.)
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -84,9 +85,9 @@ def print_error(error: Exception, training: bool) -> int:
         traceback.print_exception(error)
         return 1
     if os.environ.get("RANK", "0") != "0":
-        # Usually all ranks have this error. Rank 0 prints it and exits, and torchrun ends the
-        # others on its node while they sleep: so on that node it is printed once. (If rank 0 does
-        # not have the error, this rank prints it after 10 seconds)
+        # Usually all ranks have this error. So all but rank 0 wait: meanwhile rank 0 prints it and
+        # ends, and torchrun ends the others on its node. A rank that is alive after 10 seconds
+        # prints the error itself: rank 0 does not have it, or is on another node
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -112,14 +113,16 @@ def compare_launches():
     """Raise UserError on all ranks unless all agree on
 
     - the script's name and its flags, compared as text (so also in their order)
-    - the version of torch
+    - the versions of torch, and of NumPy, which draws the order of the data
     - the source files of this project that are loaded
-    - the instruction set of the CPU, on which initial weights are drawn, and so depend
+    - the instruction set of the CPU, on which the last bits of initial weights depend
     """
     ranks = Ranks()
     script = Path(sys.argv[0]).name  # nodes may have it in different places
     ranks.require_same(" ".join([script, *sys.argv[1:]]), "the commands differ")
-    ranks.require_same(torch.__version__, "the versions of torch differ")
+    ranks.require_same(
+        f"{torch.__version__}, {np.__version__}", "the versions of torch or NumPy differ"
+    )
     digest = hashlib.sha256()
     for path in own_sources():
         digest.update(path.read_bytes())
@@ -147,15 +150,10 @@ def own_sources() -> list[Path]:
 
 # --- The environment of a launch ------------------------------------------------------------------
 
-# What init_process_group reads, and LOCAL_RANK, by which `choose_device` chooses a GPU
+# What init_process_group reads, and LOCAL_RANK, by which a process chooses its GPU
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# With --max-restarts, if a rank fails, torchrun ends all and starts all again. If ranks find one
-# another through torchrun's own key-value store, it still has the addresses of the old ones. In
-# this variable torchrun says whether they do. (In the default start on one node, or with
-# --rdzv-backend c10d, they do not if TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1)
-USES_OLD_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def check_environment():
@@ -176,8 +174,12 @@ def check_environment():
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
     if present:
+        # With --max-restarts, if a rank fails, torchrun starts all ranks again. By default the new
+        # ranks meet through a key-value store of torchrun itself, which still has the old ranks'
+        # addresses, and so they cannot connect. The second variable is "False" if each start makes
+        # a new store: with the cure below
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        if restarts != "0" and os.environ.get(USES_OLD_STORE) != "False":
+        if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
             raise UserError(
                 f"--max-restarts {restarts}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before "
                 "torchrun, and on several nodes use --rdzv-backend c10d"

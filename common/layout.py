@@ -20,20 +20,18 @@ from common.model import Decoder
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """The record of one parameter. In steps 1 to 3 all have the default one: no shard (what ZeRO
-    cuts is not noted here), and gradients are summed over dp. (Step 2 needs only the first field.)
-    """
+    """The record of one parameter. Step 2 needs only the first field."""
 
     # The group over which `sync` sums its gradient: ranks that train the same weights, each on
-    # different sequences (from step 5 on also: on different tokens of the same ones)
+    # different tokens. It is "dp" in steps 2 to 4, "data" (dp x cp) from step 5 on, and for step
+    # 7's experts "expert_data"
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if it has the whole parameter
     shard: "Shard | None" = None
     # Step 4: ranks that train on the same sequences, and each have only a term of the gradient.
     # After `sync` it is summed over this group, too (`sum_partial_gradients`)
     partial_over: str | None = None
-    # Step 6: 2 for a tied matrix that two ranks hold, with the first stage and the last
-    # (`sum_tied`)
+    # Step 6: 2 for a tied matrix that two stages hold, the first and the last (`sum_tied`)
     stage_copies: int = 1
 
 
@@ -50,10 +48,10 @@ def data_group_of(param: Tensor, mesh: Mesh) -> Group:
 # --- Step 3: the global norm ----------------------------------------------------------------------
 
 
-def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool) -> float:
+def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: bool) -> float:
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
-    sums over ranks. `sharded`: whether `gradients` has only this rank's part of each (ZeRO 1, 2
-    and 3).
+    sums over ranks. `zero`: whether `gradients` has only this rank's part of each (ZeRO 1, 2 and
+    3).
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
     squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
@@ -63,36 +61,41 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
     device = next(iter(params.values())).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
-        copies = copies_of(record_of(params[name]), mesh, sharded)
+        copies = copies_of(record_of(params[name]), mesh, zero)
         square = torch.linalg.vector_norm(gradient).double().square()
         total += square / copies
-    for group in norm_groups(mesh):
-        all_reduce(total, mesh[group]).wait()
+    for name in norm_groups(mesh):
+        all_reduce(total, mesh[name]).wait()
     return total.sqrt().item()
 
 
-def copies_of(record: ParamRecord, mesh: Mesh, sharded: bool) -> int:
+def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     """How many ranks hold the same elements of a gradient.
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 1 with ZeRO,
-    because each element is in the shard of one rank. (`note_record` has an example of step 4.)
+    because each element is in the shard of one rank. In step 4, on 8 ranks with tp 2 and dp 4, for
+    the two parameters of `note_record`'s table:
+
+                             q_proj.weight    a norm's weight
+        without ZeRO         8 / 2 = 4        8
+        with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
     """
-    copies = mesh.world
-    if sharded:  # by ZeRO
+    copies = mesh.world  # all ranks, unless something divides it
+    if zero:  # each rank of this group has another part
         copies //= mesh[record.data_group].size
-    if record.shard is not None:  # from step 4 on
+    if record.shard is not None:  # from step 4 on each rank of this group has another shard
         copies //= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: only the ranks of one stage hold it; a tied one, of two
+    if "pp" in mesh.groups:  # step 6: the ranks of one stage have it; if it is tied, of two
         copies //= mesh["pp"].size
         copies *= record.stage_copies
     return copies
 
 
 def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups over which to sum, one after another, to get the sum over all ranks, because the
-    mesh has no group of all: in step 3 dp alone, in step 4 dp and then tp. (If the ranks [0 1]
-    [2 3] have the numbers [1 2] [3 4], sums over columns, dp, give [4 6] [4 6], and then sums over
-    rows, tp, [10 10] [10 10].)
+    """The groups over which to sum, one after another, to get the sum over all ranks. In step 3
+    that is dp, which has all ranks; in step 4 it is dp, and then tp. (If the ranks [0 1] [2 3] have
+    the numbers [1 2] [3 4], sums over columns, dp, give [4 6] [4 6], and then sums over rows, tp,
+    [10 10] [10 10].)
 
     From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
     """
@@ -109,13 +112,14 @@ class Shard:
     """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
 
     Shards are equally long, so the last ones may go beyond the tensor, with padding: of 257 rows on
-    two ranks, the second has 129 to 257, and row 257 is padding.
+    two ranks, the second has 129 to 257, and row 257 is padding. (If `start` exceeds `full`, too,
+    the shard is all padding.)
     """
 
     dim: int
     over: str  # the name of a group of the mesh, whose ranks have the other shards
     start: int
-    stop: int  # both may exceed `full`: padding
+    stop: int  # may exceed `full`
     full: int  # the size of the dimension before it was sharded: 257
 
 
@@ -131,12 +135,6 @@ def note_record(param: Tensor, **changes: Any):
 
     (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W.) The gradient of
     a norm must also be summed over tp, because the ranks of tp have different tokens of a sequence.
-
-    On 8 ranks, tp 2 and dp 4, `copies_of` is then
-
-                             q_proj.weight    a norm's weight
-        without ZeRO         8 / 2 = 4        8
-        with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
     """
     param.parallel_record = replace(record_of(param), **changes)
 

@@ -2,8 +2,8 @@
 without this file.
 
 MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs), which is
-FLOPs of a token x tokens per second / the peak of all GPUs. The FLOPs are counted as in step 1
-(FLOPS OF A TOKEN). Each token costs
+FLOPs of a token x tokens per second / the peak of all GPUs. A peak is the FLOP/s that a data sheet
+gives for the run's dtype. The FLOPs are counted as in step 1 (FLOPs OF A TOKEN). Each token costs
 
     6                for each weight in a matrix. (Not for the embedding, in which a row is only
                      looked up; but for a tied one, as the head. Of experts, only for those that
@@ -30,8 +30,8 @@ import torch
 from common.model import ModelConfig
 from common.report import Row
 
-# (bf16, fp32) in dense TFLOP/s, from data sheets and white papers, by the GPU's name as
-# torch.cuda.get_device_name gives it. bf16: 0 if the GPU does
+# (bf16, fp32) in TFLOP/s, dense (without the factor 2 for sparse matrices), from data sheets and
+# white papers, by the GPU's name as torch.cuda.get_device_name gives it. bf16: 0 if the GPU does
 # not have it; fp32: without TF32. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG
 # 1g.10gb", and no peak here.)
 PEAKS = {

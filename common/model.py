@@ -106,7 +106,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     a, b = x.chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)
-    # x * cos + turned * sin, in the tables' dtype; addcmul saves one pass over memory
+    # x * cos + turned * sin, in the tables' dtype (bf16 is promoted to fp32); addcmul saves one
+    # pass over memory
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
@@ -218,7 +219,7 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.loss = summed_cross_entropy  # step 4 replaces it
+        self.loss = summed_cross_entropy  # step 4 replaces it; --compile compiles it
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 

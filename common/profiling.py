@@ -3,8 +3,8 @@ file.
 
     OUT/trace-RANK.json.gz     opens in https://ui.perfetto.dev: operators, messages, named ranges
     OUT/memory-RANK.pickle     on a GPU, opens in https://pytorch.org/memory_viz: allocations and
-                               frees from the launch to the end of the trace (of their events, the
-                               last 200,000)
+                               frees from just before the first step to the end of the trace (of
+                               their events, the last 200,000)
 
 Look for these named ranges:
 
@@ -18,7 +18,7 @@ Look for these named ranges:
 On a CPU a wait's range is as long as the wait. On a GPU it is short, because Python goes on; the
 GPU's stream of kernels waits instead: look for a gap there.
 
-If a signal ends the run before the trace is complete, it is shorter, or missing.
+If a signal ends the run before the trace is complete, the trace is shorter, or missing.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ SKIPPED = 2
 
 
 def check_profile(n: int, left: int):
-    """Raise UserError if too few steps are left to trace n. (None may be left: a resumed run may
+    """Raise UserError if too few steps are left to trace n. (`left` may be 0: a resumed run may
     already be done.)
     """
     if n and 0 < left < n + SKIPPED:

@@ -1,6 +1,6 @@
-"""Readers turn the value of --dataset into texts, or into an array of token ids. Texts are read
-only when they are iterated: a damaged file raises UserError then. You can follow every step without
-this file.
+"""Readers turn the value of --dataset into texts, or into an array of token ids. Texts of files
+are read only when they are iterated: a damaged one raises UserError then. You can follow every step
+without this file.
 
     --dataset            what is read
     (nothing)            the source code of Python's standard library, without its tests and IDLE
@@ -16,9 +16,9 @@ this file.
                          (OWNER/ and :CONFIG may be left out)
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
 
-To write one with numpy: ids.astype(np.uint16).tofile("a.bin"). Ids above 65,535 need uint32, and a
-file a.bin.json beside it with {"dtype": "uint32"}; "tokens": N in that file shows whether a.bin is
-complete.
+To write a .bin file with numpy: ids.astype(np.uint16).tofile("a.bin"). Ids above 65,535 need
+uint32, and a file a.bin.json beside a.bin with {"dtype": "uint32"}. If that file also has "tokens":
+N, a.bin must have N ids: so an incomplete one is noticed.
 """
 
 import gzip
@@ -41,7 +41,7 @@ SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, perhaps :CONFIG
 
 # What a reader returns: a description of the source, and its documents or an array of token ids
-Described = tuple[str, Iterable[str] | np.ndarray]
+Source = tuple[str, Iterable[str] | np.ndarray]
 
 
 def txt_texts(path: Path) -> Iterator[str]:
@@ -140,7 +140,7 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     return paths
 
 
-def read_library(source: str) -> Described:
+def read_library(source: str) -> Source:
     """The source code of Python's standard library. (`source` is not used: it is "".)"""
     files = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = [path for path in files if path.suffix == ".py"]
@@ -155,17 +155,16 @@ def document_texts(paths: list[Path], suffix: str) -> Iterator[str]:
         yield from checked(texts_of(path), path)
 
 
-def read_files(source: str) -> Described:
+def read_files(source: str) -> Source:
     """The texts of a file, or of all files of a folder. Raises UserError unless all are of one kind
     of FORMATS.
     """
     paths = files_in(source) if Path(source).is_dir() else [Path(source)]
-    examples = {suffix_of(path): str(path) for path in paths}  # the last file of each suffix
+    examples = {suffix_of(path): str(path) for path in paths}  # one file of each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
-        found = ", ".join(examples.values()) or "no file"
         raise UserError(
             f"--dataset {source}: its files must all be of the same kind, one of "
-            f"{', '.join(FORMATS)}; it has {found}"
+            f"{', '.join(FORMATS)}; it has {', '.join(examples.values()) or 'no file'}"
         )
     (suffix,) = examples
     names = ", ".join(map(str, paths[:20]))
@@ -174,7 +173,7 @@ def read_files(source: str) -> Described:
     return names, document_texts(paths, suffix)
 
 
-def read_hub(source: str) -> Described:
+def read_hub(source: str) -> Source:
     """A data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are optional.
 
     Raises UserError if the hub is out of reach (and HF_HUB_OFFLINE is not set), or if there is no
@@ -197,7 +196,7 @@ def read_hub(source: str) -> Described:
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
 
-def read_bin(source: str) -> Described:
+def read_bin(source: str) -> Source:
     """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
     about_path = Path(source + ".json")
     about = {"dtype": "uint16"}
@@ -228,7 +227,7 @@ def kind_of(source: str) -> str:
     if path.is_dir():
         return "folder"
     if path.exists():
-        if suffix == "":
+        if not suffix:
             raise UserError(
                 f"--dataset {source}: this kind of file cannot be read: use a folder, or a file "
                 f"that ends in {', '.join(SUFFIXES)}"
@@ -240,7 +239,7 @@ def kind_of(source: str) -> str:
 
 
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
-READERS: dict[str, Callable[[str], Described]] = {
+READERS: dict[str, Callable[[str], Source]] = {
     "": read_library,  # no --dataset
     ".txt": read_files,
     ".jsonl": read_files,
@@ -252,6 +251,6 @@ READERS: dict[str, Callable[[str], Described]] = {
 }
 
 
-def read_source(source: str) -> Described:
+def read_source(source: str) -> Source:
     """What the value of --dataset names. Raises UserError if there is no such thing."""
     return READERS[kind_of(source)](source)

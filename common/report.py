@@ -1,5 +1,5 @@
 """What a run prints and writes: an introduction with a table of its parameters, a line of progress,
-the gradients that are not finite, and its files.
+the gradients that are not finite; config.json, metrics.jsonl and loss.png.
 
 With several ranks the table shows how each parameter is sharded. Three rows of step 4, for tiny in
 fp32 on two ranks with --tp 2:
@@ -38,9 +38,8 @@ from common.ranks import Ranks
 class Row(NamedTuple):
     """A row of the table: a parameter's whole shape, and the part that one rank holds.
 
-    What ZeRO shards is not in the table: it lays parameters end to end, and may cut inside one. So
-    with --zero 3 `nbytes` is what a rank holds while it uses the parameter; between uses it keeps
-    only its shard.
+    The table does not show ZeRO's shards, because ZeRO may cut inside a parameter. So with --zero 3
+    `nbytes` is what a rank holds while it uses the parameter; between uses it keeps only its shard.
     """
 
     whole: tuple[int, ...]  # shape
@@ -147,9 +146,8 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
-    """For up to four ranks, the name of one gradient with inf or nan; or "none" (the loss may be
-    nan while gradients are finite, or their norm may overflow). A collective. `gradients`: this
-    rank's, by name.
+    """For up to four ranks, the name of one gradient with inf or nan; or "none" (their norm may
+    overflow). A collective. `gradients`: this rank's, by name.
     """
     bad = ""
     for name, gradient in gradients.items():
@@ -162,7 +160,7 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
     return ", ".join(found[:4]) or "none"
 
 
-# --- The files that rank 0 writes into the run's directory ----------------------------------------
+# --- config.json, metrics.jsonl and loss.png, which rank 0 writes ---------------------------------
 
 
 @contextmanager
@@ -178,7 +176,7 @@ def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ra
     """Rank 0 creates the run's first files. A collective. If it cannot write, all ranks raise
     UserError.
     """
-    # Not by `writing_to`: `attempt` passes an OSError of rank 0 on to all ranks, as a UserError
+    # If only rank 0 raised, the others would hang: `attempt` lets all raise a UserError
     try:
         ranks.attempt(create_files, out, flags, history, first_only=True)
     except UserError as error:

@@ -3,18 +3,20 @@
 Every flag that decides what is computed must stay the same, for example those of the model, the
 batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
 that may change: where a run reads its tokens, what it writes, where it computes, how the ranks
-divide the work. All but --dtype change the results at most by rounding (which in step 7 may choose
-another expert). Two of them, and one flag that is not in FREE, need a word:
+divide the work. They change the results at most by rounding (which in step 7 may choose another
+expert), with these exceptions:
 
+    --dtype, --device    in another dtype the run goes on in another precision, and with bf16 its
+                         losses differ visibly. --dtype auto means bf16 on a GPU that has it, and
+                         fp32 on a CPU: to move a run between them, give --dtype
     --dataset            may be another path to the same tokens: their fingerprint is compared
                          (above 2**27 tokens, that of a sample)
-    --dtype              changes more than rounding: the run goes on in another precision, and with
-                         bf16 its losses differ visibly
-    --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
+    --micro-batch-size   not in FREE, but may change, unless experts have an auxiliary loss: see
+                         `may_differ`
 
-A run may be resumed by another step's script. A flag that only one of the two has is not compared.
-If any other flag has changed, the run ends with a line such as "--resume
-runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
+A run of steps 1 to 6 may be resumed by the script of another of these steps. A flag that only one
+of the two has is not compared. If any other flag has changed, the run ends with a line such as
+"--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 """
 
 from pathlib import Path
@@ -65,9 +67,10 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
-    A collective. Raises UserError
+    (A sound checkpoint is one of which no file is damaged or missing.) With another --out than the
+    run's own, this one goes its own way from there. A collective. Raises UserError
 
-    - if a path has no checkpoint, or only damaged ones
+    - if a path has no checkpoint; if all are damaged; if a rank does not see their files
     - if --out already has checkpoints, and `resume` is "" or another run: the checkpoints of two
       runs would be mixed
     - if `resume` is an older checkpoint of --out: the newer ones would stay beside it
@@ -94,12 +97,12 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
-    """The flags that `check_flags` lets change: they do not change what is computed, but for
-    rounding (and --dtype).
+    """The flags that may differ between a saved run and the one that resumes it (or, in compare.py,
+    between two runs).
     """
     # Step 7's auxiliary loss is computed from each micro-batch's own counts, so then the size of a
     # micro-batch decides what is computed. These two values of --balance have none
-    if flags.get("balance", "none") in ("none", "bias"):
+    if flags.get("balance", "none") in ("none", "bias"):  # steps 1 to 6 have no --balance
         return FREE | {"micro_batch_size"}
     return FREE
 
@@ -115,4 +118,4 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     # A checkpoint that a tool made from another format's weights has the fingerprint "": then data
     # are not compared
     if saved.about["fingerprint"] not in ("", fingerprint):
-        raise UserError(f"--resume {saved.folder}: --dataset has other tokens than at that time")
+        raise UserError(f"--resume {saved.folder}: --dataset has other tokens than the saved run's")

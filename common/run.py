@@ -19,9 +19,8 @@ The run's directory has
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
         nccl-RANK            on several GPUs, if a step hangs (watch.py)
 
-Three files say more: checkpoint.py, what a checkpoint has; resume.py, when a resumed run computes
-what an uninterrupted one does; watch.py, how a run ends early, after a signal or because a step
-hangs.
+resume.py says how a run is resumed, and watch.py how it ends early, after a signal or because a
+step hangs.
 """
 
 import dataclasses
@@ -105,10 +104,9 @@ class Run:
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
         self.training = False  # whether `set_up` is done: launch.py's `main` asks
-        self.timed_since = 0.0  # from when the seconds of the next row count
+        self.timed_since = 0.0  # the time at which the seconds of the next row begin
         self.watch = HangWatch(config.timeout, self.out)
-        # The checkpoint that this run has saved last, or has resumed, perhaps from another
-        # directory. `save` keeps it beside the new one, and removes older ones
+        # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
         # Declared here, set by `set_up` and `restore`:
         self.mesh: Mesh
@@ -210,13 +208,20 @@ class Run:
     # Before the first step
 
     def set_up(self) -> int:
-        """Restore a checkpoint, begin the run's files, and print what runs; returns the number of
-        steps done. Raises UserError.
+        """Compare the ranks' data and dtypes, restore a checkpoint, begin the run's files, and
+        print the introduction; returns the number of steps done. Raises UserError.
         """
         if self.world > 1 and not torch.distributed.is_initialized():  # step 1 never joins ranks
             raise UserError("--nproc_per_node: this script trains on one device: use step 2")
         self.mesh = self.parts.get("mesh") or Mesh(dp=1)
         self.ranks = Ranks()
+        self.fingerprint = self.parts["data"].fingerprint()
+        self.ranks.require_same(
+            self.fingerprint, "--dataset: the fingerprints of its tokens differ"
+        )
+        dtype = next(self.parts["model"].parameters()).dtype
+        # --dtype auto may choose differently on different GPUs
+        self.ranks.require_same(dtype, "--dtype: the ranks have different ones, so choose one")
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
@@ -242,13 +247,9 @@ class Run:
     def restore(self) -> int:
         """Restore what --resume selects, if anything; returns the number of steps done.
 
-        Raises UserError if ranks have read different data, or if --resume, --out and the flags do
-        not fit the checkpoints that are there (resume.py).
+        Raises UserError if --resume, --out and the flags do not fit the checkpoints that are there
+        (resume.py).
         """
-        self.fingerprint = self.parts["data"].fingerprint()
-        self.ranks.require_same(
-            self.fingerprint, "--dataset: the fingerprints of its tokens differ"
-        )
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
         if folder is None:
             return 0
@@ -283,7 +284,7 @@ class Run:
         self.last_checkpoint = folder
 
     def content(self, done: int) -> dict[str, Any]:
-        """What a checkpoint has besides its pieces and the rank's number."""
+        """What `save_checkpoint` gets besides the pieces."""
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 

@@ -1,11 +1,11 @@
 """For the second part of step 6: pipeline schedules as data. Each rank has a list of actions. Here
-lists are made, simulated, drawn, and completed by messages; step 6 runs them.
+lists are made, simulated, drawn, and given their messages; step 6 runs them.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
 a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
-on each rank. There are three: `afab` and `one_f_one_b`, called with v = 1, which are here to be
-drawn (--schedule afab and 1f1b run step 6's loops); and `interleaved`. They differ in `warm_up`,
-the number of forwards before forwards and backwards alternate.
+on each rank. There are three. `afab` and `one_f_one_b` are here only to be drawn, with v = 1 (step
+6 runs its loops). `interleaved` is run. They differ in `warm_up`, the number of forwards before
+forwards and backwards alternate; AFAB's is all forwards.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. A character is then
@@ -63,7 +63,7 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
             backwards += [Action("B", i, stage) for i in micro_batches]
     actions = forwards[:warm_up]
     steady = forwards[warm_up:]
-    for forward, backward in zip(steady, backwards, strict=False):
+    for forward, backward in zip(steady, backwards, strict=False):  # more backwards follow
         actions += [forward, backward]
     return actions + backwards[len(steady) :]
 
@@ -72,7 +72,7 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
     """All forward, all backward: after the last forward, all m micro-batches are in flight. (GPipe,
     Huang et al. 2019, but with the backwards in the order of the forwards.)
     """
-    return order_with_warm_up(p, m, v, rank, warm_up=m * v)
+    return order_with_warm_up(p, m, v, rank, warm_up=m * v)  # all forwards
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -93,10 +93,11 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next is the first one on this rank's last stage. To these 1F1B
-    # would add one for each later rank, p-1-rank. Megatron-LM adds twice as many: then an output
-    # can travel while both ranks work on something else. The price is more forwards in flight. (In
-    # our pictures, where messages take no time, the bubble would be the same without the doubling)
+    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add to
+    # these one forward for each later rank, p-1-rank. Like Megatron-LM we add twice as many: then
+    # an output can travel while both ranks work on something else. The price is more forwards in
+    # flight. (In our pictures, where messages take no time, the bubble would be the same without
+    # the doubling)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -121,9 +122,8 @@ def producer(action: Action, n_stages: int) -> Action | None:
         B of the last stage       F of this stage, which ends with the loss
         B of another stage        B of the stage after
 
-    (A backward also needs its own stage's forward. That came earlier: the backward that this one
-    waits for, of the stage after, needed that stage's forward, and this needed our forward's
-    output.)
+    (B of a stage s also needs F of s. It is not in this table, because it comes earlier: B of s+1
+    needs F of s+1, which needs F of s.)
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
@@ -153,7 +153,7 @@ def simulate(
     order, and starts an action as soon as the rank is free and the action's input is there.
 
     `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
-    message between two ranks (the drawings have 0).
+    message between two ranks (0 in the drawings; the planner of README gives another).
 
     Raises ValueError if no rank can go on: LISTS CAN DEADLOCK. An example, with one stage on each
     rank, whose number is left out:
@@ -214,10 +214,10 @@ def add_messages(
     need.
 
     MESSAGES CAN DEADLOCK, even if the lists do not. Step 6's loops send and receive together where
-    both neighbours have something to send; a program has single sends and receives. They do not
-    wait for their messages, but with NCCL those of a group are one queue: behind a send that waits
-    for its receive, no receive begins. So assume that a send blocks until it is received. Let two
-    ranks, with one stage each, follow 1F1B:
+    both neighbours have something to send; a program has single sends and receives. Python does not
+    wait for them. But NCCL runs the messages of a group one after another: while a send waits for
+    its receive, nothing behind it begins. So assume that a send blocks until it is received. Let
+    two ranks, with one stage each, follow 1F1B:
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send
@@ -276,7 +276,7 @@ def add_messages(
 
 def draw(lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, int] = COSTS) -> str:
     """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
-    letter, idle `.`. (If a schedule has actions of another kind, they are `-`.)
+    letter, idle `.`. (A technique's actions of another kind are `-`.)
     """
     spans = simulate(lists, rank_of_stage, costs)
     length = int(spans[-1].end)
@@ -306,13 +306,13 @@ def main():
         parser.error("give numbers from 1 on")
     if v > 1 and m % p:
         parser.error("with several stages on a rank, micro_batches must be a multiple of ranks")
-    schedules = [("afab", afab, 1), ("1f1b", one_f_one_b, 1)]
+    # Stages of a rank, and characters of a forward: one of v stages takes one, a rank's only stage
+    # v
+    schedules = [("afab", afab, 1, v), ("1f1b", one_f_one_b, 1, v)]
     if v > 1:
-        schedules.append(("interleaved", interleaved, v))
-    for name, schedule, stages in schedules:
+        schedules.append(("interleaved", interleaved, v, 1))
+    for name, schedule, stages, characters in schedules:
         lists = [schedule(p, m, stages, rank) for rank in range(p)]
-        # A character is the forward of one of v stages. A rank's only stage takes v of them
-        characters = v // stages
         costs = {kind: cost * characters for kind, cost in COSTS.items()}
         print(name)
         print(draw(lists, round_robin(p, stages), costs))

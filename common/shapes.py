@@ -4,7 +4,7 @@ step without this file.
     tiny                      the preset
     tiny,n_layers=8,dim=256   the preset with 8 layers and dim 256
 
-All other fields keep the preset's values: in the second line ffn_dim is still tiny's 352.
+All other fields keep the preset's values: in the second example ffn_dim is still tiny's 352.
 """
 
 from dataclasses import fields, replace
@@ -15,7 +15,9 @@ from common.model import PRESETS, ModelConfig
 
 
 def model_shape(text: str) -> ModelConfig:
-    """The shape that a value of --model describes. Raises UserError."""
+    """The shape that a value of --model describes. Raises UserError if there is no such preset or
+    field, or if a value cannot work.
+    """
     preset, *changes = text.split(",")
     if preset not in PRESETS:
         raise UserError(f"--model {preset}: choose from {', '.join(PRESETS)}")

@@ -7,15 +7,15 @@ sound one.
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. In its own
 directory a run keeps two checkpoints: the one that it has saved last, and the one before, which it
-has saved or resumed. Older ones are removed. A damaged one stays while it is newer than "the one
-before" (`remove_older`).
+has saved or resumed. Older ones are removed. A damaged one that is newer stays for a while
+(`remove_older`).
 
 DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
 checksums, and each rank's says how many files there are. So before a run resumes, the ranks share
 the files out among them, read them all, and find out whether some are damaged or missing. If so,
 they try the next older checkpoint. (If none is left, or if --resume names the damaged one itself,
-the run ends.) A file that cannot be read, for example because a disk is out of reach, counts as
-damaged, too.
+the run ends.) A file that is there but cannot be read counts as damaged, too. A checkpoint without
+damage is called *sound*.
 
 A NETWORK DISK. What one rank has written, another may see only some seconds later. So when a run
 resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
@@ -52,7 +52,7 @@ def wait_for(paths: list[Path]):
 def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
     """Give a checkpoint its name when all files are there. Raises OSError if one does not come."""
     wait_for([hidden / f"rank-{rank:05d}.pt" for rank in range(n_ranks)])
-    # A damaged one may be there: the run has resumed from before it, and comes to this step again
+    # A damaged one may be there: the run resumed from before it, and has come to this step again
     shutil.rmtree(folder, ignore_errors=True)
     hidden.rename(folder)
 
@@ -61,9 +61,10 @@ def remove_older(folder: Path, previous: Path):
     """Remove the checkpoints beside `folder` that are older than `previous`. Remove nothing if
     `previous` is elsewhere (another run's), or a copy with another name.
 
-    Newer than `previous` there may be one that counted as damaged. It may be sound, if only a disk
-    was out of reach, so it stays until `previous` is newer. For example, a run that could not read
-    step 100 has resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
+    A checkpoint newer than `previous` may be one that counted as damaged. It may be sound, if only
+    a disk failed for a moment. So it stays until `previous` is newer, or until the run saves the
+    same step again (`name_checkpoint`). For example, a run that could not read step 100 has resumed
+    from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
     """
     paths = [path.resolve() for path in checkpoints_of(folder.parent)]  # newest first
     if previous.resolve() in paths:
@@ -97,22 +98,22 @@ def save_checkpoint(
         ranks.attempt(remove_hidden, folder.parent, first_only=True)
         ranks.attempt(write_file, path, content, pieces)
         ranks.attempt(name_checkpoint, hidden, folder, ranks.world, first_only=True)
-        if previous is not None:
-            ranks.attempt(remove_older, folder, previous, first_only=True)
     except UserError as error:
-        # By all ranks: those of nodes that do not share the directory have files of their own
+        # By all ranks: on nodes that do not share the directory, each has hidden files
         remove_hidden(folder.parent)
         raise UserError(f"--out: cannot save {folder}: {error}") from error
+    if previous is not None:
+        ranks.attempt(remove_older, folder, previous, first_only=True)
 
 
 # --- Finding a sound checkpoint -------------------------------------------------------------------
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest (the highest step) first. (A folder with another name,
+def checkpoints_of(parent: Path) -> list[Path]:
+    """The checkpoints in a directory, newest (the highest step) first. (A folder with another name,
     such as a copy that a user keeps, is never removed, and is resumed only if --resume names it.)
     """
-    return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
+    return sorted(parent.glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 def candidates(where: Path, ranks: Ranks) -> list[Path]:
@@ -120,7 +121,7 @@ def candidates(where: Path, ranks: Ranks) -> list[Path]:
     collective: all ranks return what rank 0 sees.
     """
     paths = [where] if files_of(where) else checkpoints_of(where / "checkpoints")
-    return ranks.gather(paths)[0]
+    return ranks.gather(paths)[0]  # rank 0's, on all ranks
 
 
 def find_sound(where: Path, ranks: Ranks) -> Path | None:
@@ -157,7 +158,7 @@ def problem_of(paths: list[Path], ranks: Ranks) -> str:
     a checkpoint's files.)
     """
     if not paths:
-        return "it is empty"
+        return "it is empty"  # a folder with the name of a checkpoint, and without files
     for number in range(ranks.rank, len(paths), ranks.world):
         path = paths[number]
         try:

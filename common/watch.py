@@ -6,9 +6,11 @@ a checkpoint, and exit with status 0. (If the signal comes while a checkpoint is
 finish the next step, too.)
 
     sent to a rank               what happens
-    the first signal             all ranks save, and end
-    then Ctrl-C                  the rank ends without saving, as soon as the call that it is in
-                                 returns (Python handles no signal inside a collective)
+    the first signal             all ranks save, and end (but if torchrun sends SIGTERM because
+                                 another rank has failed, nothing can be saved: the rank waits for
+                                 that one until gloo raises an error, or torchrun kills it)
+    then Ctrl-C                  the rank ends without saving, as soon as it no longer waits in C
+                                 code, such as a collective
     SIGTERM after Ctrl-C         the same: torchrun sends it for a second Ctrl-C
     any other later signal       nothing
 
@@ -58,9 +60,9 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):
-        """Do what the first table above says. (SIGTERM alone never ends a rank at once: torchrun
-        sends it when a hang has ended another rank, and this one must live on for a moment, to
-        print its own stacks.)
+        """Do what the first table above says. (Without an earlier Ctrl-C, SIGTERM never ends a rank
+        at once: torchrun sends it when a hang has ended another rank, and this one must live on for
+        a moment, to print its own stacks.)
 
         Python runs a handler only between its own instructions. So if a rank waits in C code, as in
         a collective, a signal waits, too, until the collective returns. If it never does, torchrun
@@ -76,8 +78,8 @@ class Signals:
 
 
 class HangWatch:
-    """If a step takes longer than `seconds` (0: no limit), print the stacks of this rank, and end
-    its process.
+    """If a step takes longer than `seconds` (0: no limit), print the stacks of this rank (which
+    function each thread is in, and its callers), and end its process.
 
     If one rank is stuck, the others soon wait for it in a collective, and all print their stacks at
     about the same time. (Over gloo, some may print instead that they have lost the connection to a

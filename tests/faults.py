@@ -50,8 +50,8 @@ FAULTS = [
     ),
     Fault(
         "common.data",
-        "self.seed, epoch)[place]",
-        "self.seed, 0)[place]",
+        "self.seed, epoch)[i]",
+        "self.seed, 0)[i]",
         "test_data::test_each_epoch_has_every_window_once_in_another_order",
         "every epoch has the same order",
     ),
@@ -120,7 +120,7 @@ FAULTS = [
     ),
     Fault(
         "step03_zero",
-        'global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")',
+        'global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")',
         "torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()",
         "test_step03::test_zero_trains_to_step_1s_numbers",
         "each rank uses the norm of its own shards",
@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "step06_pipeline",
-        'global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")',
+        'global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")',
         "sum(g.double().square().sum() for g in optimizer.gradients().values()).sqrt().item()",
         "test_step06::test_pp_trains_to_step_1s_numbers",
         "each stage clips by its own norm",

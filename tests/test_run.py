@@ -16,7 +16,6 @@ import torch.distributed as dist
 import step04_tp_sp as step04
 from common import UserError, compare
 from common.comm import Mesh
-from common.data import Data
 from common.launch import check_environment, compare_launches, connect_ranks
 from common.meter import flops_per_token, peak_flops
 from common.model import PRESETS, Decoder
@@ -25,7 +24,7 @@ from common.report import parameter_table, rows_of
 from common.run import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of
-from tests.pool import RankError
+from tests.pool import ROOT, RankError
 from tests.script import Script
 
 cases = pytest.mark.parametrize
@@ -196,17 +195,16 @@ def test_ranks_with_other_cpus_are_named():
         compare_launches()
 
 
-def other_data(options: dict):
-    """Train step 2, with other data on rank 1."""
-    with mock.patch.object(Data, "fingerprint", lambda data: "ab"[int(os.environ["RANK"]) == 1]):
-        run_of("step02_ddp", options)
+def train_with_other_flags_on_rank_1(flags: dict):
+    """Train step 2."""
+    run_of("step02_ddp", flags if os.environ["RANK"] == "1" else {})
 
 
-def test_ranks_with_other_data_are_named(pools):
-    """One line names --dataset."""
-    text = "--dataset: .* differ: b on rank 1, but a on rank 0"
-    with pytest.raises(RankError, match=text):
-        pools(2).run(other_data, {})
+@cases("name, value", [("dataset", f"{ROOT}/requirements-dev.txt"), ("dtype", "fp32")])
+def test_ranks_with_other_data_or_another_dtype_are_named(pools, name, value):
+    """One line names the flag, and the rank."""
+    with pytest.raises(RankError, match=f"--{name}: .* on rank 1, but .* on rank 0"):
+        pools(2).run(train_with_other_flags_on_rank_1, {name: value})
 
 
 class Poisoned(Watch):
@@ -324,8 +322,8 @@ def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, e
 
 NOT_COMPARED = [
     (ONE[:0], ONE[:0], 20, "no steps to compare"),
-    (ONE, ONE[:9], 20, "ended in step 9: --first 9"),
-    (ONE[:9], ONE, 20, "ended in step 9: --first 9"),
+    (ONE, ONE[:9], 20, "one run has only 9 steps: --first 9"),
+    (ONE[:9], ONE, 20, "one run has only 9 steps: --first 9"),
     (ONE, [dict(ONE[0], grad_norm=None)], 1, "no loss or norm"),
     (ONE, [dict(ONE[0], loss=math.nan)], 1, "not finite"),
 ]

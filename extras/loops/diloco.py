@@ -105,7 +105,8 @@ def train(config: Config, run: Run):
         steps = f"--inner-steps {config.inner_steps}"  # new
         raise UserError(f"--steps {config.steps} must be a multiple of {steps}")  # new
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device))
+    n_ranks = join_ranks(device)
+    mesh = Mesh(dp=n_ranks)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

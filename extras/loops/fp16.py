@@ -121,7 +121,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["pp"]).wait()  # all but the last stage have 0
 
         scale(optimizer.gradients(), 1 / factor)  # new
-        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero != "0")
+        norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         finite = loss_scale.update(norm)  # new
         run.require_finite(step, loss=loss.item())  # new: the norm may be inf
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
