@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from common.model import (
     IGNORE,
     PRESETS,
     Decoder,
+    ModelConfig,
     summed_cross_entropy,
 )
 from common.run import Run
@@ -563,7 +565,15 @@ def test_without_targets_loss_and_gradients_are_zero(monkeypatch):
 
 
 def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
-    """Train the preset debug, and call `watch` with the new model."""
+    """Train the preset debug, and call `watch` with the new model. Until it is initialised, the
+    model has no memory.
+    """
+
+    def on_meta(shape: ModelConfig) -> Decoder:
+        close(torch.get_default_device().type, "meta", "where the model is made")
+        return Decoder(shape)
+
+    monkeypatch.setattr(step, "Decoder", on_meta)
     monkeypatch.setitem(step.RECOMPUTE, "none", watch)
     compiled = []
     monkeypatch.setattr(step, "compile_model", compiled.append)
@@ -574,20 +584,24 @@ def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
 
 
 @task("loop", 1)
-def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(monkeypatch):
-    """If step 2's gradient becomes inf, the error names --lr, and weights stay finite."""
+@cases("what", ["grad norm", "loss"])
+def test_a_number_that_is_not_finite_ends_the_run_before_the_update(monkeypatch, what):
+    """If it becomes inf in step 2, the error names it and --lr, and weights stay finite."""
     weights = []
-    gradients = []
+    calls = []
 
-    def spoil(gradient: Tensor) -> Tensor:
-        gradients.append(gradient)
-        return gradient * math.inf if len(gradients) == 2 else gradient
+    def spoil(*args: Any) -> Tensor:
+        calls.append(args)
+        return args[-1] * math.inf if len(calls) == 2 else args[-1]
 
     def watch(model: Decoder):
         weights.extend(model.parameters())
-        model.model.norm.weight.register_hook(spoil)
+        if what == "loss":
+            model.register_forward_hook(spoil)
+        else:
+            model.model.norm.weight.register_hook(spoil)
 
-    with pytest.raises(UserError, match="step 2: the grad norm is inf: lower --lr"):
+    with pytest.raises(UserError, match=f"step 2: the {what} is inf: lower --lr"):
         train_watched(monkeypatch, watch, micro_batch_size=12)
     assert all(weight.isfinite().all() for weight in weights), "weights are not finite"
 
