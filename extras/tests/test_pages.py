@@ -43,7 +43,7 @@ HAS = [  # page, a regular expression that its text contains
     ("index", r"Seven scripts in plain PyTorch"),
     *((here, r'<h2 id="picture-') for here in ("index", *STEPS)),
     *((here, f'class=next><a href="{following}.html"') for here, following in pairwise(FILES)),
-    ("step02_ddp", r"<span class=added>\+ +mesh = Mesh\(dp=join_ranks\(device\)\)\n"),
+    ("step02_ddp", r"<span class=added>\+ +mesh = Mesh\(dp=n_ranks\)\n"),
     ("step02_ddp", r"<span class=same> +micro_loss.backward\(\)\n"),
     ("step03_zero", r"<p class=minutes>45 minutes</p>"),
     ("step03_zero", r"(?s)<section id=pytorchs-own>.*fully_shard"),
