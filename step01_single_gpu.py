@@ -18,7 +18,8 @@ course only tests have them.)
 
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
 which brings the norm down to that. The norm is known only after the last micro-batch. (From step 3
-on its square is also summed over ranks. Therefore we do not use PyTorch's clip_grad_norm_.)
+on it is also a sum over ranks, and gradients need not be a parameter's `.grad`: so the norm and the
+scaling are two calls here.)
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
@@ -50,21 +51,22 @@ GPU in bf16, without --compile, a layer saves for each token
     and in fp32:
     n_heads + 2             log sum exp(scores) of each head, 1 / rms of each RMSNorm  10
 
-In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer.
+In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. (Attention's
+probabilities are not saved: its backward computes them again from log sum exp.)
 
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
 numbers (tiny in bf16: 256 bytes), and backward repeats its forward: then all numbers of the table
 exist, but of one layer at a time. The repetition stops as soon as it has the input of down_proj,
-silu(gate) * up: down_proj itself is not repeated. (With --compile it is repeated, too.)
+silu(gate) * up: down_proj itself is not repeated, because its output is only added to x, which
+saves nothing. (With --compile it is repeated, too.)
 
 Notes on the table, which you can skip:
 
     - On a CPU an RMSNorm is several kernels. Each of the two also saves dim numbers as fp32, and in
       a bf16 run dim more as bf16. A bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run,
       a CPU's default: 4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
-    - Attention is a single kernel: from log sum exp, its backward computes the attention
-      probabilities again, so that they need not be saved. On a GPU in fp32, PyTorch has no such
-      kernel for heads that share keys, and the probabilities are saved.
+    - On a GPU in fp32, PyTorch has no kernel that does without attention's probabilities for heads
+      that share keys: they are saved.
     - RoPE's tables, which all layers share, are not counted.
 
 FLOPs OF A TOKEN, of matrix products alone. Each weight of a matrix costs 6: 2 in forward (multiply,
@@ -99,7 +101,7 @@ here is PyTorch's own: torch.utils.checkpoint.
 
 Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum().clamp(min=1) * len(xs)`:
 the mean of means. tests/test_step01.py::test_train fails where micro-batches have different numbers
-of targets. (On the default data the losses stay the same: there every token is a target, and all
+of targets. (On the default data the losses stay the same: there no target is IGNORE, and all
 micro-batches are equally long.)
 """
 
@@ -213,7 +215,7 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
     ]
 
 
-# Llama's betas, not PyTorch's defaults. fused: one kernel updates many tensors
+# Llama's betas, not PyTorch's defaults. fused: on a GPU one kernel updates many tensors
 ADAMW = dict(betas=(0.9, 0.95), fused=True)
 
 

@@ -30,12 +30,12 @@ THREE WAYS TO SUM:
 BUCKETS. Each message has a fixed cost, so many small ones are slow; and one large one could begin
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
 1 MiB (--bucket-mb; a larger parameter has its own): each `.grad` is a view of a part of one. (25
-MiB is usual; all of tiny's gradients, 3.2 MB, would then be one bucket.) A bucket counts how
-many additions to its gradients are still to come. Buckets are filled in the order of backward, from
-the head to the embedding. Tiny's first has 11 parameters (the head, the
-last norm, and layer 3's nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter
-starts at 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket
-starts, while backward goes on to earlier layers.
+MiB is usual; all of tiny's gradients, 3.2 MB, would then be one bucket.) A bucket counts how many
+additions to its gradients are still to come. Buckets are filled roughly in the order of backward,
+from the head to the embedding. Tiny's first has 11 parameters (the head, the last norm, and layer
+3's nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter starts at 11 x 2 = 22.
+It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket starts, while
+backward goes on to earlier layers.
 
 All ranks must start their collectives in the same order, but the order in which gradients become
 complete could differ between ranks. So buckets are sent in a fixed order: a complete one waits for
@@ -117,7 +117,7 @@ def join_ranks(device: torch.device) -> int:
             connect_ranks("nccl", device_id=device)
         else:
             connect_ranks("gloo")
-        # If flags differed between ranks, they would create different groups, and hang
+        # If flags or code differed between ranks, the run could hang, or train on nonsense
         compare_launches()
     return dist.get_world_size() if dist.is_initialized() else 1
 

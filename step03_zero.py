@@ -1,7 +1,8 @@
 """Step 3: ZeRO, the Zero Redundancy Optimizer. Data-parallel ranks shard what step 2 replicates:
 optimizer state, gradients, weights.
 
-(Rajbhandari et al. 2020.) --zero 0 is step 2, where nothing is sharded. Stage 1, --zero 1, shards
+(Rajbhandari et al. 2020.) --zero 0 is step 2, where nothing is sharded (only the norm
+is all-reduced, 8 bytes). Stage 1, --zero 1, shards
 the optimizer's state, stage 2 also gradients, and stage 3, also called FSDP (fully sharded data
 parallelism), also weights. In step 2 every rank makes the same update. AdamW updates each element
 by itself. So with ZeRO, each of n ranks updates only 1/n of the weights, its shards, which may
@@ -38,11 +39,22 @@ in the others. (Plain gradient descent has no moments, and in fp32 no masters ap
 weights.) With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4.
 In stages 1 and 2 an all-gather gives all four to both.
 
+IN WHICH ORDER? State is sharded first, because it is the largest part, and sharding it adds almost
+no traffic: an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the update
+between the two. In fp32 stage 1 sends what step 2 sends, and besides only the padding of units and
+an all-reduce of 8 bytes. In bf16 it sends less: the gathered weights have 2 bytes, not 4.
+
+Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
+because it would have to keep them. So each micro-batch's gradients are summed over ranks
+immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
+In stage 3 a rank gathers a unit before its forward, and frees it afterwards; and again for its
+backward. While one unit computes, the next one is gathered, so two are whole at a time.
+
 THE LAW. Bytes that a rank holds for each parameter at the update: in bf16 2 of the weight, 4 of a
 gradient, 4 of the master, 8 of the moments; in fp32 4, 4, 0 and 8. 6 + 16/n means that every rank
 holds 6 bytes, and 16 are divided among the ranks. (Stage 1 holds two gradients, the local one,
 whole, and its shard of the sum: 2 + 4 whole, 4 + 4 + 8 divided. The paper has 4 + 12/n, 2 + 14/n
-and 16/n: its gradients have 2 bytes, and its stage 1 writes the sum over the local gradient.)
+and 16/n: its gradients have 2 bytes, and in its stage 1 the sum overwrites the local gradient.)
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -57,20 +69,11 @@ during forward and backward a rank holds, mainly:
 
     - activations: each rank has its own, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units
-    - in stage 3, the whole weights of two units
+    - in stage 3 without --keep, the whole weights of two units
 
 (If embedding and head are tied, some numbers here and below change: `Zero3` says which. Over gloo,
 each local gradient has a second copy while its sum is in flight: in stage 1, at the end of
 backward, that is a copy of all.)
-
-State is sharded first, because it is the largest part, and sharding it adds almost no traffic: an
-all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the update between the two.
-In fp32 stage 1 sends what step 2 sends, and besides only the padding of units and an all-reduce of
-8 bytes. In bf16 it sends less: the gathered weights have 2 bytes, not 4.
-
-Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
-because it would have to keep them. So each micro-batch's gradients are summed over ranks
-immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
 
 WHAT IS SENT. Let
 
@@ -246,13 +249,13 @@ class Zero1:
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                    | all units |
 
-    Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype (step 1's
-    `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's `local_grad`,
-    which is wide, and empties `.grad`. (In step 2 `.grad` is a view of a buffer. Here a buffer
-    exists only from a unit's first gradient until it is freed, so the hook allocates it.) With a
-    unit's last gradient of the training step it starts the unit's reduce-scatter. (All ranks run
-    the same backward here, so they complete units in the same order.) The hook expects one gradient
-    of each parameter in every micro-batch; if one is missing, `finish` raises an error.
+    Gradient buffers are freed between uses here, so `.grad` cannot be a view of one, as in step 2's
+    buckets. Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype
+    (step 1's `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's
+    `local_grad`, which is wide, and empties `.grad`. With a unit's last gradient of the training
+    step it starts the unit's reduce-scatter. (Step 2's fixed order is not needed: the backward of
+    one unit ends before that of the unit before it begins, on all ranks.) The hook expects one
+    gradient of each parameter in every micro-batch; if one is missing, `finish` raises an error.
 
     It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter of
     which it has any, a view of the unit's master; and `publish` gathers the weights.
@@ -421,7 +424,7 @@ class ShardedUnit(Unit):
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
         self.shard = self.shard.clone()  # no longer a view of `flat`, which is freed
-        if self.master.dtype == self.shard.dtype:  # it was such a view, too
+        if self.master.dtype == self.shard.dtype:  # the master is the shard, not a copy
             self.master = self.shard
         self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
         self.flat.untyped_storage().resize_(0)
@@ -598,7 +601,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)  # first, because the next line does two things
+    # Steps 1 and 2 do this after the weights, and before the optimizer: the next line makes both
+    set_up_layers(model, config)
     # new: initialises the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 

@@ -27,11 +27,11 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
                                                                            their sum is [16 33]
 
 So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
-of the block's input: the loss depends on x through A_0 and through A_1, and each rank computes only
-its own term, dy B_i^T A_i^T. (With dy = [1 1], rank 0's term is 1 * [1 2], rank 1's 4 * [3 4], and
-their sum [13 18].) Two operators do this, named by Shoeybi et al.: f, where x enters the block,
-sums dx in backward; g, where the output leaves it, sums the terms in forward. In attention, for
-tiny's 8 query heads and 4 key/value heads:
+of the block's input. Let dy be that of its output y. y is the sum of x A_i B_i, so dx is the sum of
+dy B_i^T A_i^T, of which each rank computes one term. (With dy = [1 1], rank 0's term is 1 * [1 2],
+rank 1's 4 * [3 4], and their sum [13 18].) Two operators do this, named by Shoeybi et al.: f, where
+x enters the block, sums dx in backward; g, where the output leaves it, sums the terms in forward.
+In attention, for tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
@@ -55,14 +55,14 @@ Where f and g are in the code:
 So one f serves q, k and v, another one gate and up. (In the code, `enter_parallel` is f and
 `leave_parallel` is g. They use the two classes above, or with SP the two below.)
 
-f and g wait at once, because the next operator needs their result. (Only f's backward could overlap
-something: the gradients of A, as in Megatron-LM.)
+f and g wait at once, because the next operator needs their result. (If matrix products are not cut
+into pieces, only f's backward could overlap something, the gradients of A, as in Megatron-LM.)
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
 n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
 all-reduce is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With
 SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n
-tokens: it computes 1/n of the norms and residual sums, and saves 1/n of what they save. f gathers
+tokens: it computes 1/n of the norms and residual sums, and saves 1/n of their inputs. f gathers
 the tokens before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as
 without SP (with --recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a
 rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up
@@ -72,7 +72,7 @@ over tp, once in a training step.
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-(Korthikanti et al. call this f g, and this g g-bar.)
+(In Korthikanti et al. this f has the name g, and this g the name g-bar.)
 
 tp alone divides by n most of what a layer saves (step 1's table): q, k, v, attention's output,
 gate, up, silu(gate), and its product with up. (A rank also has 1/n of each matrix, of its gradient
@@ -84,9 +84,9 @@ the norms' 1 / rms):
     their outputs              2 dim         2 dim (f's outputs: matrices need all tokens)
     sum                        4 dim         2 dim + 2 dim/n
 
-With --recompute full a layer saves only its input: dim, with SP dim/n. (Korthikanti et al. save
-only their own tokens of f's outputs, 2 dim/n, and gather them again in backward, which sends 2 S
-more in each layer. Not done here.)
+With --recompute full a layer saves only its input: dim, with SP dim/n. (In Korthikanti et al. a
+rank saves only its own tokens of f's outputs, 2 dim/n, and gathers them again in backward: two more
+all-gathers in each layer. Not done here.)
 
 THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
 In the embedding, tokens with other ids give zeros, and g sums. In the loss each rank has the logits
@@ -362,6 +362,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # The gradient, softmax - one-hot, [batch, seq, vocab/n]: one new tensor, then in place
         gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
         gradient[..., len(ids) :] = 0.0  # padding
+        # In the target's column subtract 1; for a target of another rank, 0 in column 0
         one_if_held = held[..., None].to(gradient.dtype)
         gradient.scatter_add_(-1, column, -one_if_held)
         gradient.mul_(counted[..., None])  # 0 for tokens that are not counted
@@ -532,7 +533,7 @@ def train(config: Config, run: Run):
     device, dtype = choose_device(config)
     # new: tp divides the ranks. (If it does not, Mesh raises UserError)
     dp = join_ranks(device) // config.tp
-    # new: it comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links
+    # new: tp comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links
     mesh = Mesh(dp=dp, tp=config.tp)
     # Along tp all have the same sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")

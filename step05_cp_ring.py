@@ -14,7 +14,7 @@ it receives the next ones, except in the last hop. In hop h, rank r has those of
 IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
 A cell below is the queries of one rank with the keys of another. `#`: all its pairs are needed.
 `+`: a query needs only its own key and earlier ones, about half of the pairs. `.`: none. Count + as
-4 units of work, and # as 8:
+4 units of work, and # as 8 (so that the smaller cells of zigzag, below, are 1 and 2):
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .      4 units
@@ -59,7 +59,7 @@ softmax: Milakov and Gimelshein 2018; `merge` has an example):
 
 BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own. (Those of
 all ranks would need memory for all s tokens, which cp is there to avoid.) dkv, the sum so far of
-the gradient of these k and v, follows:
+their gradient, travels behind each k and v:
 
     kv     is sent on when the hop begins, and arrives by its end               n-1 times
     dkv    is sent on when this rank's own term has been added to it, at the    n times: the last
@@ -92,16 +92,18 @@ a rank sends
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
 
+(And over data, once in a training step, gradients, loss and squared norm, as in step 3.)
+
 For tiny in fp32 on 4 ranks:
 
     B = G                      2 (k and v) x 4 (sequences) x 64 (tokens) x 64 (channels) x 4 bytes
                                = 131,072
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
-Can these messages hide behind computation? In a forward hop B must take no longer than two matrix
-products of attention, in a backward hop B + G no longer than five. A hop's bytes grow like s/n, the
-tokens on a rank, and its FLOPs like their square. So with enough tokens on a rank all messages of a
-layer but the last dkv can hide.
+Can these messages hide behind computation? In a forward hop, sending B must take no longer than the
+hop's two matrix products, in a backward hop sending B + G no longer than its five. A hop's bytes
+grow like s/n, the tokens on a rank, and its FLOPs like their square. So with enough tokens on a
+rank all messages of a layer but the last dkv can hide.
 
 (`part_attention` stores all scores of a part: with 8,192 tokens on a rank and 32 heads, one
 sequence in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for each copy of them. For real lengths on a GPU
@@ -229,7 +231,7 @@ def zigzag_visible(rank: int, source: int, length: int) -> Visible:
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
-    # The diagonal: tokens are in order of position, so causal is right for both chunks together
+    # Our own keys: tokens are in order of position, so causal is right for both chunks together
     if source == rank:
         return Visible(whole, whole, causal=True)
     if source < rank:  # source's first chunk precedes both of ours; its second one follows both

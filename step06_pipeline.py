@@ -22,15 +22,16 @@ aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle ti
 
 In 1F1B, rank r of p first does p-1-r forwards, one for each later rank (the *warm-up*); then one
 forward and one backward in turns (the *steady* part); then the backwards that are left (the
-*cool-down*).
+*cool-down*). (Rank 0 above: 0 1 2; then 3 aa, 4 bb, 5 cc, with a wait for its first dy after 3;
+then dd ee ff.)
 
 THE BUBBLE. In both, if all p stages take equally long, and there are m micro-batches, each rank is
 idle for as long as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work:
 (p-1)/m of the working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves
 memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds its
 activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. (So the first
-rank holds p micro-batches, if there are so many, of 1/p of the layers: pp divides weights, but not
-the first rank's activations.)
+rank holds p micro-batches, if there are so many, of 1/p of the layers: as much as one device holds
+for one micro-batch of the whole model. pp divides weights, but not the first rank's activations.)
 
 The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
 and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
@@ -65,7 +66,8 @@ forward to the backward:
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-`Stage` keeps less than y, so that y can be freed once it is sent: see there.
+In place of y, `Stage` keeps only a handle of the graph that computed it. So y can be freed once it
+is sent.
 
 THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
 rank sends a y over pp, the last a dx, and the others both. Once in a training step every rank also
@@ -82,7 +84,7 @@ You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step06_pipeline
 `python -m common.schedules 4 6 1` (ranks, micro-batches, stages on each rank) draws the two
 schedules above. `python -m common.schedules 4 8 2` draws them for 8 micro-batches, and a third one
-with 2 stages on each rank: the second part, behind `train`, explains it.
+with 2 stages on each rank: the second part, after `train`, explains it.
 
 PyTorch's own way, in torch.distributed.pipelining:
 
@@ -141,8 +143,9 @@ class Stage:
     """Consecutive layers, and the graphs of the micro-batches that are in flight. In each training
     step `begin` sets `tokens`, `targets`, `n_targets` and `loss`.
 
-    Backward never reads y's numbers: a layer ends with a sum, x + mlp(...), whose backward does not
-    use its result. What backward needs is the graph that computed y. It has a node for each
+    Between its forward and its backward a stage needs the graph that computed y, but not y's
+    numbers: a layer ends with a sum, x + mlp(...), whose backward does not use its result. The
+    graph has a node for each
     operation, and backward starts at the last one. `get_gradient_edge(y)` stands for that node,
     without y's numbers: a stage keeps it in place of y. In the loops below, y is then freed when
     the next y takes its place: a rank holds at most two outputs at a time, not one for each
@@ -512,12 +515,15 @@ def make_interleaved(
 
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
     gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to (v-1)
-    p + 2 (p-r) - 1 forwards are in flight, each of 1/v of the rank's layers: in the picture, on
-    rank 0, 5 micro-batches, each in half of the layers; with 1F1B, 2, each in all of them. (Of
-    these, p - 1 - r, here 1 of 5, only give messages time to travel: see `interleaved` in
-    common/schedules.py.)
+    p + 2 (p-r) - 1 forwards are in flight, each through one stage, 1/v of the rank's layers. In the
+    picture these are, on rank 0, F0.0 F1.0 F0.2 F1.2 F2.0: 5 halves, as much as 2.5 micro-batches
+    in all its layers; with 1F1B it has 2. (Of the 5, p - 1 - r, here 1, only gives messages time to
+    travel: see `interleaved` in common/schedules.py.)
 
-    Takes what `Pipeline` takes. Raises UserError if p does not divide m.
+    Takes what `Pipeline` takes. Raises UserError if p does not divide m, or if there are fewer
+    layers than stages. Run it:
+
+        torchrun --nproc_per_node=2 step06_pipeline.py --pp 2 --schedule interleaved
     """
     p = config.pp
     v = config.chunks if p > 1 else 1  # a single rank has a single stage
@@ -586,8 +592,9 @@ class ListPipeline:
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
         # tensors[a] = (the input of action a, its message). If this rank receives the input, the
-        # message brings it. If this rank has computed it, the message is an empty Pending; a is
-        # then its own action, or another rank's, to which a later send takes the tensor
+        # message brings it. If this rank has computed it, the message is an empty Pending, and a
+        # later send takes the tensor to another rank. (If a technique puts neighbouring stages on
+        # one rank, a is its own action)
         tensors: dict[Action, tuple[Tensor, Pending]] = {}
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:

@@ -37,8 +37,9 @@ rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, to the other
 forward of a layer. With
 tokens, a rank routes 4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512
 rows of 128 numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent
-twice in forward (rows, and outputs), 65,536 in all. (With many tokens on a rank, or small experts,
-weights would be cheaper.)
+twice in forward (rows, and outputs), 65,536 in all. In general rows are
+cheaper if 2 T K dim < 3 dim ffn_dim E, where T is the number of tokens that a rank routes: here if
+T < 3 x 352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
@@ -77,14 +78,14 @@ MLP are gone. On 16 ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
     tp           tp              0 1                 divide attention, embedding  step 4's f and g;
                                                      and head                     sums of gradients
     sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
-    ep           --ep ranks in   0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
-                 a row
-    expert_data  ranks --ep      0 8                 hold the same experts        sums of gradients
-                 apart
+    ep           --ep ranks, one 0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+                 after another
+    expert_data  every --ep-th   0 8                 hold the same experts        sums of gradients
+                 rank of a stage
 
-If ep spans ranks of dp, as here, these now meet in every layer, and not only after backward. So
-they must run equally many micro-batches in the same order. They do, because dp divides the batch,
-and all ranks of a stage have the same schedule.
+If ep spans ranks of dp, as here, these exchange rows in every layer, in forward and in backward,
+and no longer only gradients or weights. So they must run equally many micro-batches in the same
+order. They do, because dp divides the batch, and all ranks of a stage have the same schedule.
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. Only the tokens of other ep groups are missing: the sum over
@@ -106,9 +107,9 @@ step: a training step; gradients: those of its experts):
     sequence     micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
     expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
 
-All else is sent as in steps 4 to 6, but for an MLP's f and g, which are gone; and the router's
-gradient is summed over data and over tp, beside those of the norms. For tiny as launched below, in
-fp32:
+All else is sent as in steps 2 to 6 without MLPs: over tp a layer sends 4 S (with --recompute full 6
+S; S as in step 4), and over data and tp the router's gradient is summed beside those of the norms.
+For tiny as launched below, in fp32:
 
     ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
@@ -241,8 +242,8 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     all_to_all(arriving_GL, leaving_GL, group).wait()
     counts_L = arriving_GL.sum(0)
     # To split rows, Python needs the numbers, so the CPU waits for the GPU here, once for both
-    # tables. (The block waits nowhere else, unless `expert_product` takes its second path, whose
-    # `tolist` waits, too.)
+    # tables. (Else only `expert_product` may wait: in its second path, by `tolist`, and in
+    # grouped_mm on GPUs for which PyTorch has no single kernel)
     on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
     return on_cpu[0], on_cpu[1], counts_L
 
@@ -273,9 +274,9 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     rows [n, in], weight [n_experts, out, in] -> [n, out].
 
-    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts]. (All experts of
-    a matrix are one parameter. So it has a gradient in every micro-batch, as steps 2 and 3 expect,
-    also if an expert has no rows: then its own part is 0.)
+    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts]. (The matrices of
+    all experts, for example all gate_proj, are one parameter. So it has a gradient in every
+    micro-batch, as steps 2 and 3 expect, also if an expert has no rows: then its own part is 0.)
     """
     # In bf16 one call serves all experts, and on a recent GPU it is one kernel. For it `in` and
     # `out` must be multiples of 8 (16 bytes)
@@ -485,7 +486,9 @@ class Config(step06.Config):
 
 
 def check_experts(config: Config, mesh: Mesh):
-    """Raise UserError unless the flags of experts fit one another and the layout."""
+    """Raise UserError unless the flags of experts fit one another and the layout. (The auxiliary
+    loss checks --micro-batch-size itself.)
+    """
     ranks = mesh.world // config.pp
     if config.experts % config.ep:
         raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
@@ -527,7 +530,7 @@ def shard_moe(moe: MoE, mesh: Mesh):
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """Check the flags, create the groups of experts, and replace each MLP by a block with the
-    router and this rank's experts. (Step 4's operators, which are hooks of the MLP, go with it.)
+    router and this rank's experts. (f and g of step 4 are hooks of the MLP, so they are gone.)
     Raises UserError.
     """
     check_experts(config, mesh)
@@ -552,11 +555,12 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Step 4: a rank has these rows and columns of each matrix
+    # Step 4: a rank has these rows and columns of each matrix (not of the experts', see below)
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
     positions = shard_context(model, mesh, config).to(device)
-    # new: it has these experts. (After `shard_context`, which would overwrite their data_group)
+    # new: replace each MLP by an MoE block that has this rank's experts. (After `shard_context`,
+    # which would overwrite their data_group)
     shard_experts(model, mesh, config)
     # Step 6: it has these layers. (After all the others, which change every layer)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
@@ -601,8 +605,8 @@ class BiasBalancedMoE(MoE):
     """--balance bias: no loss. An expert that was too busy in a step becomes a little less likely
     to be chosen in the next one.
 
-    A bias for each expert is added to p where experts are chosen, but not in their scores. After
-    each step it grows by --bias-rate for experts with less than the mean load, and shrinks for
+    Experts are chosen by p + bias, with one bias for each expert; scores use p alone. After each
+    step it grows by --bias-rate for experts with less than the mean load, and shrinks for
     those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). The bias
     is no parameter, because it has no gradient. It is a buffer, saved with the parameters.
 

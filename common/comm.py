@@ -30,9 +30,8 @@ Always call `wait`. Until then, neither change the tensor that is sent nor read 
 filled (in `all_reduce` they are one). All tensors must be contiguous. All ranks of a group must
 start their collectives in the same order.
 
-Let S be the bytes of the whole tensor: an all_reduce's, an all_gather's output, a reduce_scatter's
-input. In a ring
-of n ranks each sends
+Let S be the bytes of the whole tensor: of what all_reduce sums, all_gather returns, reduce_scatter
+is given. In a ring of n ranks each sends
 
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
@@ -135,11 +134,10 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes self[name]. All ranks must call this.
 
-        `queue`: "gradients" or "activations". From step 5 on, two groups may have the same ranks.
-        If one is for activations and the other for the gradients that are summed during backward,
-        they have two handles. The reason: NCCL sends the messages of a handle in their order, and
-        a layer's activations, which are needed at once, would wait behind a large bucket of
-        gradients.
+        `queue`: "gradients" or "activations". From step 5 on, two groups may have the same ranks:
+        with dp 1 and cp 2, cp and data have. NCCL sends the messages of a handle in order, so step
+        5's k and v, which are needed at once, would wait behind a large bucket of gradients.
+        Therefore groups of the same ranks share a handle only if they have the same queue.
         """
         for row in rows.tolist():
             ranks = tuple(row)
@@ -149,8 +147,8 @@ class Mesh:
                 self.groups[name] = Group(name, own, len(ranks), handle, self.sent)
 
     def handle_of(self, ranks: tuple[int, ...], queue: str) -> dist.ProcessGroup | None:
-        """PyTorch's group of these ranks for this queue, which is created at the first call; None
-        for one rank.
+        """PyTorch's group of these ranks for this queue, which is created at the first call (on
+        other ranks a placeholder, which is never used); None for one rank.
         """
         if ranks != tuple(sorted(ranks)):
             raise ValueError(f"new_group numbers ranks in ascending order, so sort {ranks}")
@@ -295,8 +293,9 @@ def all_to_all(
     sent_rows: list[int] | None = None,
     received_rows: list[int] | None = None,
 ) -> Pending:
-    """From step 7 on: split `tensor` into sent_rows[r] rows for rank r; `output` gets
-    received_rows[r] rows from rank r. None: the same number for each.
+    """From step 7 on: `tensor` has sent_rows[0] rows for rank 0, then sent_rows[1] for rank 1, and
+    so on; `output` gets received_rows[0] rows from rank 0, and so on. None: the same number for
+    each.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -305,10 +304,14 @@ def all_to_all(
     if sent_rows is None:
         own_bytes = tensor.nbytes / group.size
     else:
-        bytes_of_a_row = tensor[:1].nbytes  # 0 if there are no rows
-        own_bytes = sent_rows[group.rank] * bytes_of_a_row
+        own_bytes = tensor[: sent_rows[group.rank]].nbytes  # as many rows have as many bytes
     count_sent("all_to_all", group, tensor.nbytes - own_bytes)
     work = dist.all_to_all_single(
-        output, tensor, received_rows, sent_rows, group=group.handle, async_op=True
+        output,
+        tensor,
+        output_split_sizes=received_rows,
+        input_split_sizes=sent_rows,
+        group=group.handle,
+        async_op=True,
     )
     return Pending(group, [work], [tensor])

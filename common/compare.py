@@ -12,9 +12,10 @@ Two runs that differ only in their layout have the same losses and gradient norm
 whose effects grow from step to step. So only the first steps are judged (--first 20). First make
 sure that the two runs compute the same:
 
-    - No line "the flags differ" is printed. (It may be for --dataset, if both paths have the same
-      tokens; and for --dtype, if both runs had the same: without the flag a GPU has bf16, and a CPU
-      fp32. Flags that only divide the work, such as --tp, are not printed.)
+    - No line "the flags differ" is printed. (Two such lines are harmless: that of --dataset, if
+      both paths have the same tokens; and that of --dtype, if one run names the dtype that the
+      other has chosen, bf16 on a GPU, fp32 on a CPU. Flags that a resumed run may change, such as
+      --tp, are not printed: resume.py.)
     - On the terminal, both runs have shown the same dtype and the same number of tokens before the
       first step. (The default data may differ between two installations of Python.)
 
@@ -54,7 +55,7 @@ def other_flags(run_1: str, run_2: str) -> list[str]:
     flags_2 = json.loads((Path(run_2) / "config.json").read_text())
     # What a resumed run may change is not printed, but for two flags: with another dtype, rounding
     # has another size; and nothing here shows whether two datasets have the same tokens
-    ignored = may_differ(flags_1) & may_differ(flags_2) - {"dtype", "dataset"}
+    ignored = (may_differ(flags_1) & may_differ(flags_2)) - {"dtype", "dataset"}
     differing = []
     for name in sorted((flags_1.keys() | flags_2.keys()) - ignored):
         value_1 = flags_1.get(name)

@@ -39,8 +39,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     NCCL or gloo can block. (After an error, the other ranks may be waiting for this one: the sooner
     it is gone, the sooner torchrun ends them.)
 
-    Not handled here: a second Ctrl-C during training, or a hang, ends the process in watch.py;
-    Ctrl-C before the steps or after them is Python's own KeyboardInterrupt.
+    (A second Ctrl-C during training, or a hang, ends the process in watch.py.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -64,8 +63,8 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
 
 
 def print_error(error: Exception, training: bool) -> int:
-    """Print one line, and return 2, if the user can fix the error; else its traceback, and 1. A
-    GPU's memory that is too small is the user's to fix.
+    """If the user can fix the error, print one line and return 2. Otherwise print its traceback and
+    return 1. (A GPU's memory that is too small is the user's to fix.)
 
     `training`: whether the steps have begun. Before them, an OSError (a path) or torch's DistError
     (a network) is most likely the user's to fix, too. Later it is not expected, and gets its
@@ -182,7 +181,7 @@ def check_environment():
         if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
             raise UserError(
                 f"--max-restarts {restarts}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before "
-                "torchrun, and on several nodes use --rdzv-backend c10d"
+                "torchrun, and use --standalone (one node) or --rdzv-backend c10d"
             )
         return
     for name in SET_BY_OTHERS:

@@ -36,7 +36,7 @@ class ParamRecord:
 
 
 def record_of(param: Tensor) -> ParamRecord:
-    """The record of a parameter."""
+    """The record that `note_record` has put on a parameter; without one, the default."""
     return getattr(param, "parallel_record", ParamRecord())
 
 
@@ -55,7 +55,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
     squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
-    ranks that hold the same elements.
+    ranks that hold the same elements. (With ZeRO one rank has 3, the other 4: nothing is divided.)
     """
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
@@ -93,9 +93,12 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
 
 def norm_groups(mesh: Mesh) -> list[str]:
     """The groups over which to sum, one after another, to get the sum over all ranks. In step 3
-    that is dp, which has all ranks; in step 4 it is dp, and then tp. (If the ranks [0 1] [2 3] have
-    the numbers [1 2] [3 4], sums over columns, dp, give [4 6] [4 6], and then sums over rows, tp,
-    [10 10] [10 10].)
+    that is dp, which has all ranks. In step 4 it is dp, and then tp, because the mesh has no group
+    of all. For example, on 2 x 2 ranks:
+
+        at first    after the sum over dp (columns)    after the sum over tp (rows)
+        1 2         4 6                                10 10
+        3 4         4 6                                10 10
 
     From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
     """
@@ -112,7 +115,7 @@ class Shard:
     """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
 
     Shards are equally long, so the last ones may go beyond the tensor, with padding: of 257 rows on
-    two ranks, the second has 129 to 257, and row 257 is padding. (If `start` exceeds `full`, too,
+    two ranks, the second has 129 to 257, and row 257 is padding. (If `start` is `full` or more,
     the shard is all padding.)
     """
 

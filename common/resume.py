@@ -3,20 +3,18 @@
 Every flag that decides what is computed must stay the same, for example those of the model, the
 batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
 that may change: where a run reads its tokens, what it writes, where it computes, how the ranks
-divide the work. They change the results at most by rounding (which in step 7 may choose another
-expert), with these exceptions:
+divide the work. They change the results at most by rounding (in step 7 rounding may choose another
+expert). One exception: in another dtype the run goes on in another precision, and with bf16 its
+losses differ visibly. --dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a
+run between them, give --dtype. Two flags are checked otherwise:
 
-    --dtype, --device    in another dtype the run goes on in another precision, and with bf16 its
-                         losses differ visibly. --dtype auto means bf16 on a GPU that has it, and
-                         fp32 on a CPU: to move a run between them, give --dtype
-    --dataset            may be another path to the same tokens: their fingerprint is compared
-                         (above 2**27 tokens, that of a sample)
-    --micro-batch-size   not in FREE, but may change, unless experts have an auxiliary loss: see
-                         `may_differ`
+    --dataset            may be another path to the same tokens: their fingerprint is compared (of
+                         more than 2**27 tokens only that of a sample)
+    --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
 
 A run of steps 1 to 6 may be resumed by the script of another of these steps. A flag that only one
-of the two has is not compared. If any other flag has changed, the run ends with a line such as
-"--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
+of the two has is not compared. If a flag that must stay has changed, the run ends with a line such
+as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 """
 
 from pathlib import Path
@@ -67,13 +65,15 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
-    (A sound checkpoint is one of which no file is damaged or missing.) With another --out than the
-    run's own, this one goes its own way from there. A collective. Raises UserError
+    (A sound checkpoint is one of which no file is damaged or missing.) If --out is not the
+    directory of the resumed run, the new run saves to --out, and the old directory stays as it is.
+    A collective. Raises UserError
 
     - if a path has no checkpoint; if all are damaged; if a rank does not see their files
     - if --out already has checkpoints, and `resume` is "" or another run: the checkpoints of two
       runs would be mixed
-    - if `resume` is an older checkpoint of --out: the newer ones would stay beside it
+    - if `resume` is an older checkpoint in --out, or a copy there: the newer ones would stay beside
+      it
     """
     if resume == "auto":
         return find_sound(out, ranks)

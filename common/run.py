@@ -1,9 +1,11 @@
 """The flags of a run; and `Run`: its directory, progress bar and checkpoints.
 
-    with Run(config) as run:
-        for step in run.steps(model=..., optimizer=..., ...):   yields 0, 1, ...
-            run.require_finite(step, loss=..., grad_norm=...)   before the update
-            run.record(step, tokens, loss=..., ...)             after it
+    with Run(config) as run:                                    in `main` (launch.py)
+        train(config, run)
+
+    for step in run.steps(model=..., optimizer=..., ...):       in `train`: yields 0, 1, ...
+        run.require_finite(step, loss=..., grad_norm=...)       before the update
+        run.record(step, tokens, loss=..., ...)                 after it
 
 (With step 1, read only this much of the docstring, and what common/__init__.py names.)
 
@@ -108,7 +110,7 @@ class Run:
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
-        # Declared here, set by `set_up` and `restore`:
+        # Declared here, set by `set_up`:
         self.mesh: Mesh
         self.ranks: Ranks
         self.meter: Meter
@@ -136,7 +138,7 @@ class Run:
                                      data and the parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
-            after a signal           saves one, and ends
+            after a signal           saves a checkpoint, and ends
 
         `parts`, by name: model, optimizer and data; from step 2 on also mesh, and sync, which `Run`
         itself does not use. Raises UserError.
@@ -145,8 +147,9 @@ class Run:
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
-        # `with` ends all three, however the loop ends. (If the caller's body raises, Python closes
-        # this generator, which ends them, too.) In `Signals`, the first signal is only noted
+        # `with` closes the bar and the trace, and restores the old handlers of signals, however the
+        # loop ends. (If the caller's body raises, Python closes this generator, and so these, too.)
+        # Until then the first signal only sets `signals.first`
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
@@ -291,7 +294,7 @@ class Run:
     # Used before the first step, too
 
     def take_sent(self) -> dict[str, int]:
-        """The bytes that this rank has sent since the last call, by group."""
+        """By group, the bytes sent by this rank since the last call, as comm.py counts them."""
         sent: Counter = Counter()
         for (group, _), nbytes in self.mesh.sent.items():
             sent[group] += nbytes

@@ -1,11 +1,12 @@
-"""For the second part of step 6: pipeline schedules as data. Each rank has a list of actions. Here
-lists are made, simulated, drawn, and given their messages; step 6 runs them.
+"""Pipeline schedules as data, for the second part of step 6. Each rank has a list of actions. Here
+lists are made, simulated, drawn, and given their messages.
 
 Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
 a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
-on each rank. There are three. `afab` and `one_f_one_b` are here only to be drawn, with v = 1 (step
-6 runs its loops). `interleaved` is run. They differ in `warm_up`, the number of forwards before
-forwards and backwards alternate; AFAB's is all forwards.
+on each rank. There are three. Step 6 runs the lists of `interleaved`. Those of `afab` and
+`one_f_one_b`, with v = 1, are drawn, and tests compare step 6's loops with them. The three differ
+in `warm_up`, the number of forwards before forwards and backwards alternate; AFAB's is all
+forwards.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. A character is then
@@ -94,10 +95,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
     # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add to
-    # these one forward for each later rank, p-1-rank. Like Megatron-LM we add twice as many: then
-    # an output can travel while both ranks work on something else. The price is more forwards in
-    # flight. (In our pictures, where messages take no time, the bubble would be the same without
-    # the doubling)
+    # these one forward for each later rank, p-1-rank. Like Megatron-LM we add twice as many: these
+    # are computed while messages travel. The price is more forwards in flight: rank 0 of 2, with v
+    # = 2, has 5 instead of 4. (In our pictures, where messages take no time, the bubble would be
+    # the same without the doubling)
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -153,7 +154,7 @@ def simulate(
     order, and starts an action as soon as the rank is free and the action's input is there.
 
     `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
-    message between two ranks (0 in the drawings; the planner of README gives another).
+    message between two ranks (0 in the drawings, and for the programs that step 6 runs).
 
     Raises ValueError if no rank can go on: LISTS CAN DEADLOCK. An example, with one stage on each
     rank, whose number is left out:
@@ -214,10 +215,10 @@ def add_messages(
     need.
 
     MESSAGES CAN DEADLOCK, even if the lists do not. Step 6's loops send and receive together where
-    both neighbours have something to send; a program has single sends and receives. Python does not
-    wait for them. But NCCL runs the messages of a group one after another: while a send waits for
-    its receive, nothing behind it begins. So assume that a send blocks until it is received. Let
-    two ranks, with one stage each, follow 1F1B:
+    both neighbours have something to send; a program has single sends and receives. `ListPipeline`
+    starts each and goes on. But NCCL runs the messages of a group one after another: while a send
+    waits for its receive, nothing behind it begins. So assume that a send blocks until it is
+    received. Let two ranks, with one stage each, follow 1F1B:
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send

@@ -6,9 +6,9 @@ sound one.
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. In its own
-directory a run keeps two checkpoints: the one that it has saved last, and the one before, which it
-has saved or resumed. Older ones are removed. A damaged one that is newer stays for a while
-(`remove_older`).
+directory a run keeps its last two checkpoints (it may have resumed the older of these), and removes
+what is older. If it has resumed an older one because the newest could not be read, that one stays
+for a while: perhaps the disk has failed only for a moment (`remove_older`).
 
 DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
 checksums, and each rank's says how many files there are. So before a run resumes, the ranks share
@@ -58,18 +58,20 @@ def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
 
 
 def remove_older(folder: Path, previous: Path):
-    """Remove the checkpoints beside `folder` that are older than `previous`. Remove nothing if
-    `previous` is elsewhere (another run's), or a copy with another name.
+    """Remove the checkpoints beside `folder` that are older than `previous`. If `previous` is not
+    one of these (but another run's, or a copy with another name), none is known to be older: remove
+    nothing.
 
     A checkpoint newer than `previous` may be one that counted as damaged. It may be sound, if only
     a disk failed for a moment. So it stays until `previous` is newer, or until the run saves the
     same step again (`name_checkpoint`). For example, a run that could not read step 100 has resumed
     from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
     """
-    paths = [path.resolve() for path in checkpoints_of(folder.parent)]  # newest first
-    if previous.resolve() in paths:
-        for path in paths[paths.index(previous.resolve()) + 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
+    paths = checkpoints_of(folder.parent)  # newest first
+    resolved = [path.resolve() for path in paths]
+    if previous.resolve() in resolved:
+        for path in paths[resolved.index(previous.resolve()) + 1 :]:
+            shutil.rmtree(path, ignore_errors=True)  # (it leaves a symbolic link as it is)
 
 
 def remove_hidden(parent: Path):

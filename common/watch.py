@@ -6,10 +6,8 @@ a checkpoint, and exit with status 0. (If the signal comes while a checkpoint is
 finish the next step, too.)
 
     sent to a rank               what happens
-    the first signal             all ranks save, and end (but if torchrun sends SIGTERM because
-                                 another rank has failed, nothing can be saved: the rank waits for
-                                 that one until gloo raises an error, or torchrun kills it)
-    then Ctrl-C                  the rank ends without saving, as soon as it no longer waits in C
+    the first signal             all ranks save, and end
+    a Ctrl-C after it            the rank ends without saving, as soon as it no longer waits in C
                                  code, such as a collective
     SIGTERM after Ctrl-C         the same: torchrun sends it for a second Ctrl-C
     any other later signal       nothing
@@ -17,12 +15,18 @@ finish the next step, too.)
     sent to torchrun             what torchrun does
     Ctrl-C                       passes it on; a second one becomes SIGTERM
     SIGTERM                      passes it on
-    SIGUSR1                      passes it on with --signals-to-handle SIGTERM,SIGINT,SIGUSR1.
-                                 Without this flag the signal kills torchrun, and the ranks go on
+    SIGUSR1                      passes it on with --signals-to-handle
+                                 SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1. Without this flag the signal
+                                 kills torchrun, and the ranks go on
+    SIGHUP (the terminal is      passes it on: the ranks end without saving (nohup or tmux helps)
+    closed)
 
 After a signal that it passes on, torchrun waits up to 30 seconds, or its --shutdown-timeout, for
 the ranks to save and end, and kills those that have not. Then it ends with a SignalException and
 status 1, even if all ranks have ended well.
+
+If a rank has failed, torchrun sends SIGTERM to the others. Nothing can be saved then: they wait for
+that rank until gloo raises an error, or torchrun kills them.
 """
 
 import faulthandler
