@@ -223,6 +223,7 @@ def test_materialize_cuts_shards_from_whole_matrices():
         (4, 24, {0: 0.5, 1: 1.0, 3: 2.0, 4: 2.0, 9: 1.7363961, 14: 1.1, 24: 0.2}),
         (0, 8, {0: 2.0, 4: 1.1, 8: 0.2}),  # no warm-up
         (4, 4, {0: 0.5, 3: 2.0}),  # nothing but warm-up
+        (20, 2, {0: 0.1, 1: 0.2}),  # the run ends during the warm-up
     ],
 )
 def test_learning_rate(warmup, steps, rates):
@@ -555,13 +556,17 @@ def test_what_is_recorded():
 @task("loop", 1)
 def test_without_targets_loss_and_gradients_are_zero(monkeypatch):
     """If all targets are IGNORE, losses and norms are 0, and not 0 / 0, which is nan. The last
-    norm's weight stays 1. (Matrices still decay.)
+    norm's weight stays 1. Matrices still decay.
     """
     batch = (torch.ones(12, 16, dtype=torch.int64), torch.full((12, 16), IGNORE))
     monkeypatch.setattr(Data, "batch", lambda data, number: batch)
     losses, norms, _, weights = train(STEP1, {})
     close((losses, norms), ([0.0] * 3, [0.0] * 3), "losses and gradient norms")
     close(together(weights)["model.norm.weight"], torch.ones(32), "the last norm's weight")
+    model = on_meta()
+    initial.materialize(model, 0, CPU, FP64)
+    head = model.lm_head.weight * math.prod(1 - 0.1 * rate for rate in RATES)
+    close(together(weights)["lm_head.weight"], head, "the head, which decays")
 
 
 def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
@@ -569,11 +574,11 @@ def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
     model has no memory.
     """
 
-    def on_meta(shape: ModelConfig) -> Decoder:
+    def new_decoder(shape: ModelConfig) -> Decoder:
         close(torch.get_default_device().type, "meta", "where the model is made")
         return Decoder(shape)
 
-    monkeypatch.setattr(step, "Decoder", on_meta)
+    monkeypatch.setattr(step, "Decoder", new_decoder)
     monkeypatch.setitem(step.RECOMPUTE, "none", watch)
     compiled = []
     monkeypatch.setattr(step, "compile_model", compiled.append)
