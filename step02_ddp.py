@@ -59,11 +59,11 @@ You should see step 1's losses, up to rounding (on a GPU, with --dtype fp32 for 
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 The effects of rounding grow from step to step, so this judges only the first 20.
 
-In runs/step02_ddp/metrics.jsonl, `sent` has the
-bytes that rank 0 sends in a training step, for each group, here only dp. (It leaves out the small
-messages by which ranks agree whether to stop: ranks.py.) PyTorch does not report what it sends. So
-common/comm.py computes what a ring would send in each collective, and adds these bytes up. With
---sync ring we send the messages of gradients ourselves, so their bytes are counted, not computed.
+In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step, for
+each group, here only dp. (It leaves out the small messages by which ranks agree whether to stop:
+ranks.py.) PyTorch does not report what it sends. So common/comm.py computes what a ring would send
+in each collective, and adds these bytes up. With --sync ring we send the messages of gradients
+ourselves, so their bytes are counted, not computed.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It averages

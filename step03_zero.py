@@ -1,13 +1,13 @@
 """Step 3: ZeRO, the Zero Redundancy Optimizer. Data-parallel ranks shard what step 2 replicates:
 optimizer state, gradients, weights.
 
-(Rajbhandari et al. 2020.) --zero 0 is step 2, where nothing is sharded (only the norm
-is all-reduced, 8 bytes). Stage 1, --zero 1, shards
-the optimizer's state, stage 2 also gradients, and stage 3, also called FSDP (fully sharded data
-parallelism), also weights. In step 2 every rank makes the same update. AdamW updates each element
-by itself. So with ZeRO, each of n ranks updates only 1/n of the weights, its shards, which may
-begin or end inside a matrix, and needs *state*, masters and moments, of these alone. (Only clipping
-looks at all elements of the gradient: their squares are summed over the ranks.)
+(Rajbhandari et al. 2020.) --zero 0 is step 2, where nothing is sharded (only the norm is
+all-reduced, 8 bytes). Stage 1, --zero 1, shards the optimizer's state, stage 2 also gradients, and
+stage 3, also called FSDP (fully sharded data parallelism), also weights. In step 2 every rank makes
+the same update. AdamW updates each element by itself. So with ZeRO, each of n ranks updates only
+1/n of the weights, its shards, which may begin or end inside a matrix, and needs *state*, masters
+and moments, of these alone. (Only clipping looks at all elements of the gradient: their squares are
+summed over the ranks.)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide its number of

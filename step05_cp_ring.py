@@ -2,9 +2,8 @@
 ranks.
 
 Each of n ranks has s/n of a sequence's s tokens, and so keeps only 1/n of the activations:
-sequences can be n times as long. Norms, matrices and the loss act on each token
-alone. In attention, a query attends to its own key and all earlier ones, which other ranks may
-have.
+sequences can be n times as long. Norms, matrices and the loss act on each token alone. In
+attention, a query attends to its own key and all earlier ones, which other ranks may have.
 
 Queries stay on their rank. Keys and values travel round a ring, always to the right: to the next
 higher rank, and from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In

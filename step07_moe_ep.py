@@ -34,12 +34,11 @@ many rows will come.
 WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
 Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
 rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, to the other rank in each
-forward of a layer. With
-tokens, a rank routes 4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512
-rows of 128 numbers. About half of these rows are for the other rank's experts: 32,768 numbers, sent
-twice in forward (rows, and outputs), 65,536 in all. In general rows are
-cheaper if 2 T K dim < 3 dim ffn_dim E, where T is the number of tokens that a rank routes: here if
-T < 3 x 352 x 8 / (2 x 2) = 2,112.
+forward of a layer. With tokens, a rank routes 4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens
+of a micro-batch, so 512 rows of 128 numbers. About half of these rows are for the other rank's
+experts: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In general rows
+are cheaper if 2 T K dim < 3 dim ffn_dim E, where T is the number of tokens that a rank routes: here
+if T < 3 x 352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K

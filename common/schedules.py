@@ -307,8 +307,8 @@ def main():
         parser.error("give numbers from 1 on")
     if v > 1 and m % p:
         parser.error("with several stages on a rank, micro_batches must be a multiple of ranks")
-    # Stages of a rank, and characters of a forward: one of v stages takes one, a rank's only stage
-    # v
+    # (name, schedule, stages on a rank, characters of a forward). A rank's only stage is v times as
+    # long as one of v
     schedules = [("afab", afab, 1, v), ("1f1b", one_f_one_b, 1, v)]
     if v > 1:
         schedules.append(("interleaved", interleaved, v, 1))
