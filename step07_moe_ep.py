@@ -508,8 +508,7 @@ def make_groups(mesh: Mesh, config: Config):
     # A table of ranks for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]].
     # The ranks of a row together hold all experts: a group ep. The ranks of a column hold the same
     # experts: a group expert_data. The ranks of a row are neighbours: they differ in tp first, then
-    # in cp, then in dp. (For `queue` see `add_groups` in
-    # common/comm.py)
+    # in cp, then in dp. (For `queue` see `add_groups` in common/comm.py)
     for table in mesh.grid.reshape(config.pp, -1, config.ep):
         mesh.add_groups("ep", table, queue="activations")
         mesh.add_groups("expert_data", table.T, queue="gradients")
@@ -605,9 +604,9 @@ class BiasBalancedMoE(MoE):
     to be chosen in the next one.
 
     Experts are chosen by p + bias, with one bias for each expert; scores use p alone. After each
-    step it grows by --bias-rate for experts with less than the mean load, and shrinks for
-    those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). The bias
-    is no parameter, because it has no gradient. It is a buffer, saved with the parameters.
+    step it grows by --bias-rate for experts with less than the mean load, and shrinks for those
+    with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). The bias is no
+    parameter, because it has no gradient. It is a buffer, saved with the parameters.
 
     THE LAW. Once in a training step each layer all-reduces 8 E bytes of counts over data (dp x cp),
     then over tp: all ranks of a stage route different tokens of the step.

@@ -39,7 +39,8 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     NCCL or gloo can block. (After an error, the other ranks may be waiting for this one: the sooner
     it is gone, the sooner torchrun ends them.)
 
-    (A second Ctrl-C during training, or a hang, ends the process in watch.py.)
+    (A second Ctrl-C during training, or a hang, ends the process in watch.py. Ctrl-C before the
+    steps or after them is Python's own KeyboardInterrupt, with Python's own shutdown.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None

@@ -10,8 +10,8 @@ gives for the run's dtype. The FLOPs are counted as in step 1 (FLOPs OF A TOKEN)
                      the token visits)
     7 x seq x dim    for each layer's causal attention
 
-For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are
-0.55 TFLOP/s: on an H100, with a peak of 989, an MFU of 0.06 %.
+For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
+with a peak of 989, an MFU of 0.06 %.
 
 Others count attention differently, so compare an MFU only with one that is counted alike:
 

@@ -41,7 +41,7 @@ SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, perhaps :CONFIG
 
 # What a reader returns: a description of the source, and its documents or an array of token ids
-Source = tuple[str, Iterable[str] | np.ndarray]
+Reading = tuple[str, Iterable[str] | np.ndarray]
 
 
 def txt_texts(path: Path) -> Iterator[str]:
@@ -140,7 +140,7 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     return paths
 
 
-def read_library(source: str) -> Source:
+def read_library(source: str) -> Reading:
     """The source code of Python's standard library. (`source` is not used: it is "".)"""
     files = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = [path for path in files if path.suffix == ".py"]
@@ -155,7 +155,7 @@ def document_texts(paths: list[Path], suffix: str) -> Iterator[str]:
         yield from checked(texts_of(path), path)
 
 
-def read_files(source: str) -> Source:
+def read_files(source: str) -> Reading:
     """The texts of a file, or of all files of a folder. Raises UserError unless all are of one kind
     of FORMATS.
     """
@@ -173,7 +173,7 @@ def read_files(source: str) -> Source:
     return names, document_texts(paths, suffix)
 
 
-def read_hub(source: str) -> Source:
+def read_hub(source: str) -> Reading:
     """A data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are optional.
 
     Raises UserError if the hub is out of reach (and HF_HUB_OFFLINE is not set), or if there is no
@@ -196,7 +196,7 @@ def read_hub(source: str) -> Source:
     return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
 
 
-def read_bin(source: str) -> Source:
+def read_bin(source: str) -> Reading:
     """Map a file of token ids into memory. Raises UserError if it, or SOURCE.json, is damaged."""
     about_path = Path(source + ".json")
     about = {"dtype": "uint16"}
@@ -239,7 +239,7 @@ def kind_of(source: str) -> str:
 
 
 # The reader of each kind of --dataset (`kind_of` says of which kind a value is)
-READERS: dict[str, Callable[[str], Source]] = {
+READERS: dict[str, Callable[[str], Reading]] = {
     "": read_library,  # no --dataset
     ".txt": read_files,
     ".jsonl": read_files,
@@ -251,6 +251,6 @@ READERS: dict[str, Callable[[str], Source]] = {
 }
 
 
-def read_source(source: str) -> Source:
+def read_source(source: str) -> Reading:
     """What the value of --dataset names. Raises UserError if there is no such thing."""
     return READERS[kind_of(source)](source)

@@ -100,12 +100,12 @@ def save_checkpoint(
         ranks.attempt(remove_hidden, folder.parent, first_only=True)
         ranks.attempt(write_file, path, content, pieces)
         ranks.attempt(name_checkpoint, hidden, folder, ranks.world, first_only=True)
+        if previous is not None:
+            ranks.attempt(remove_older, folder, previous, first_only=True)
     except UserError as error:
         # By all ranks: on nodes that do not share the directory, each has hidden files
         remove_hidden(folder.parent)
         raise UserError(f"--out: cannot save {folder}: {error}") from error
-    if previous is not None:
-        ranks.attempt(remove_older, folder, previous, first_only=True)
 
 
 # --- Finding a sound checkpoint -------------------------------------------------------------------

@@ -18,8 +18,8 @@ finish the next step, too.)
     SIGUSR1                      passes it on with --signals-to-handle
                                  SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1. Without this flag the signal
                                  kills torchrun, and the ranks go on
-    SIGHUP (the terminal is      passes it on: the ranks end without saving (nohup or tmux helps)
-    closed)
+    SIGHUP (the terminal is      passes it on: the ranks end without saving. (tmux helps; nohup does
+    closed)                      not, because torchrun handles the signal itself)
 
 After a signal that it passes on, torchrun waits up to 30 seconds, or its --shutdown-timeout, for
 the ranks to save and end, and kills those that have not. Then it ends with a SignalException and

@@ -175,14 +175,20 @@ def saved_run(out: Path, *names: str) -> Path:
 
 def test_saving_removes_what_is_older_than_the_checkpoint_before(tmp_path):
     """3 and 9 could not be read when the run resumed from 2. 3 goes with the old ones; 9 may be
-    sound, and goes when two newer ones have been saved. A user's copy stays, and what a killed run
-    has left, under a hidden name, goes.
+    sound, and goes when two newer ones have been saved. A user's copy stays, also if 5 is a link to
+    it, and what a killed run has left, under a hidden name, goes.
     """
     names = ["step-00000001", "step-00000002", "step-00000003", "step-00000009"]
     saved_run(tmp_path, *names, "step-00000001-best", ".step-00000057")
     folder = tmp_path / "checkpoints"
+    (folder / "step-00000005").symlink_to(folder / "step-00000001-best")
     previous = folder / "step-00000002"
-    saves = {4: "1-best 2 3 4 9", 6: "1-best 4 6 9", 12: "1-best 12 6 9", 15: "1-best 12 15"}
+    saves = {
+        4: "1-best 2 3 4 5 9",
+        6: "1-best 4 5 6 9",
+        12: "1-best 12 5 6 9",
+        15: "1-best 12 15 5",
+    }
     for step, expected in saves.items():
         saved = folder / f"step-{step:08d}"
         save_checkpoint(saved, {}, {}, Ranks(), previous)
