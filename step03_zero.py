@@ -95,13 +95,13 @@ In a training step a rank sends (n-1)/n times this many elements:
 --keep sends as much as stage 2, and holds a little more; but its gathers overlap the first
 micro-batch's forward, while stage 2's, after the update, overlap nothing.)
 
-Tiny's e is 32,896 + 33,024 = 65,920. In every stage the squared norm of the gradient is
-all-reduced, 8 bytes, and the loss, 4 (in fp64 8).
+Tiny's e is 32,896 + 33,024 = 65,920. In every stage the loss is all-reduced over dp, 4 bytes (in
+fp64 8), and the squared norm of the gradient over all ranks, 8 bytes.
 
 Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
-sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` is then
-4 x 3,520,128 bytes, and 2 x 3/4 x 12 for the two all-reduces: 14,080,530. In bf16, an all-gather
-sends 2 bytes for each element, a reduce-scatter 4.
+sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` over dp
+is then 4 x 3,520,128 bytes, and 2 x 3/4 x 4 for the loss: 14,080,518. In bf16, an all-gather sends
+2 bytes for each element, a reduce-scatter 4.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):

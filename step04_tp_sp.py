@@ -62,11 +62,11 @@ SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memo
 n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
 all-reduce is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With
 SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n
-tokens: it computes 1/n of the norms and residual sums, and saves 1/n of their inputs. f gathers
-the tokens before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as
-without SP (with --recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a
-rank now has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up
-over tp, once in a training step.
+tokens: it computes 1/n of the norms and residual sums, and saves 1/n of their inputs. f gathers the
+tokens before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without
+SP (with --recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now
+has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp,
+once in a training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
@@ -132,15 +132,15 @@ Recomputation repeats a layer's forward without its last g, whose output backwar
 with SP two f and a g, 3 S; without SP a g, 2 S. (With --compile the last g is repeated, too.)
 
 The loss adds two numbers a token, all-gathered in each micro-batch: a rank sends n-1 times 2
-numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step a rank takes part in
-all-reduces of the squared norm (8 bytes) and, with SP, of the gradients of the norms' weights (with
-ZeRO, of the rank's parts of them). For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
+numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step, with SP, the gradients of
+the norms' weights are all-reduced (with ZeRO, the rank's parts of them). For tiny (4 layers, 9
+norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
                     bytes for each of its 4 x 256 tokens: 8,192
-    all-reduces     2 x 1/2 x (9 x 128 x 4 + 8) = 4,616
-    over tp         4 micro-batches (32 sequences / dp 2 / 4) and the all-reduces: 37,786,120 bytes
+    norms           2 x 1/2 x 9 x 128 x 4 = 4,608
+    over tp         4 micro-batches (32 sequences / dp 2 / 4) and the norms: 37,786,112 bytes
                     in a training step
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2

@@ -91,7 +91,7 @@ a rank sends
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
 
-(And over data, once in a training step, gradients, loss and squared norm, as in step 3.)
+(And over data, once in a training step, gradients and the loss, as in step 3.)
 
 For tiny in fp32 on 4 ranks:
 

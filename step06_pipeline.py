@@ -71,13 +71,13 @@ is sent.
 
 THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
 rank sends a y over pp, the last a dx, and the others both. Once in a training step every rank also
-takes part in all-reduces of the loss (4 bytes, in fp64 8) and of the squared norm (8). If embedding
-and head are tied, the first rank and the last also send each other their gradient of that matrix
-(with ZeRO, their shards of it). For tiny in fp32, pp 4 and 8 micro-batches:
+takes part in an all-reduce of the loss (4 bytes, in fp64 8). If embedding and head are tied, the
+first rank and the last also send each other their gradient of that matrix (with ZeRO, their shards
+of it). For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 (sequences) x 256 (tokens) x 128 (dim) x 4 bytes = 524,288
-    all-reduces          2 x 3/4 x (4 + 8) = 18
-    the first rank       8 x 524,288 + 18 = 4,194,322: `sent` over pp in metrics.jsonl
+    the all-reduce       2 x 3/4 x 4 = 6
+    the first rank       8 x 524,288 + 6 = 4,194,310: `sent` over pp in metrics.jsonl
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -95,8 +95,7 @@ PyTorch's own way, in torch.distributed.pipelining:
     schedule.step(target=y)     on the last
 
 `loss` is the summed loss, divided by the number of targets. scale_grads=False: gradients must not
-be divided by m as well. Its
-ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
+be divided by m as well. Its ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
 `self.group.size - self.group.rank`, one more. The losses stay right, but a rank holds one
@@ -145,11 +144,11 @@ class Stage:
 
     Between its forward and its backward a stage needs the graph that computed y, but not y's
     numbers: a layer ends with a sum, x + mlp(...), whose backward does not use its result. The
-    graph has a node for each
-    operation, and backward starts at the last one. `get_gradient_edge(y)` stands for that node,
-    without y's numbers: a stage keeps it in place of y. In the loops below, y is then freed when
-    the next y takes its place: a rank holds at most two outputs at a time, not one for each
-    micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has the same aim.)
+    graph has a node for each operation, and backward starts at the last one. `get_gradient_edge(y)`
+    stands for that node, without y's numbers: a stage keeps it in place of y. In the loops below, y
+    is then freed when the next y takes its place: a rank holds at most two outputs at a time, not
+    one for each micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has the same
+    aim.)
     """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):

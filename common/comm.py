@@ -11,7 +11,7 @@ messages between two ranks (`exchange`).
          |  [4  5  6  7]
 
 On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and mesh["dp"] the group
-{1, 5}. What four collectives do, on two ranks:
+{1, 5}; mesh["all"] has all ranks. What four collectives do, on two ranks:
 
                       rank 0 has     rank 1 has          then rank 0 has     and rank 1
     all_reduce        1 2            10 20               11 22               11 22
@@ -99,26 +99,29 @@ class Mesh:
             raise UserError(
                 f"{asked} must divide the number of ranks, which is {self.world} (--nproc_per_node)"
             )
-        self.groups: dict[str, Group] = {}
         self.sent: Counter = Counter()  # shared by all groups of this mesh
+        everyone = dist.group.WORLD if self.world > 1 else None  # of init_process_group
+        self.groups = {"all": Group("all", self.rank, self.world, everyone, self.sent)}
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
-        # Create the groups along each dimension; self[name] is the one that has this rank. (Step 2
-        # has one dimension, dp, and so one group, of all ranks. `queue` matters from step 5 on)
+        # Create the groups along each dimension; self[name] is the one that has this rank. (`queue`
+        # matters from step 5 on)
         for name in sizes:
             queue = "gradients" if name == "dp" else "activations"
             self.add_groups_along(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
-        """This rank's group along a dimension, or (from step 5 on) another group by its name."""
+        """This rank's group along a dimension; or "all", the group of all ranks; or (from step 5
+        on) another group by its name.
+        """
         return self.groups[name]
 
     def rows(self, *dims: str) -> np.ndarray:
         """The ranks of each group along `dims`: int [groups, size], a row for each group.
 
         In the figure at the top of this file, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5
-        on a group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is
-        [[0 2 4 6] [1 3 5 7]].)
+        on a group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is [[0
+        2 4 6] [1 3 5 7]].)
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.grid.ndim) if axis not in axes]

@@ -64,8 +64,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
         copies = copies_of(record_of(params[name]), mesh, zero)
         square = torch.linalg.vector_norm(gradient).double().square()
         total += square / copies
-    for name in norm_groups(mesh):
-        all_reduce(total, mesh[name]).wait()
+    all_reduce(total, mesh["all"]).wait()
     return total.sqrt().item()
 
 
@@ -91,22 +90,6 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     return copies
 
 
-def norm_groups(mesh: Mesh) -> list[str]:
-    """The groups over which to sum, one after another, to get the sum over all ranks. In step 3
-    that is dp, which has all ranks. In step 4 it is dp, and then tp, because the mesh has no group
-    of all. For example, on 2 x 2 ranks:
-
-        at first    after the sum over dp (columns)    after the sum over tp (rows)
-        1 2         4 6                                10 10
-        3 4         4 6                                10 10
-
-    From step 5 on, one sum over "data", which is dp x cp, replaces those over dp and cp.
-    """
-    if "data" not in mesh.groups:
-        return list(mesh.sizes)
-    return ["data"] + [name for name in mesh.sizes if name not in ("dp", "cp")]
-
-
 # --- Step 4: shards -------------------------------------------------------------------------------
 
 
@@ -115,8 +98,8 @@ class Shard:
     """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
 
     Shards are equally long, so the last ones may go beyond the tensor, with padding: of 257 rows on
-    two ranks, the second has 129 to 257, and row 257 is padding. (If `start` is `full` or more,
-    the shard is all padding.)
+    two ranks, the second has 129 to 257, and row 257 is padding. (If `start` is `full` or more, the
+    shard is all padding.)
     """
 
     dim: int
