@@ -346,15 +346,14 @@ class RingAttention(torch.autograd.Function):
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
-            source_k, source_v = source_kv
             seen = visible(group.rank, source, q.shape[2])
-            if seen is not None:
-                queries, keys, causal = seen
-                part_o, part_lse = part_attention(
-                    q[:, :, queries], source_k[:, :, keys], source_v[:, :, keys], causal
-                )
-                # views: this changes o and lse
-                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
+            if seen is None:
+                continue
+            queries, keys, causal = seen
+            source_k, source_v = source_kv[:, :, :, keys]
+            part_o, part_lse = part_attention(q[:, :, queries], source_k, source_v, causal)
+            # views: this changes o and lse
+            merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own_kv, o, lse)
         ctx.group = group
@@ -369,34 +368,31 @@ class RingAttention(torch.autograd.Function):
         """
         q, own_kv, o, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        # In each hop: compute our term of the source's dkv; take the sum so far, which the left
-        # rank sent; send the new sum to the right
-        received = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # hop 0: nobody has added yet
-        arriving = Pending()  # the message that brings `received`; in hop 0 there is none
+        dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # hop 0: nobody has added a term yet
+        arriving = Pending()  # the message that fills dkv; in hop 0 there is none
         for source, source_kv in travel(own_kv, ctx.group):
-            source_k, source_v = source_kv
-            term = torch.zeros_like(received)  # of the source's dkv: that of our queries
-            dk_term, dv_term = term  # views
             seen = ctx.visible(ctx.group.rank, source, q.shape[2])
             if seen is not None:
                 queries, keys, causal = seen
+                source_k, source_v = source_kv[:, :, :, keys]
                 part_dq, part_dk, part_dv = part_gradients(
                     do[:, :, queries],
                     q[:, :, queries],
-                    source_k[:, :, keys],
-                    source_v[:, :, keys],
+                    source_k,
+                    source_v,
                     o[:, :, queries],  # of these queries, but over all keys
                     lse[:, :, queries],
                     causal,
                 )
                 dq[:, :, queries] += part_dq
-                dk_term[:, :, keys] = part_dk
-                dv_term[:, :, keys] = part_dv
-            arriving.wait()
-            dkv = received.add_(term)  # with the terms of earlier ranks
-            received, arriving = pass_on(dkv, ctx.group)
+            arriving.wait()  # from the left rank: the source's dkv, with the terms of earlier ranks
+            if seen is not None:
+                dk, dv = dkv  # views
+                dk[:, :, keys] += part_dk
+                dv[:, :, keys] += part_dv
+            dkv, arriving = pass_on(dkv, ctx.group)
         arriving.wait()  # the gradient of our own k and v is back, complete
-        dk, dv = received.to(q.dtype)
+        dk, dv = dkv.to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 
