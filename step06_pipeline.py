@@ -590,39 +590,34 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous send to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # tensors[a] = (the input of action a, its message). If this rank receives the input, the
-        # message brings it. If this rank has computed it, the message is an empty Pending, and a
-        # later send takes the tensor to another rank. (If a technique puts neighbouring stages on
-        # one rank, a is its own action)
-        tensors: dict[Action, tuple[Tensor, Pending]] = {}
+        inputs: dict[Action, Tensor] = {}  # the x or dy of an action that is still to come
+        receiving: dict[Action, Pending] = {}  # the message that fills it, if a peer sends it
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "receive":
-                buffer = empty_x(self.tokens[action.micro_batch], self.model, self.sp_ranks)
-                tensors[action] = (buffer, exchange([], [(buffer, peer)], self.group))
+                inputs[action] = empty_x(self.tokens[action.micro_batch], self.model, self.sp_ranks)
+                receiving[action] = exchange([], [(inputs[action], peer)], self.group)
             elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:
                     sending[peer].wait()
-                output, _ = tensors.pop(action)
-                sending[peer] = exchange([(output, peer)], [], self.group)
+                sending[peer] = exchange([(inputs.pop(action), peer)], [], self.group)
             else:
-                received = None  # the first stage has tokens, the last one's backward the loss
-                if action in tensors:
-                    received, pending = tensors.pop(action)
-                    pending.wait()
-                output = self.compute(action, received)
+                if action in receiving:
+                    receiving.pop(action).wait()
+                # None: the first stage has tokens, the last one's backward the loss
+                output = self.compute(action, inputs.pop(action, None))
                 next_action = consumer(action, self.n_stages)
                 if next_action is not None:
-                    tensors[next_action] = (output, Pending())
+                    inputs[next_action] = output  # for this rank, or to be sent
         for pending in sending.values():
             pending.wait()
 
-    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Run an action. `received`: the x of a forward, or the dy of a backward."""
+    def compute(self, action: Action, x_or_dy: Tensor | None) -> Tensor | None:
+        """Run an action: a forward with x, or a backward with dy."""
         stage = self.stages[action.stage]
         if action.kind == "F":
-            return stage.forward(action.micro_batch, received)
-        return stage.backward(action.micro_batch, received)
+            return stage.forward(action.micro_batch, x_or_dy)
+        return stage.backward(action.micro_batch, x_or_dy)
 
 
 if __name__ == "__main__":

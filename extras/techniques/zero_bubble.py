@@ -248,11 +248,11 @@ class SplitPipeline(OrderedPipeline):
             for stage in self.stages.values():
                 stage.tied_terms = tied_terms
 
-    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+    def compute(self, action: Action, x_or_dy: Tensor | None) -> Tensor | None:
         """Run an action."""
         if action.kind == "W":
             return self.stages[action.stage].compute_weight_gradients(action.micro_batch)
-        return super().compute(action, received)
+        return super().compute(action, x_or_dy)
 
 
 ORDERS["zb-h1"] = Order(zb_h1, COSTS)
