@@ -173,17 +173,18 @@ def saved_run(out: Path, *names: str) -> Path:
     return out
 
 
-def test_saving_removes_what_is_older_than_the_checkpoint_before(tmp_path):
-    """3 and 9 could not be read when the run resumed from 2. 3 goes with the old ones; 9 may be
-    sound, and goes when two newer ones have been saved. A user's copy stays, also if 5 is a link to
-    it, and what a killed run has left, under a hidden name, goes.
+def test_saving_removes_what_is_older_than_the_previous_checkpoint(tmp_path):
+    """A run resumes from 2, because 3 and 9 could not be read, and saves 4, 6, 12 and 15. Each save
+    removes the numbers below that of the save before: 1 goes at 4, 2 and 3 at 6, and 9 only at 15.
+    A user's copy stays, also the link 5 to it. What a killed run has left, under a hidden name,
+    goes.
     """
     names = ["step-00000001", "step-00000002", "step-00000003", "step-00000009"]
     saved_run(tmp_path, *names, "step-00000001-best", ".step-00000057")
     folder = tmp_path / "checkpoints"
     (folder / "step-00000005").symlink_to(folder / "step-00000001-best")
     previous = folder / "step-00000002"
-    saves = {
+    saves = {  # the step that is saved -> all folders then, sorted as text
         4: "1-best 2 3 4 5 9",
         6: "1-best 4 5 6 9",
         12: "1-best 12 5 6 9",
@@ -198,7 +199,9 @@ def test_saving_removes_what_is_older_than_the_checkpoint_before(tmp_path):
 
 
 def test_a_run_removes_no_checkpoint_of_the_run_that_it_resumes(tmp_path):
-    """Those of another directory, from which it began, all stay, and so does its own."""
+    """Those of another directory, from which it began, stay; and so does its own, although 6 is a
+    lower number than 8.
+    """
     other = saved_run(tmp_path / "other", "step-00000004", "step-00000008") / "checkpoints"
     own = tmp_path / "own/checkpoints/step-00000006"
     save_checkpoint(own, {}, {}, Ranks(), other / "step-00000008")

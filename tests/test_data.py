@@ -126,7 +126,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
 
 
 def test_files_of_a_folder_may_differ_in_other_columns(tmp_path):
-    """Only `text` is read, so files of one folder may have other columns of any type."""
+    """Beside `text`, each file of a folder may have other columns, of any type."""
     (tmp_path / "a.parquet").write_bytes(parquet(text=["text"], meta=[dict(url="u")]))
     (tmp_path / "b.parquet").write_bytes(parquet(text=["text"], meta=[5]))
     assert opened(tmp_path, seq_len=4).tokens.tolist() == [*b"text", END] * 2
@@ -242,8 +242,10 @@ DESCRIPTIONS = [  # the .json of a file with 48 token ids, all 12,593
 
 
 @pytest.mark.parametrize("description, reason", DESCRIPTIONS)
-def test_token_ids_that_do_not_fit_are_refused(tmp_path, description, reason):
-    """Ids outside the vocabulary, and ids that are not those described, are found at the start."""
+def test_a_bin_file_that_does_not_fit_is_refused(tmp_path, description, reason):
+    """It has ids outside the vocabulary; or its .json is damaged, names another dtype, or another
+    number of ids.
+    """
     path = tmp_path / "train.bin"
     path.write_bytes(96 * b"1")
     if description:
@@ -267,8 +269,8 @@ def test_without_network_the_error_is_one_line(monkeypatch, capfd, offline):
     assert "Retry" not in capfd.readouterr().err
 
 
-def test_what_a_data_set_lacks_is_named(monkeypatch):
-    """A column that a data set lacks is named, in the words of the library."""
+def test_a_missing_text_column_is_named(monkeypatch):
+    """The one-line error has the library's words."""
     hub_of(monkeypatch, body=["hello"])
     message = refused("owner/name")
     assert message.startswith("--dataset owner/name: ")

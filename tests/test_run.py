@@ -284,13 +284,16 @@ def test_a_profile_covers_the_steps_asked_for(tmp_path):
 
 def test_memory_is_recorded_until_the_trace_is_written(tmp_path):
     """On a GPU: recording each allocation would slow the steps that follow."""
-    record = mock.patch.object(torch.cuda.memory, "_record_memory_history")
-    write = mock.patch.object(torch.cuda.memory, "_dump_snapshot")
-    with record as recorded, write, make_profiler(n=1, out=tmp_path, rank=0, gpu=True) as profiler:
+    expected = [
+        mock.call._record_memory_history(max_entries=200_000),
+        mock.call._dump_snapshot(f"{tmp_path}/memory-0.pickle"),
+        mock.call._record_memory_history(enabled=None),
+    ]
+    replaced = mock.patch.object(torch.cuda, "memory")
+    with replaced as memory, make_profiler(n=1, out=tmp_path, rank=0, gpu=True) as profiler:
         for _ in range(3):  # two are skipped, one is traced
             profiler.step()
-        calls = [call.kwargs for call in recorded.call_args_list]
-    close(calls, [dict(max_entries=200_000), dict(enabled=None)], "calls during the run")
+        close(memory.mock_calls, expected, "calls during the run")
 
 
 def test_a_profile_of_more_steps_than_there_are_is_refused(tmp_path):
@@ -301,20 +304,24 @@ def test_a_profile_of_more_steps_than_there_are_is_refused(tmp_path):
 
 # --- python -m common.compare
 
+# Rows of two runs' metrics.jsonl
 ONE = [dict(step=step, loss=2.0, grad_norm=1.0) for step in range(1, 41)]
-OTHER = [dict(row, loss=2.0 + 4e-5 * (row["step"] > 6)) for row in ONE]
+OTHER = ONE[:6] + [dict(row, loss=2.00004) for row in ONE[6:8]]
+OTHER += [dict(row, loss=2.00004, grad_norm=1.0001) for row in ONE[8:]]
 
 
 @cases(
     "first, bound, text, equal",
     [
-        (40, 1e-5, "40 steps; largest difference: 2.0e-05; first above 1e-05 in step 7", False),
-        (40, 1e-4, "40 steps; largest difference: 2.0e-05; none above 0.0001", True),
+        (8, 1e-5, "8 steps; largest difference: 2.0e-05; first above 1e-05 in step 7", False),
+        (40, 5e-5, "40 steps; largest difference: 1.0e-04; first above 5e-05 in step 9", False),
         (6, 1e-5, "6 steps; largest difference: 0.0e+00; none above 1e-05", True),
     ],
 )
 def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, equal):
-    """From step 7 on the relative difference of the losses is 4e-5 / 2."""
+    """From step 7 on the relative difference of the losses is 2e-5, and from step 9 on that of the
+    norms 1e-4.
+    """
     close(compare.compare(ONE, OTHER, first, bound), equal, "whether they are equal")
     out = capsys.readouterr().out
     assert text in out, out

@@ -413,8 +413,10 @@ def backward_twice(model: Decoder):
         model(tokens, tokens.roll(shift)).backward()
 
 
-def require_gradients_of_a_plain_model(model: Decoder, bound: float = 1e-10):
-    """Two micro-batches give `model` the gradients of a plain model."""
+def require_gradients_without_options(model: Decoder, bound: float = 1e-10):
+    """Two micro-batches give `model` the gradients of the same model, in the same dtype, without
+    --compile and --recompute.
+    """
     plain = decoder(dtype=next(model.parameters()).dtype)
     for each in (model, plain):
         backward_twice(each)
@@ -423,10 +425,10 @@ def require_gradients_of_a_plain_model(model: Decoder, bound: float = 1e-10):
 
 @task("recomputation", 3)
 def test_recomputation_keeps_gradients():
-    """With `full`, two micro-batches have the gradients of a plain model."""
+    """With `full`, two micro-batches have the gradients of the model without it."""
     model = decoder()
     step.set_up_layers(model, step.Config(recompute="full"))
-    require_gradients_of_a_plain_model(model)
+    require_gradients_without_options(model)
 
 
 @cases("dtype, recompute, bound", [(FP64, "full", 1e-10), (BF16, "none", 1e-2)])
@@ -437,18 +439,18 @@ def test_compile_traces_layers_and_loss(monkeypatch, dtype, recompute, bound):
     graphs = traced_graphs(monkeypatch)
     model = decoder(dtype=dtype)
     step.set_up_layers(model, step.Config(compile=True, recompute=recompute))
-    require_gradients_of_a_plain_model(model, bound)
+    require_gradients_without_options(model, bound)
     close(len(graphs), 2, "graphs")
 
 
 @pytest.mark.exhaustive  # compiles C++ for about a minute
 @cases("dtype, bound", [(FP32, 1e-5), (BF16, 2e-2)])
 def test_compiled_gradients_are_those_of_eager(dtype, bound):
-    """The kernels of --compile compute the same gradients, up to rounding."""
+    """After two micro-batches, beside the same model in the same dtype without --compile."""
     torch._dynamo.reset()
     model = decoder(dtype=dtype)
     step.set_up_layers(model, step.Config(compile=True))
-    require_gradients_of_a_plain_model(model, bound)
+    require_gradients_without_options(model, bound)
 
 
 # --- The loop -------------------------------------------------------------------------------------

@@ -125,7 +125,12 @@ def test_law_of_the_bubble(name):
 
 
 def test_simulate_gives_times_worked_out_by_hand():
-    """1F1B of two micro-batches on two ranks, with F = 2, B = 3 and messages of 1."""
+    """1F1B of two micro-batches on two ranks, with F = 2, B = 3 and messages of 1. F0.1 is the
+    forward of micro-batch 0 through stage 1. Digits are forwards, letters backwards:
+
+        rank 0    0011.....aaa..bbb
+        rank 1    ...00aaa11bbb....
+    """
     spans = simulate(lists_of("1f1b", 2, 2), round_robin(2, 1), dict(F=2, B=3), message=1)
     in_order_of_ends = acts("F0.0 F1.0 F0.1 B0.1 F1.1 B0.0 B1.1 B1.0")
     starts = [0, 2, 3, 5, 8, 9, 10, 14]

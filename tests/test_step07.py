@@ -136,16 +136,16 @@ def side_by_side(rows: Tensor, experts: nn.Module, counts: list[int]) -> Tensor:
 @task("experts", 5)
 @cases("dtype, bound", [(FP64, 1e-10), (BF16, 2e-2)])
 @cases("counts", [[3, 0, 5], [0, 0, 0]])
-def test_experts(counts, dtype, bound):
-    """Each expert computes its own rows; without rows its gradient is zero, not None.
-
-    In bf16 one kernel computes all experts' products; up to rounding they are those of fp64.
+def test_experts_compute_their_own_rows_alone(counts, dtype, bound):
+    """Outputs and gradients are those of a loop over experts in fp64; without rows an expert's
+    gradient is zero, not None. No product of other rows (FLOPs), no copy of a weight (bytes).
     """
     x = draw("x", 0, sum(counts), 16, dtype=dtype).requires_grad_()
     experts = filled(step.Experts(3, 16, 24)).to(dtype)
     with FlopCounterMode(display=False) as counter, Live() as live:
-        y = experts(x, torch.tensor(counts))  # noqa: F841
-        # Of each row, gate, up, silu(gate), their product and the output, and no copy of a weight
+        y = experts(x, torch.tensor(counts))  # noqa: F841 (held: `live` counts it)
+        # Of each row, gate, up, silu(gate), their product and the output; 256: where rows end. A
+        # copy of one expert's matrix would be 768 or more
         assert live.bytes <= sum(counts) * (4 * 24 + 16) * x.element_size() + 256, live.bytes
     if dtype == FP64:  # (a grouped_mm is not counted)
         close(counter.get_total_flops(), 3 * 2 * sum(counts) * 16 * 24, "FLOPs of the products")
@@ -547,12 +547,15 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, name, layout):
 BUSY = dict(cp=4, ep=2, experts=2)
 FORWARD = 262_144 + 8  # over ep: rows, and counts, 1/2 x 8 x 2 experts
 BACKWARD = 262_144
-# Over tp, with dp 2: 4 layers of 4 S, head and embedding. Then what the loss takes, and all-reduces
-# of 9 norms and 4 routers of 2 experts
 TP = dict(tp=2, ep=2, experts=2, global_batch_size=8)
 S = 524_288
-OVER_TP = (4 * 4 * S + 4 * S) // 2 + 8_192 + 4_608 + 4 * 2 * 128 * 4
-OVER_TP_AGAIN = OVER_TP + 4 * 2 * S // 2  # 6 S in a layer
+OVER_TP = (
+    (4 * 4 * S + 4 * S) // 2  # 4 layers of 4 S; head and embedding
+    + 8_192  # the loss
+    + 4_608  # 9 norms
+    + 4 * 2 * 128 * 4  # 4 routers of 2 experts
+)
+OVER_TP_RECOMPUTED = OVER_TP + 4 * 2 * S // 2  # 6 S in a layer
 COUNTS = 4 * 2 * 8  # over tp, with --balance bias: of 2 experts in 4 layers
 SENT = [
     # step, flags, and what rank 0 sends in a training step with one micro-batch. Steps 4 and 6, and
@@ -562,11 +565,12 @@ SENT = [
     # Once more (n-1) B, 3 x 131,072
     ("step05_cp_ring", dict(cp=4, recompute="full"), dict(cp=4 * (1_310_720 + 393_216))),
     ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 6)),
+    # sequence: in each layer 2 x 3/4 x 8 bytes x 2 experts
     (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), sequence=4 * 24)),
     (S7, BUSY | dict(dtype="bf16"), dict(ep=4 * (8 + (FORWARD - 8 + BACKWARD) // 2))),
     (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), sequence=4 * 48)),
     (S7, TP, dict(tp=OVER_TP)),
-    (S7, TP | dict(recompute="full", balance="bias"), dict(tp=OVER_TP_AGAIN + COUNTS)),
+    (S7, TP | dict(recompute="full", balance="bias"), dict(tp=OVER_TP_RECOMPUTED + COUNTS)),
 ]
 ONE_STEP = TINY | dict(dtype="fp32", steps=1, global_batch_size=4, micro_batch_size=4)
 
@@ -577,7 +581,7 @@ def sent_in_a_step(name: str, flags: dict) -> dict[str, int]:
 
 
 @cases("name, flags, expected", SENT)
-def test_sent_follows_the_docstrings_laws(pools, name, flags, expected):
+def test_sent_follows_the_laws_of_steps_4_to_7(pools, name, flags, expected):
     """On four ranks, with the docstrings' sizes: tiny, 4 sequences in a micro-batch."""
     found = pools(4).run(sent_in_a_step, name, flags)[0]
     close({dim: found[dim] for dim in expected}, expected, "bytes")
