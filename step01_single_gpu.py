@@ -5,33 +5,29 @@
                    gradients add up in fp32 ---------------->         fp32 masters
 
 MICRO-BATCHES. The activations of a whole batch may not fit in memory. So forward and backward run
-on a few sequences at a time, here 4 of 32. Each backward adds to the gradients, and the weights
-change once, after the last (*gradient accumulation*).
+on a few sequences at a time, here 4 of 32. Each backward adds to the gradients. The weights change
+once, after the last micro-batch (*gradient accumulation*).
 
 SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number
-of target tokens in the *global* batch. Gradients of micro-batches (from step 2 on, also of ranks)
-are then simply added; nothing is averaged again. A mean of means is not the mean when micro-batches
-have different numbers of target tokens: if one has a token with the loss 1, and another has three
-with 3, 3, 3, the mean of all four is 10 / 4 = 2.5, while that of the two means 1 and 3 is 2. (The
-loss leaves out targets that are IGNORE, for example a prompt's tokens in fine-tuning. In this
-course only tests have them.)
+of target tokens in the *global* batch. So gradients of micro-batches are simply added, and nothing
+is averaged again. A mean of means is wrong when micro-batches have different numbers of target
+tokens. If one has a token with the loss 1, and another has three with 3, 3, 3, the mean of all four
+is 10 / 4 = 2.5, but the mean of the two means 1 and 3 is 2.
 
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
-which brings the norm down to that. The norm is known only after the last micro-batch. (From step 3
-on it is also a sum over ranks, and gradients need not be a parameter's `.grad`: so the norm and the
-scaling are two calls here.)
+which brings it down to this limit. The norm is known only after the last micro-batch.
 
 TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
 heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
-token that ends a document); sequences of 256 tokens; 804,224 parameters. (In counts, and in bytes
-for each parameter, a parameter is one number. In the code it is a tensor, such as one matrix.)
+token that ends a document); sequences of 256 tokens; 804,224 parameters. A parameter is here one
+number; in the code it is a tensor, such as a matrix.
 
-PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So an RMSNorm's weight of
-1, which an update by 0.003 (the peak --lr) should increase, stays 1; and a small gradient that is
-added to a large sum is lost, too. Therefore, for bf16 weights, gradients add up in fp32, and AdamW
-updates *masters*, the weights' fp32 copies (as Micikevicius et al. 2017 did for fp16). Weights are
-bf16 on a GPU that has it, else fp32, unless --dtype says otherwise. AdamW's *moments* are running
-averages of the gradient and of its square, two numbers for each weight. Bytes for each parameter:
+PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So a weight of 1 stays 1
+if an update adds 0.003 (the peak --lr), and a large sum of gradients loses its small terms.
+Therefore gradients of bf16 weights add up in fp32, and AdamW updates *masters*, fp32 copies of the
+weights (as Micikevicius et al. 2017 did for fp16). By default weights are bf16 on a GPU that has
+it, else fp32 (--dtype). AdamW's *moments* are running averages of the gradient and of its square.
+Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -39,8 +35,8 @@ averages of the gradient and of its square, two numbers for each weight. Bytes f
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
        2      2 + 4        4       4 + 4     20    as here, and a bf16 gradient is kept, too
 
-RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. On a
-GPU in bf16, without --compile, a layer saves for each token
+RECOMPUTATION (without --compile). Backward needs numbers from forward, the *activations*, which
+autograd saves. On a GPU in bf16, a layer saves for each token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two RMSNorms                    512
@@ -51,43 +47,37 @@ GPU in bf16, without --compile, a layer saves for each token
     and in fp32:
     n_heads + 2             log sum exp(scores) of each head, 1 / rms of each RMSNorm  10
 
-In bf16 these numbers take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. (Attention's
-probabilities are not saved: its backward computes them again from log sum exp.)
+Together they take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. Attention's
+probabilities are not saved: backward computes them again from log sum exp.
 
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
-numbers (tiny in bf16: 256 bytes), and backward repeats its forward: then all numbers of the table
-exist, but of one layer at a time. The repetition stops as soon as it has the input of down_proj,
-silu(gate) * up: down_proj itself is not repeated, because its output is only added to x, which
-saves nothing. (With --compile it is repeated, too.)
+numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numbers of the table
+exist for one layer at a time. The repetition stops as soon as it has silu(gate) * up, the input of
+down_proj: backward does not need its output, which is only added to x.
 
 Notes on the table, which you can skip:
 
-    - On a CPU an RMSNorm is several kernels. Each of the two also saves dim numbers as fp32, and in
-      a bf16 run dim more as bf16. A bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run,
-      a CPU's default: 4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
-    - On a GPU in fp32, PyTorch has no kernel that does without attention's probabilities for heads
-      that share keys: they are saved.
-    - RoPE's tables, which all layers share, are not counted.
+    - On a CPU each RMSNorm also saves dim numbers as fp32, and in a bf16 run dim more as bf16. A
+      bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run, a CPU's default:
+      4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
+    - On a GPU in fp32, attention's probabilities are saved, too, if heads share keys.
 
 FLOPs OF A TOKEN, of matrix products alone. Each weight of a matrix costs 6: 2 in forward (multiply,
-add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). (The
-embedding's cost none: it is looked up.) In causal attention a token attends to seq/2 tokens on
-average (nearly), so one matrix product of attention costs a token 2 x dim x seq/2 = seq x dim
-(multiply and add, for dim channels and seq/2 keys). There are seven such products:
+add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In causal
+attention a token attends to about seq/2 tokens on average, so that one matrix product costs it
+2 x dim x seq/2 = seq x dim. There are seven such products:
 
     forward 2     scores S = q k^T, output o = P v
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
-                  (P = softmax(S / sqrt(head_dim)); do, dP, ... are the gradients of o, P, ...;
-                  softmax and scaling are not counted)
+                  (P = softmax(S / sqrt(head_dim)); do, dP, ... are the gradients of o, P, ...)
 
-Tiny has 804,224 parameters. Subtract the embedding's 257 x 128 and nine RMSNorms' 9 x 128: its
-matrices have 770,176 weights:
+Of tiny's 804,224 parameters, the embedding's 257 x 128 are only looked up, and 9 x 128 belong to
+nine RMSNorms. This leaves 770,176 weights in matrices:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
-A layer of tiny has 184,320 weights in matrices, of which down_proj has 352 x 128 = 45,056.
-Recomputation repeats the two products of attention, and the 2 forward FLOPs of each weight of a
-layer but down_proj's:
+Each layer has 184,320 of them, of which down_proj has 352 x 128 = 45,056. Recomputation repeats the
+two forward products of attention, and the 2 forward FLOPs of each weight but down_proj's:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
@@ -95,14 +85,13 @@ Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2, on
 two CPU cores in about three minutes.
 
-PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights stay fp32, so that no
-masters are needed, and each forward casts the weights of matrix products to bf16. Recomputation
-here is PyTorch's own: torch.utils.checkpoint.
+PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights stay fp32, without
+masters, and each forward casts the weights of matrix products to bf16. Recomputation here is
+PyTorch's own: torch.utils.checkpoint. torch.nn.utils.clip_grad_norm_ computes the norm and clips.
 
 Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum().clamp(min=1) * len(xs)`:
 the mean of means. tests/test_step01.py::test_train fails where micro-batches have different numbers
-of targets. (On the default data the losses stay the same: there no target is IGNORE, and all
-micro-batches are equally long.)
+of targets. On the default data they have equally many, and the losses stay the same.
 """
 
 import math
@@ -127,9 +116,9 @@ from common.shapes import model_shape
 
 
 def accumulate_wide(params: Iterable[nn.Parameter]):
-    """Let `.grad` of bf16 parameters be fp32: autograd casts each gradient before it adds it.
+    """Let bf16 parameters have a `.grad` in fp32: autograd casts each gradient before it adds it.
 
-    `grad_dtype` is PyTorch's: the dtype of `.grad`, by default the parameter's own.
+    `grad_dtype`, from PyTorch, is the dtype of `.grad`, by default the parameter's own.
     """
     for param in params:
         param.grad_dtype = wide(param.dtype)
@@ -141,9 +130,7 @@ def update(
     gradients: dict[str, Tensor],
     lr: float,
 ):
-    """Update the masters with the gradients, both by name, at this learning rate. (Step 3 calls
-    this with masters of its own.)
-    """
+    """Update the masters with the gradients, both by name, at this learning rate."""
     for name, master in masters.items():
         master.grad = gradients[name]
     for group in torch_optimizer.param_groups:
@@ -152,14 +139,11 @@ def update(
 
 
 class Optimizer:
-    """The update rule on masters, the fp32 copies of the weights. fp32 and fp64 weights are their
-    own masters.
-    """
+    """Updates the masters: fp32 copies of bf16 weights. Wider weights are their own masters."""
 
     def __init__(self, model: Decoder, config: "Config", mesh: Any = None):
-        """Set two dicts keyed by name, `params` and their `masters`; then `torch_optimizer`, which
-        updates the masters. (`mesh`, which step 3 gives, and `self.model` are only for an optional
-        optimizer.)
+        """Make `params` and their `masters`, both by name, and `torch_optimizer`, which updates the
+        masters. `self.model` and `mesh` are only for optional optimizers.
         """
         self.model = model
         self.config = config
@@ -168,8 +152,8 @@ class Optimizer:
         accumulate_wide(self.params.values())
         self.masters: dict[str, Tensor] = {}
         for name, param in self.params.items():
-            # bf16: a copy in fp32. fp32: no copy; `detach` gives a second tensor on the weight's
-            # memory, with a `.grad` of its own, which torch.optim reads
+            # bf16: a copy in fp32. fp32: no copy, but a second tensor on the weight's memory, with
+            # its own `.grad`, which torch.optim reads
             self.masters[name] = param.detach().to(wide(param.dtype))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
@@ -183,9 +167,9 @@ class Optimizer:
         self.publish()
 
     def publish(self):
-        """Round the masters into the weights. (Also after --resume has restored the masters.)"""
+        """Round the masters into the weights."""
         for name, param in self.params.items():
-            param.detach().copy_(self.masters[name])  # in fp32 it is a copy to itself
+            param.detach().copy_(self.masters[name])  # in fp32, a copy to itself
 
     def zero_grad(self):
         """Drop the gradients, so that the next backward starts anew."""
@@ -194,8 +178,8 @@ class Optimizer:
             self.masters[name].grad = None
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """For checkpoints: which elements of each parameter this rank updates, (start, stop) in row
-        order; here all.
+        """For checkpoints: the elements of each parameter that this rank updates, here all, as
+        (start, stop) in row order.
         """
         return {name: (0, param.numel()) for name, param in self.params.items()}
 
@@ -220,13 +204,13 @@ ADAMW = dict(betas=(0.9, 0.95), fused=True)
 
 
 def adamw(optimizer: Optimizer) -> torch.optim.Optimizer:
-    """AdamW on the masters of `optimizer`. (`update` sets the learning rate.)"""
+    """AdamW on the masters of `optimizer`. `update` sets the learning rate."""
     return torch.optim.AdamW(decay_groups(optimizer.masters, optimizer.config), **ADAMW)
 
 
 def sgd(optimizer: Optimizer) -> torch.optim.Optimizer:
-    """Gradient descent with weight decay, without state. For tests: Adam divides by the gradient's
-    size, so it hides gradients that are all wrong by one factor; SGD without clipping shows them.
+    """Gradient descent with weight decay, for tests. Without clipping it shows a wrong factor in
+    all gradients, which Adam hides, because it divides by the gradient's size.
     """
     return torch.optim.SGD(decay_groups(optimizer.masters, optimizer.config), fused=True)
 
@@ -239,11 +223,11 @@ def recompute_nothing(model: Decoder, **options: Any):
 
 
 def recompute_layers(model: Decoder, **options: Any):
-    """A layer saves only its input, and its forward runs again in backward. Gradients stay the
-    same. (`options`: further arguments of `checkpoint`, which only step 7 gives.)
+    """Let each layer save only its input, and run its forward again in backward. Gradients stay the
+    same. `options`: further arguments of `checkpoint`.
     """
     for layer in model.model.layers.values():
-        # An attribute of this object: from now on `layer(x)` calls it, not the method of its class
+        # An attribute of this object: from now on `layer(x)` calls it, not its class's method
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
@@ -261,8 +245,7 @@ def set_up_layers(model: Decoder, config: "Config", **options: Any):
 class Config(RunConfig):
     """Flags of the trainer.
 
-    Each is a `flag(default, help, ...)`: see common/flags.py. The flags of the run itself (device,
-    files and so on) are in `RunConfig`.
+    Each is a `flag(default, help, ...)`: see common/flags.py. `RunConfig` has the run's own flags.
     """
 
     model: str = flag(
@@ -317,16 +300,17 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    # Allocate and initialise: each weight is a function of the seed, its name and its shape
+    # Allocate memory and draw initial weights, which depend only on the seed and the model's shape
     materialize(model, config.seed, device, dtype)
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ... (with --resume, the steps that a checkpoint has not yet done). `run` needs
-    # the objects to save, restore and describe them
+    # Yields 0, 1, ..., or with --resume the steps that are left. `run` saves, restores and
+    # describes these objects
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
-        # At least 1, so that a batch without any target has the loss 0 / 1
+        # Targets that are IGNORE, such as a prompt's tokens in fine-tuning, do not count. Without
+        # any target the loss is 0 / 1
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens.to(device).split(config.micro_batch_size)
         ys = targets.to(device).split(config.micro_batch_size)
@@ -336,7 +320,6 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum: this adds to the gradients
             loss = loss + micro_loss.detach()
 
-        # The L2 norm of all gradients together
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)  # nan would spoil all weights
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))

@@ -7,19 +7,16 @@
 
 torchrun starts this script n times. Each process is a *rank* and joins the others with
 `init_process_group`. A *collective* is a call that all ranks of a group make. After
-`dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element. (Ours, in
-common/comm.py, starts the sum and returns a `Pending`. After its `wait`, the sum may be used.)
+`dist.all_reduce(tensor)`, each rank's tensor is the sum of all, element by element. Ours, in
+common/comm.py, returns a `Pending`: the sum may be used after its `wait`.
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T, where l_i is the loss of target token i, and T
 counts those of the global batch. The gradient of a sum is the sum of gradients. Each rank's loss is
 already divided by the global T (step 1: scale once), so nothing is divided by the number of ranks.
-(DistributedDataParallel averages. If each rank's loss is the mean over its own tokens, that gives a
-mean of means, which is right only if all ranks have equally many targets.)
 
-THE SAME START. Every rank draws its weights from the same seed and names, so all start equal. They
-stay equal, because an all-reduce gives all ranks the same bits (in a ring, for example, each sum is
-computed in one place, and then copied), and so all make the same update. (DistributedDataParallel
-broadcasts rank 0's weights.)
+THE SAME START. Every rank draws the same weights, from the seed and the parameters' names. They
+stay equal, because an all-reduce gives all ranks the same bits: in a ring, for example, each sum is
+computed in one place, and then copied.
 
 THREE WAYS TO SUM:
 
@@ -27,28 +24,28 @@ THREE WAYS TO SUM:
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: a few large all-reduces, which start during the last backward
 
-BUCKETS. Each message has a fixed cost, so many small ones are slow; and one large one could begin
+BUCKETS. Each message has a fixed cost, so many small ones are slow. One large message could start
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
-1 MiB (--bucket-mb; a larger parameter has its own): each `.grad` is a view of a part of one. (25
-MiB is usual; all of tiny's gradients, 3.2 MB, would then be one bucket.) A bucket counts how many
-additions to its gradients are still to come. Buckets are filled roughly in the order of backward,
-from the head to the embedding. Tiny's first has 11 parameters (the head, the last norm, and layer
-3's nine). On 4 ranks each has 8 sequences, 2 micro-batches, so its counter starts at 11 x 2 = 22.
-It reaches 0 in the backward of the last micro-batch: the all-reduce of this bucket starts, while
-backward goes on to earlier layers.
+1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. With
+the usual 25 MiB, all of tiny's gradients, 3.2 MB, would be one bucket.
 
-All ranks must start their collectives in the same order, but the order in which gradients become
-complete could differ between ranks. So buckets are sent in a fixed order: a complete one waits for
-those before it (Li et al. 2020, "PyTorch Distributed"). Below is the backward of the last
-micro-batch; time runs to the right. The second row shows which bucket is being completed (widths
-are not to scale, and a digit is not one parameter).
+Buckets are filled roughly in the order of backward, from the head to the embedding. Each counts how
+many additions to its gradients are still to come. Tiny's first has 11 parameters: the head, the
+last norm, and layer 3's nine. On 4 ranks each rank has 8 sequences, 2 micro-batches, so the counter
+starts at 11 x 2 = 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this
+bucket starts, while backward goes on to earlier layers.
+
+All ranks must start their collectives in the same order, but gradients could become complete in a
+different order on each rank. So a complete bucket waits for those before it (Li et al. 2020,
+"PyTorch Distributed"). The figure shows the last micro-batch's backward, not to scale. Its second
+row is the bucket that is being completed.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
     all-reduce                     | bucket 0      | bucket 1     | bucket 2      | bucket 3 |
 
-(Buckets may end inside a layer: tiny's bucket 1 also has layer 1's down_proj, and bucket 2 layer
-0's down_proj and up_proj. With naive, all messages would follow after the last backward.)
+Buckets may end inside a layer: tiny's bucket 1 also has layer 1's down_proj, and bucket 2 layer 0's
+down_proj and up_proj.
 
 THE LAW. In a ring, a rank sends 2 (n-1) messages, each 1/n of the tensor that is summed (`RingSync`
 below). So in a training step it sends 2 (n-1)/n times the bytes of all gradients and of the loss.
@@ -57,19 +54,17 @@ For tiny on 4 ranks (804,224 fp32 gradients): 2 x 3/4 x (4 x 804,224 + 4) = 4,82
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, up to rounding (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
-The effects of rounding grow from step to step, so this judges only the first 20.
+It judges only the first 20 steps, because the effects of rounding grow.
 
-In runs/step02_ddp/metrics.jsonl, `sent` has the bytes that rank 0 sends in a training step, for
-each group, here only dp. (It leaves out the small messages by which ranks agree whether to stop:
-ranks.py.) PyTorch does not report what it sends. So common/comm.py computes what a ring would send
-in each collective, and adds these bytes up. With --sync ring we send the messages of gradients
-ourselves, so their bytes are counted, not computed.
+In runs/step02_ddp/metrics.jsonl, `sent` has the bytes of gradients and losses that rank 0 sends in
+a training step, by group, here only dp. common/comm.py computes what a ring would send in each
+collective. With --sync ring it counts the messages of gradients.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
-model.no_sync():` around forward and backward of all micro-batches but the last. It averages
-gradients over ranks: multiply the loss by the number of ranks to get our sums. (For data, PyTorch's
-DistributedSampler deals a shuffled list out to the ranks. Its order changes only if `set_epoch` is
-called; and if the ranks do not divide the list, it repeats sequences, by default.)
+model.no_sync():` around forward and backward of all micro-batches but the last. It broadcasts rank
+0's weights. It averages gradients over ranks, so mean losses would give a mean of means. To get our
+sums, multiply the loss by the number of ranks. For data there is DistributedSampler, whose order
+changes only with `set_epoch`.
 
 Try this: in `BucketSync.begin`, set `bucket.missing` one lower. A bucket is then sent before its
 last gradient is there, and `count_addition` raises RuntimeError.
@@ -108,12 +103,11 @@ def join_ranks(device: torch.device) -> int:
     """Initialise the process group, if torchrun has started this script. Returns the number of
     ranks.
 
-    (`connect_ranks` is dist.init_process_group, with a UserError if that fails.)
+    `connect_ranks` calls dist.init_process_group, and raises UserError if that fails.
     """
-    if "RANK" in os.environ and not dist.is_initialized():  # (tests have initialised it)
+    if "RANK" in os.environ and not dist.is_initialized():  # tests have initialised it
         if device.type == "cuda":
-            # With device_id, NCCL connects the ranks at once: a bad network shows here, and not in
-            # the first all-reduce
+            # With device_id, NCCL connects the ranks at once: a bad network shows here, not later
             connect_ranks("nccl", device_id=device)
         else:
             connect_ranks("gloo")
@@ -125,8 +119,7 @@ def join_ranks(device: torch.device) -> int:
 class NaiveSync:
     """Sum the gradients one by one when backward is done.
 
-    (`data_group_of` returns the group over which a parameter's gradient is summed. In steps 2 to 4
-    it is mesh["dp"] for all.)
+    `data_group_of` returns the group over which a parameter's gradient is summed, here mesh["dp"].
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
@@ -149,9 +142,9 @@ class NaiveSync:
 class RingSync(NaiveSync):
     """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right.
 
-    (Patarasuk and Yuan 2009.) Each gradient has n shards, here n = 4: shard 0 is a, shard 1 is b,
-    and so on. In round s rank r sends shard r-s and receives shard r-s-1 (mod n). A row shows the
-    shards that have changed; a01 is the sum of a over ranks 0 and 1:
+    This is the algorithm of Patarasuk and Yuan 2009. Each gradient has n shards, here 4: shard 0 is
+    a, shard 1 is b, and so on. In round s rank r sends shard r-s and receives shard r-s-1 (mod n).
+    A row shows the shards that have changed; a01 is the sum of a over ranks 0 and 1:
 
                          rank 0         rank 1         rank 2         rank 3
         at first         a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
@@ -160,13 +153,12 @@ class RingSync(NaiveSync):
         after round 2    b1230          c2301          d3012          a0123    each has one sum
         rounds 3, 4, 5   gets a d c     gets b a d     gets c b a     gets d c b    (full sums)
 
-    Rounds 0 to 2 are a reduce-scatter (here rank r ends with shard r+1), rounds 3 to 5 an
-    all-gather: rank 0 gets the sum of a in round 3, of d in round 4, of c in round 5. (If n does
-    not divide a gradient, ranks send a few bytes more or fewer.)
+    Rounds 0 to 2 are a reduce-scatter, rounds 3 to 5 an all-gather: rank 0 gets the sum of a, then
+    that of d, then that of c.
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """Sum a contiguous tensor over the group, in place. Shards may be of unequal length."""
+        """Sum a contiguous tensor over the group, in place. Shards may differ by one element."""
         n = group.size
         r = group.rank
         right = (r + 1) % n
@@ -203,8 +195,7 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group (in step 7 experts have another than
-    the rest).
+    All gradients of a bucket are summed over the same group.
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled
@@ -225,26 +216,25 @@ class BucketSync:
     """All-reduces of buckets, started during the last backward.
 
     If a parameter has a `.grad`, backward adds to it in place. So `begin` sets each `.grad` to a
-    part of a bucket's buffer: there the gradients of all micro-batches add up, and nothing is
-    copied. Backward completes gradients roughly from the last parameter to the first; buckets list
-    them in this order. A bucket is sent when it *and all before it* are complete. (The embedding's
-    gradient comes last: no computation is left that could overlap the last sum.)
+    part of a bucket's buffer: there the gradients of all micro-batches add up, without a copy. A
+    bucket is sent when it *and all before it* are complete. The embedding's gradient comes last, so
+    no computation overlaps the last sum.
     """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
-        """Fill buckets, and add hooks. `Optimizer` comes first: it sets grad_dtype."""
+        """Fill buckets and add hooks. The `Optimizer` comes first: it sets grad_dtype."""
         params_in_backward = list(model.parameters())[::-1]  # roughly the order of backward
         self.buckets = fill_buckets(params_in_backward, mesh, config.bucket_mb * 2**20)
         self.unsent: list[Bucket] = []
         self.pending: list[Pending] = []
         for bucket in self.buckets:
             for param in bucket.params:
-                # Called with the parameter each time that backward has added to its `.grad`
+                # Called each time that backward has added to the parameter's `.grad`
                 param.register_post_accumulate_grad_hook(partial(self.count_addition, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers, and make each `.grad` a view of its buffer (`zero_grad` has set it to
-        None). Each micro-batch will add once to each gradient.
+        """Zero the buffers, and make each `.grad` a view of its buffer. Each micro-batch will add
+        once to each gradient.
         """
         self.unsent = list(self.buckets)
         self.pending = []
@@ -285,7 +275,7 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: --bucket-mb works only with --sync bucket. (`zero` is a flag of step 3, ignored here)
+    # `needs`: --bucket-mb works only with --sync bucket. Step 2 ignores `zero`, a flag of step 3
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -308,13 +298,13 @@ def train(config: Config, run: Run):
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
-    # new: sums gradients over the ranks. (After `Optimizer`, which sets grad_dtype)
+    # new: sums gradients over the ranks
     sync = SYNCS[config.sync](model, config, mesh)
 
     # new: sync and mesh
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)
-        # Of the global batch: each rank has read all of it, so no message is needed
+        # Of the global batch, which each rank has read: no message is needed
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         ys = targets[own].to(device).split(config.micro_batch_size)  # new: only this rank's

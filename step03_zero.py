@@ -1,27 +1,23 @@
 """Step 3: ZeRO, the Zero Redundancy Optimizer. Data-parallel ranks shard what step 2 replicates:
 optimizer state, gradients, weights.
 
-(Rajbhandari et al. 2020.) --zero 0 is step 2, where nothing is sharded (only the norm is
-all-reduced, 8 bytes). Stage 1, --zero 1, shards the optimizer's state, stage 2 also gradients, and
-stage 3, also called FSDP (fully sharded data parallelism), also weights. In step 2 every rank makes
-the same update. AdamW updates each element by itself. So with ZeRO, each of n ranks updates only
-1/n of the weights, its shards, which may begin or end inside a matrix, and needs *state*, masters
-and moments, of these alone. (Only clipping looks at all elements of the gradient: their squares are
-summed over the ranks.)
+In step 2 every rank makes the same update, although AdamW updates each element by itself. With ZeRO
+(Rajbhandari et al. 2020) each of n ranks updates only 1/n of the weights, its shards, and needs
+*state*, masters and moments, of these alone. Stage 1, --zero 1, shards the optimizer's state, stage
+2 also gradients, and stage 3, also called FSDP (fully sharded data parallelism), also weights. With
+--zero 0, as in step 2, nothing is sharded.
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
 H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide its number of
-elements; rank r updates shard r.
+elements. Rank r updates shard r, which may begin or end inside a matrix: o.. continues as ..o.
 
     unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
 
-(o.. continues on rank 1 as ..o, and so on. Padding belongs to no parameter, and stays zero.)
-
-AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 1 2 3 4, rank 1's 10 20 30 40.
-Plain gradient descent with rate 0.1. The *local* gradient is that of a rank's own sequences; in
-stages 1 to 3 it is in a buffer apart from the *sum* over both ranks. Stage 1 frees the local
-gradient after the update, stages 2 and 3 after its reduce-scatter:
+AN EXAMPLE. Two ranks train four weights, 1 2 3 4, by plain gradient descent with rate 0.1. The
+*local* gradient, that of a rank's own sequences, is 1 2 3 4 on rank 0, and 10 20 30 40 on rank 1.
+The update needs the *sum* of the two. Stage 1 frees the local gradient after the update, stages 2
+and 3 after its reduce-scatter:
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
@@ -34,27 +30,24 @@ gradient after the update, stages 2 and 3 after its reduce-scatter:
     stage 3    weights     1 2                      3 4
                gradient    sum 11 22                sum 33 44
 
-A rank also holds masters and moments, if there are any: of all four weights in stage 0, of its two
-in the others. (Plain gradient descent has no moments, and in fp32 no masters apart from the
-weights.) With stages 1 to 3, rank 0 then has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4.
-In stages 1 and 2 an all-gather gives all four to both.
+With AdamW a rank also holds state: in stage 0 of all four weights, else of its two. After the
+update in stages 1 to 3, rank 0 has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In stages 1
+and 2 an all-gather gives all four to both.
 
 IN WHICH ORDER? State is sharded first, because it is the largest part, and sharding it adds almost
-no traffic: an all-reduce is a reduce-scatter and then an all-gather, and stage 1 makes the update
-between the two. In fp32 stage 1 sends what step 2 sends, and besides only the padding of units and
-an all-reduce of 8 bytes. In bf16 it sends less: the gathered weights have 2 bytes, not 4.
+no traffic. An all-reduce is a reduce-scatter and then an all-gather; stage 1 makes the update
+between the two. In bf16 it even sends less than step 2: the gathered weights have 2 bytes, not 4.
 
-Gradients are next. A rank can then no longer add up the whole gradients of several micro-batches,
-because it would have to keep them. So each micro-batch's gradients are summed over ranks
-immediately, by a reduce-scatter of their own. Weights are last: they must be gathered for each use.
-In stage 3 a rank gathers a unit before its forward, and frees it afterwards; and again for its
-backward. While one unit computes, the next one is gathered, so two are whole at a time.
+Gradients are next. A rank then no longer has room to add up whole gradients over micro-batches, so
+each micro-batch has a reduce-scatter of its own.
+
+Weights are last, because they must be gathered for each use. In stage 3 a rank gathers a layer
+before its forward, frees it afterwards, and gathers it again for its backward. While one unit
+computes, the next one is gathered.
 
 THE LAW. Bytes that a rank holds for each parameter at the update: in bf16 2 of the weight, 4 of a
 gradient, 4 of the master, 8 of the moments; in fp32 4, 4, 0 and 8. 6 + 16/n means that every rank
-holds 6 bytes, and 16 are divided among the ranks. (Stage 1 holds two gradients, the local one,
-whole, and its shard of the sum: 2 + 4 whole, 4 + 4 + 8 divided. The paper has 4 + 12/n, 2 + 14/n
-and 16/n: its gradients have 2 bytes, and in its stage 1 the sum overwrites the local gradient.)
+holds 6 bytes, and 16 are divided among the ranks.
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -63,17 +56,18 @@ and 16/n: its gradients have 2 bytes, and in its stage 1 the sum overwrites the 
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update. All
-weights are then whole at the update: 2 + 18/n bytes in bf16, 4 + 16/n in fp32. Besides these,
-during forward and backward a rank holds, mainly:
+Stage 1 holds two gradients, the local one, whole, and its shard of the sum: in bf16 2 + 4 whole, 4
++ 4 + 8 divided. The paper has 4 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its
+stage 1 the sum overwrites the local gradient.
 
-    - activations: each rank has its own, of its own sequences
+With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update. All
+weights are then whole: 2 + 18/n bytes in bf16, 4 + 16/n in fp32.
+
+During forward and backward a rank also holds, mainly:
+
+    - activations, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units
     - in stage 3 without --keep, the whole weights of two units
-
-(If embedding and head are tied, some numbers here and below change: `Zero3` says which. Over gloo,
-each local gradient has a second copy while its sum is in flight: in stage 1, at the end of
-backward, that is a copy of all.)
 
 WHAT IS SENT. Let
 
@@ -88,38 +82,35 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 1              2 P                  a reduce-scatter, an all-gather
     stage 2              (m+1) P              m reduce-scatters, one all-gather
     stage 3              m (2 P - e) + m P    each micro-batch gathers every unit twice, but E and H
-                                              once (see below), and reduce-scatters every unit
+                                              once, and reduce-scatters every unit
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
-(E and H only once: E's backward needs no weights, and H's follows its forward at once, so H stays.
---keep sends as much as stage 2, and holds a little more; but its gathers overlap the first
-micro-batch's forward, while stage 2's, after the update, overlap nothing.)
+E is gathered once because its backward needs no weights, H because its backward follows its forward
+at once. The gathers of --keep overlap the first micro-batch's forward; those of stage 2, after the
+update, overlap nothing. `Zero3` says what changes if embedding and head are tied.
 
-Tiny's e is 32,896 + 33,024 = 65,920. In every stage the loss is all-reduced over dp, 4 bytes (in
-fp64 8), and the squared norm of the gradient over all ranks, 8 bytes.
+In every stage the loss is all-reduced over dp, 4 bytes in bf16 and fp32, and the squared norm of
+the gradient over all ranks, 8 bytes.
 
-Stage 3 of tiny on 4 ranks: each has 8 of the 32 sequences, in micro-batches of 4, so m = 2. A rank
-sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements. In fp32 `sent` over dp
-is then 4 x 3,520,128 bytes, and 2 x 3/4 x 4 for the loss: 14,080,518. In bf16, an all-gather sends
-2 bytes for each element, a reduce-scatter 4.
+Stage 3 of tiny on 4 ranks: e is 32,896 + 33,024 = 65,920. A rank has 8 of the 32 sequences, in
+micro-batches of 4, so m = 2. It sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128
+elements. In fp32 `sent` over dp is then 4 x 3,520,128 bytes, and 2 x 3/4 x 4 for the loss:
+14,080,518. In bf16, an all-gather sends 2 bytes for each element, a reduce-scatter 4.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step03_zero
 
 PyTorch's own way: ZeroRedundancyOptimizer shards state, but is used with DistributedDataParallel,
-which all-reduces whole gradients, where stage 1 reduce-scatters. Stage 3 is
+which all-reduces whole gradients. Stage 3 is
 
     for layer in layers: fully_shard(layer)      # parameters become DTensors, Shard(0)
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-(Over gloo, also call set_force_sum_reduction_for_comms(True). For bf16 as here, leave the model in
+Over gloo, also call set_force_sum_reduction_for_comms(True). For bf16 as here, leave the model in
 fp32, which then serves as masters, and pass mp_policy=MixedPrecisionPolicy(param_dtype=bf16,
-reduce_dtype=fp32).) With reshard_after_forward=False weights stay from forward to backward; after
-model.set_reshard_after_backward(False) they stay until the next micro-batch, too. Together that is
---keep. Call set_reshard_after_backward(True) before the last backward: otherwise the next forward
-uses the old weights, without an error.
+reduce_dtype=fp32).
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 `if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
@@ -168,9 +159,9 @@ class Unit:
                                                         stages 2 and 3, of the current one)
         summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
-    (padded: the number of the parameters' elements, with the padding. wide: fp32, or fp64 if the
-    weights are fp64. If the weights are wide, the master is the shard, not a copy.) The gradients
-    are None while they are not needed. The update reads `summed_grad`.
+    padded: the number of elements, with the padding. wide: fp32, or fp64 if the weights are fp64.
+    If the weights are wide, the master is the shard, not a copy. The gradients are None while they
+    are not needed. The update reads `summed_grad`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -183,7 +174,7 @@ class Unit:
             self.bounds[name] = (total, total + param.numel())
             total += param.numel()
         self.shard_length = math.ceil(total / group.size)
-        self.shard_start = group.rank * self.shard_length  # where this rank's shard is in flat
+        self.shard_start = group.rank * self.shard_length  # in flat
         self.shard_stop = self.shard_start + self.shard_length
         some_param = next(iter(named.values()))  # all have the same dtype and device
         self.flat = some_param.new_zeros(self.shard_length * group.size)
@@ -197,9 +188,7 @@ class Unit:
         self.summed_grad: Tensor | None = None
 
     def part_of(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter's part of a flat buffer, in the parameter's shape: writing to it changes
-        `flat`.
-        """
+        """A view of a parameter's part of a flat buffer, in the parameter's shape."""
         start, stop = self.bounds[name]
         return flat[start:stop].view_as(self.named[name])
 
@@ -207,7 +196,7 @@ class Unit:
         """Which elements of `flat` are in the parameter and in this rank's shard: low <= i < high.
         If there are none, high is low.
 
-        An example: shards have 10 elements, and a parameter is elements 6 to 24 of `flat`. Rank 0
+        For example, shards have 10 elements, and a parameter is elements 6 to 24 of `flat`. Rank 0
         has (6, 10) of it, rank 1 (10, 20), rank 2 (20, 25).
         """
         start, stop = self.bounds[name]
@@ -217,17 +206,15 @@ class Unit:
 
     def own_part(self, own_shard: Tensor, name: str) -> Tensor:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
-        `summed_grad`; k is 0 if other ranks have all of the parameter. (In `own_range`'s example
-        rank 1's part is all its shard, and rank 2's the first 5 elements of its shard.)
+        `summed_grad`; k may be 0. In `own_range`'s example rank 1's part is all its shard, and rank
+        2's the first 5 elements of its shard.
         """
         low, high = self.own_range(name)
         return own_shard[low - self.shard_start : high - self.shard_start]
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """The names of each unit's parameters. (In step 7, experts are a unit of their own: their
-    gradients are summed over another group.)
-    """
+    """The names of each unit's parameters."""
     units: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, param in model.named_parameters():
         if name.startswith("model.embed_tokens"):
@@ -236,29 +223,27 @@ def unit_names(model: Decoder) -> list[list[str]]:
             module = "layer " + name.split(".")[2]  # model.layers.0.self_attn ...: layer 0
         else:
             module = "norm and head"
+        # Step 7's experts have another group, and so are units of their own
         data_group = record_of(param).data_group
         units[module, data_group].append(name)
     return list(units.values())
 
 
 class Zero1:
-    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync of step 2,
-    because the update comes between the two halves of the all-reduce. Of a model of two layers:
+    """ZeRO 1: optimizer state is sharded. One object is the optimizer, with the methods of step
+    1's, and the sync of step 2, because the update comes between the two halves of the all-reduce.
+    For a model of two layers:
 
         last micro-batch's backward    | H | layer 1 | layer 0 | E |         | update |
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                    | all units |
 
-    Gradient buffers are freed between uses here, so `.grad` cannot be a view of one, as in step 2's
-    buckets. Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype
-    (step 1's `accumulate_wide` is not called). The hook `add_gradient` adds it to the unit's
-    `local_grad`, which is wide, and empties `.grad`. With a unit's last gradient of the training
-    step it starts the unit's reduce-scatter. (Step 2's fixed order is not needed: the backward of
-    one unit ends before that of the unit before it begins, on all ranks.) The hook expects one
-    gradient of each parameter in every micro-batch; if one is missing, `finish` raises an error.
-
-    It has the methods of step 1's `Optimizer`. `masters` has this rank's part of each parameter of
-    which it has any, a view of the unit's master; and `publish` gathers the weights.
+    Gradient buffers are freed between uses, so `.grad` is not a view of one, as it is in step 2.
+    Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
+    `add_gradient` adds it to the unit's `local_grad`, which is wide, and empties `.grad`. With a
+    unit's last gradient of the training step it starts the unit's reduce-scatter. All ranks
+    complete the units in the same order, H first, so the fixed order of step 2's buckets is not
+    needed.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -270,11 +255,10 @@ class Zero1:
         self.config = config
         self.mesh = mesh
         self.units: list[Unit] = []
-        self.masters: dict[str, Tensor] = {}  # by name: this rank's part, if there is any
+        self.masters: dict[str, Tensor] = {}  # by name, this rank's part, if any
         # (unit, this rank's shard of its new sum, the reduce-scatter that fills it)
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):
-            # Initial weights unit by unit, so that stage 3 can free one before it draws the next
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -282,7 +266,7 @@ class Zero1:
             self.units.append(unit)
             for name, param in named.items():
                 master = unit.own_part(unit.master, name)
-                if len(master):  # of an empty part there is nothing to update
+                if len(master):
                     self.masters[name] = master
                 param.register_post_accumulate_grad_hook(partial(self.add_gradient, unit, name))
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
@@ -293,8 +277,8 @@ class Zero1:
             unit.missing = n_micro_batches * len(unit.named)
 
     def add_gradient(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: autograd has set `param.grad`. Move it to the unit's `local_grad`, and start the
-        unit's sum if that is due.
+        """Hook: add the new `param.grad` to the unit's `local_grad`, and start the unit's sum if
+        that is due.
 
         RuntimeError if it comes after the last expected one: it would not be summed.
         """
@@ -309,8 +293,8 @@ class Zero1:
             self.start_sum(unit)
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether to sum the unit's gradients over ranks now: once, at its last gradient of the
-        training step.
+        """Whether this was the unit's last gradient of the training step, so that its sum may
+        start.
         """
         return unit.missing == 0
 
@@ -326,7 +310,7 @@ class Zero1:
             pending.wait()
             if unit.summed_grad is None:
                 unit.summed_grad = new_sum
-            else:  # stages 2 and 3: it has the sums of earlier micro-batches
+            else:  # stages 2 and 3, from the second micro-batch on
                 unit.summed_grad += new_sum
         self.in_flight = []
 
@@ -387,20 +371,20 @@ class Zero2(Zero1):
         backward          | H | layer 1 | layer 0 | E |
         reduce-scatter        | H       | layer 1 | layer 0 | E |
 
-    H's is freed at layer 1's last gradient (`start_sum` waits for H's sum), layer 1's at layer 0's,
-    and so on. So whole gradients of two units exist at a time. The last sum, here E's, has no later
-    unit in its backward: it is in flight until H's next backward is done, or until `finish`.
+    H's is freed at layer 1's last gradient, where `start_sum` waits for H's sum; layer 1's at layer
+    0's, and so on. So whole gradients of two units exist at a time. The last sum, here E's, is in
+    flight until H's next backward is done, or until `finish`.
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
-        """Whether this was the unit's last gradient of a micro-batch. (With 9 parameters and two
-        micro-batches, `missing` falls from 18 to 9, and then to 0.)
+        """Whether this was the unit's last gradient of a micro-batch. With 9 parameters and two
+        micro-batches, `missing` falls from 18 to 9, and then to 0.
         """
         return unit.missing % len(unit.named) == 0
 
     def start_sum(self, unit: Unit):
         """Wait for the previous unit's sum, which overlapped this unit's backward; then start this
-        unit's sum.
+        unit's.
         """
         self.complete_sums()
         super().start_sum(unit)
@@ -413,12 +397,11 @@ class ShardedUnit(Unit):
     A tensor is a shape and a storage. `resize_(0)` gives back the storage's bytes; the tensor and
     all views of it keep their shapes. After `resize_(nbytes)` and an all-gather into it, they are
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
-    `flat`, even while that has no memory.
+    `flat`.
 
-    (You can skip this. Autograd counts the writes to each tensor, and refuses a saved tensor that
-    has been written to since. By `param.data = ...` in `Unit` a parameter shares the memory of
-    `flat`, but has its own count, which a write to `flat` does not change. These writes are
-    harmless: a gather writes the same values again.)
+    Autograd refuses a saved tensor that has been written to since. It does not see the writes to
+    `flat` here, because `param.data = ...` in `Unit` gives a parameter the memory of `flat`, but a
+    count of writes of its own. They are harmless: a gather writes the same values again.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -436,7 +419,7 @@ class ShardedUnit(Unit):
             self.gathering = all_gather(self.flat, self.shard, self.group)
 
     def free(self):
-        """Free the memory of `flat`, which the next `gather` fills again."""
+        """Free the memory of `flat`."""
         if self.gathering is not None:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)
@@ -447,10 +430,8 @@ class Zero3(Zero2):
     """ZeRO 3 (FSDP): weights are sharded, too. Hooks gather a unit before its use, and prefetch the
     next one meanwhile.
 
-    A micro-batch through a model of two layers: E (embedding), layers 0 and 1, H (norm and head).
-    Messages overlap the computation in the same column; two in one column follow one another, from
-    top to bottom. (A micro-batch's first gather, and a training step's last reduce-scatter, overlap
-    no computation.)
+    Below, a micro-batch goes through E, layers 0 and 1, and H. Messages overlap the computation in
+    the same column. Of two in one column, the upper one comes first.
 
                        forward             backward
         reduce-scatter                         H   1   0   E
@@ -458,23 +439,16 @@ class Zero3(Zero2):
         compute            E   0   1   H   H   1   0   E
         freed after        E   0   1       H   1   0
 
-    One unit is in use while the next is gathered: two are whole at a time. H, used last in forward
-    and first in backward, is not freed between. The backward of E needs no weights, so E is not
-    gathered again. With --keep, a unit is freed only at the update.
-
-    In backward, a unit is freed when its last gradient has arrived. In a layer, input_layernorm's
-    comes last (with --compile, all come together). What is left of the layer's backward then reads
-    no weights.
+    Two units are whole at a time: the one in use, and the next. H stays from its forward to its
+    backward, and E is not gathered again. With --keep, a unit is freed only at the update.
 
     A *segment* is what one pair of hooks surrounds: the embedding, a layer, or norm and head. In
-    this step segment i is unit i. (In a tied model, and in steps 6 and 7, a segment may have two
-    units or none, so segments[i] is a list.)
+    this step segment i is unit i. In a tied model, and in steps 6 and 7, a segment may have two
+    units or none, so segments[i] is a list.
 
     Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
-    last norm alone. E is then gathered twice, for the embedding and with H, and stays whole to the
-    end of backward, where its gradient is complete. So three units are whole at a time; the law's e
-    counts only the norm; and the head's gradient of the shared matrix is kept until the embedding's
-    is added.
+    last norm alone. E is gathered twice, for the embedding and with H, and stays whole to the end
+    of backward. So three units are whole at a time, and the e of WHAT IS SENT counts only the norm.
     """
 
     unit_type = ShardedUnit
@@ -524,40 +498,40 @@ class Zero3(Zero2):
         self.wait_for_segment(number)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
-        """Hook: free this segment's units (those of the last segment stay, because its backward
-        follows at once). Add a hook that gathers them again before the segment's backward.
+        """Hook: free this segment's units, but not the last segment's, whose backward follows at
+        once. Add a hook that gathers them again before the segment's backward.
         """
         if number + 1 < len(self.segments):
             for unit in self.segments[number]:
                 self.free_after_use(unit)
         # The embedding's backward needs no weights. Under torch.no_grad there is no backward
         if number > 0 and output.requires_grad:
-            # Called when the gradient of this output is there: the segment's backward comes next
+            # Called with the gradient of this output, just before the segment's backward
             output.register_hook(partial(self.before_backward, number))
 
     def before_backward(self, number: int, gradient: Tensor):
         """Hook: gather this segment's units, and prefetch those of the segment before it."""
         self.gather_segment(number)
-        if number > 1:  # segment 0 is the embedding, whose backward needs no weights
+        if number > 1:  # segment 0, the embedding, needs none
             self.gather_segment(number - 1)
         self.wait_for_segment(number)
 
     def start_sum(self, unit: Unit):
-        """All gradients of the unit are there, so its backward needs no more weights: start the sum
-        as `Zero2` does, and free them.
+        """With all gradients of the unit there, its backward needs no more weights: start the sum
+        as `Zero2` does, and free the weights.
         """
         super().start_sum(unit)
         self.free_after_use(unit)
 
     def free_after_use(self, unit: ShardedUnit):
-        """Free a unit's weights, unless --keep says that they stay until the update."""
+        """Free a unit's weights, unless --keep is on."""
         if not self.config.keep:
             unit.free()
 
     def publish(self):
         """Round the masters into the shards of the weights, which the next forward gathers."""
         for unit in self.units:
-            unit.free()  # what --keep, or a forward without backward, has left whole: now stale
+            unit.free()  # what --keep, or a forward without backward, has left whole
             unit.shard.copy_(unit.master)
 
 
@@ -582,14 +556,14 @@ def make_optimizer(
     twice the same object.
 
     Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank ever has
-    the whole model. Therefore the weights are drawn here, with the optimizer, and not in `train`.
+    the whole model. Therefore the weights are drawn here, and not in `train`.
     """
     if config.zero == "0":
         materialize(model, config.seed, device, dtype)
         optimizer = Optimizer(model, config, mesh)
         return optimizer, SYNCS[config.sync](model, config, mesh)
     zero = ZERO[config.zero](model, config, mesh, device, dtype)
-    return zero, zero  # both optimizer and sync
+    return zero, zero
 
 
 def train(config: Config, run: Run):
@@ -601,7 +575,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Steps 1 and 2 do this after the weights, and before the optimizer: the next line makes both
+    # Before the weights: `make_optimizer` makes them and the optimizer
     set_up_layers(model, config)
     # new: initialises the weights, too
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)

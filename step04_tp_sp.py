@@ -7,15 +7,13 @@ A *block*, attention or the MLP, is two matrix products with something between: 
     attention    q_proj, k_proj, v_proj    attention: a key/value head and its     o_proj
                                            query heads need no other head
 
-In Megatron-LM (Shoeybi et al. 2019) each matrix of A is sharded by columns (outputs; in attention
-only between heads), and B by rows (inputs). So A_i, rank i's part of A, is some columns of
-gate_proj and the same columns of up_proj; and B_i, its part of B, is the rows that these feed. Rank
-i can then compute its term h(x A_i) B_i without the others, and the block's output is the sum of
-these terms. (All ranks of a tp group have the same x, because they train on the same sequences.
-With sequence parallelism, below, that is x after f.)
+In Megatron-LM (Shoeybi et al. 2019) each matrix of A is sharded by columns (outputs), in attention
+only between heads, and B by rows (inputs). In the MLP, rank i's part A_i is some columns of
+gate_proj and the same columns of up_proj, and its B_i is the rows that these feed. All ranks of a
+tp group train on the same sequences, so they have the same x. Rank i can then compute its term
+h(x A_i) B_i without the others, and the block's output is the sum of these terms.
 
-In the code a matrix lies transposed: nn.Linear has weights [out, in]. So the matrices of A are cut
-along dim 0, and B along dim 1 (`by_columns`, `by_rows`).
+nn.Linear stores its weight as [out, in], so the matrices of A are cut along dim 0, B along dim 1.
 
 AN EXAMPLE, without h: x = [1 2], two ranks.
 
@@ -26,12 +24,12 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
     rank 1: column [3 4] of A, row [1 3] of B    x A_1 = 1*3 + 2*4 = 11    11 * [1 3] = [11 33]
                                                                            their sum is [16 33]
 
-So forward needs one all-reduce, of the block's output. Backward needs one too, of dx, the gradient
-of the block's input. Let dy be that of its output y. y is the sum of x A_i B_i, so dx is the sum of
-dy B_i^T A_i^T, of which each rank computes one term. (With dy = [1 1], rank 0's term is 1 * [1 2],
-rank 1's 4 * [3 4], and their sum [13 18].) Two operators do this, named by Shoeybi et al.: f, where
-x enters the block, sums dx in backward; g, where the output leaves it, sums the terms in forward.
-In attention, for tiny's 8 query heads and 4 key/value heads:
+So forward needs one all-reduce, of the block's output y. Backward needs one too, of dx, the
+gradient of x: y is the sum of x A_i B_i, so dx is the sum of dy B_i^T A_i^T, of which each rank
+computes one term. With dy = [1 1], rank 0's term is 1 * [1 2], rank 1's 4 * [3 4], and their sum
+[13 18]. Two operators do this, named by Shoeybi et al. f, where x enters the block, sums dx in
+backward; g, where y leaves it, sums the terms in forward. In attention, for tiny's 8 query heads
+and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
@@ -41,9 +39,9 @@ In attention, for tiny's 8 query heads and 4 key/value heads:
     f    CopyToTensorParallel       identity: all have x       all-reduce the terms of dx
     g    ReduceFromTensorParallel   all-reduce the terms       identity: dL/d(term) = dL/d(sum)
 
-Each of the n ranks calls backward on the same loss. Still gradients are not n times too large:
-after g all ranks have the same dy, each computes from it the gradient of its own term alone, and f
-adds these n different terms.
+Each of the n ranks calls backward on the same loss. Still gradients are not n times too large: all
+ranks have the same dy, each computes from it the gradient of its own term alone, and f adds these n
+different terms.
 
 Where f and g are in the code:
 
@@ -52,49 +50,44 @@ Where f and g are in the code:
     attention, MLP     a forward pre-hook              a forward hook
     lm_head            a forward pre-hook              - (its logits stay sharded)
 
-So one f serves q, k and v, another one gate and up. (In the code, `enter_parallel` is f and
-`leave_parallel` is g. They use the two classes above, or with SP the two below.)
-
-f and g wait at once, because the next operator needs their result. (If matrix products are not cut
-into pieces, only f's backward could overlap something, the gradients of A, as in Megatron-LM.)
+So one f serves q, k and v, another one gate and up. f is `enter_parallel`, and g `leave_parallel`:
+they use the two classes above, or with SP the two below. Both wait at once, because the next
+operator needs their result.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
 n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
-all-reduce is a reduce-scatter (each rank gets the sums of s/n tokens) and then an all-gather. With
-SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a rank has s/n
-tokens: it computes 1/n of the norms and residual sums, and saves 1/n of their inputs. f gathers the
-tokens before RoPE, so nothing changes for positions. A micro-batch sends as many bytes as without
-SP (with --recompute full more: see THE LAW). A norm's weight is whole on all ranks, but a rank now
-has only its own tokens' term of the gradient: `sum_partial_gradients` adds these terms up over tp,
-once in a training step.
+all-reduce is a reduce-scatter, which gives each rank the sums of s/n tokens, and then an
+all-gather. With SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a
+rank has s/n tokens: it computes 1/n of the norms and residual sums, and saves 1/n of their inputs.
+Unless layers are recomputed, a micro-batch sends as many bytes as without SP. A norm's weight is
+whole on all ranks, but a rank now has only its own tokens' term of the gradient:
+`sum_partial_gradients` adds these terms up over tp, once in a training step.
 
          class                             forward                  backward
     f    GatherFromSequenceParallel        all-gather the tokens    reduce-scatter the terms of dx
     g    ReduceScatterToSequenceParallel   reduce-scatter           all-gather
 
-(In Korthikanti et al. this f has the name g, and this g the name g-bar.)
+In Korthikanti et al. this f has the name g, and this g the name g-bar.
 
-tp alone divides by n most of what a layer saves (step 1's table): q, k, v, attention's output,
-gate, up, silu(gate), and its product with up. (A rank also has 1/n of each matrix, of its gradient
-and of its state.) What remains, for each token of the sequence, is the first row of that table (and
-the norms' 1 / rms):
+Even without SP, tp divides by n most of what a layer saves. A rank also has 1/n of each matrix, of
+its gradient and of its state. What remains is mainly the first row of step 1's table, for each
+token of the sequence:
 
                                without SP    with SP
     inputs of the two norms    2 dim         2 dim/n
     their outputs              2 dim         2 dim (f's outputs: matrices need all tokens)
     sum                        4 dim         2 dim + 2 dim/n
 
-With --recompute full a layer saves only its input: dim, with SP dim/n. (In Korthikanti et al. a
-rank saves only its own tokens of f's outputs, 2 dim/n, and gathers them again in backward: two more
-all-gathers in each layer. Not done here.)
+Korthikanti et al. save only 2 dim/n of f's outputs, and gather the tokens again in backward. With
+--recompute full a layer saves only its input: dim, with SP dim/n.
 
 THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
-In the embedding, tokens with other ids give zeros, and g sums. In the loss each rank has the logits
-of its ids, and two numbers a token from each rank are enough (`VocabParallelCrossEntropy`).
+In the embedding, tokens with other ids give zeros, and g sums. In the loss two numbers a token from
+each rank are enough (`VocabParallelCrossEntropy`).
 
-WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have all of
-it, and the same. Shard: each has its part. Partial: each has a term of a sum. (In DTensor's words:
-Replicate, Shard, Partial.)
+WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have the same
+tensor. Shard: each has its part. Partial: each has a term of a sum. DTensor calls these Replicate,
+Shard and Partial.
 
                                            shape            value    gradient  remark
     embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
@@ -108,9 +101,9 @@ Replicate, Shard, Partial.)
     output of embed_tokens, before g       [b, s, dim]      partial  whole     g's forward sums it
     logits                                 [b, s, vocab/n]  shard    shard
 
-(If n does not divide vocab or ffn_dim, the last shards end in zeros, or have only zeros. They stay
-zeros, because their gradients are zero: a padded channel of the MLP is 0 and meets zeros in
-down_proj, no token has a padded id, and the loss leaves padded logits out.)
+If n does not divide vocab or ffn_dim, the last shards are padded with zeros. These stay zeros,
+because their gradients are zero: a padded channel of the MLP is 0 and meets zeros in down_proj, no
+token has a padded id, and the loss leaves padded logits out.
 
 THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of such a tensor sends 2 (n-1)/n S, an
 all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n times
@@ -119,9 +112,8 @@ all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n times
     SP           S            S             S            S
     --no-sp      0            2 S           2 S          0
 
-Each f, and each g, thus sends 2 S in forward and backward together. A layer has two f and two g,
-the embedding one g, the head one f. So in a micro-batch all f and g of a rank send over tp, again
-times (n-1)/n,
+A layer has two f and two g, the embedding one g, the head one f. So in a micro-batch all f and g of
+a rank send over tp, again times (n-1)/n,
 
                                         each layer         embedding and head
     with SP or without                  8 S                4 S
@@ -129,12 +121,11 @@ times (n-1)/n,
     --no-sp --recompute full            8 S + 2 S = 10 S   4 S
 
 Recomputation repeats a layer's forward without its last g, whose output backward does not need:
-with SP two f and a g, 3 S; without SP a g, 2 S. (With --compile the last g is repeated, too.)
+with SP two f and a g, 3 S; without SP a g, 2 S. With --compile the last g is repeated, too.
 
-The loss adds two numbers a token, all-gathered in each micro-batch: a rank sends n-1 times 2
-numbers a token (in bf16 and fp32, 4 bytes each). Once in a training step, with SP, the gradients of
-the norms' weights are all-reduced (with ZeRO, the rank's parts of them). For tiny (4 layers, 9
-norms) with tp 2, dp 2, in fp32:
+In each micro-batch the loss all-gathers two numbers a token, of 4 bytes in bf16 and fp32: a rank
+sends 2 (n-1) for each token. With SP, the gradients of the norms' weights are all-reduced once in a
+training step. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
@@ -150,8 +141,7 @@ You should see step 1's losses (on a GPU, with --dtype fp32 for both):
 PyTorch's own way: parallelize_module(block, device_mesh["tp"], {"q_proj": ColwiseParallel(),
 "o_proj": RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with
 loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, and
-output_layouts=Shard(1) where terms are reduce-scattered. Weights become DTensors: Shard(0) for
-q_proj, Shard(1) for o_proj, Replicate for a norm.
+output_layouts=Shard(1) where terms are reduce-scattered.
 
 Try this: in `CopyToTensorParallel.backward`, return dx_term, None, without the sum over ranks.
 tests/test_step04.py::test_f fails, and the losses leave step 1's after the first update in
@@ -184,8 +174,8 @@ from step03_zero import ZERO, make_optimizer
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """All-reduce: the sum of every rank's x, in a new tensor of x's dtype (bf16 sums are bf16, as
-    in Megatron-LM). x need not be contiguous, and stays unchanged.
+    """All-reduce: the sum of every rank's x, in a new tensor of x's dtype. x need not be
+    contiguous.
     """
     x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
@@ -193,10 +183,10 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather: x [batch, seq/n, dim], contiguous or not -> [batch, seq, dim]: rank 0's tokens,
-    rank 1's, ...
+    """All-gather: x [batch, seq/n, dim], contiguous or not -> [batch, seq, dim], rank 0's tokens
+    first.
     """
-    shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]: one after another
+    shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
     all_gather(shards.view(-1), x.contiguous().view(-1), group).wait()
     return shards.movedim(0, 1).flatten(1, 2)  # [batch, n, seq/n, dim] -> [batch, seq, dim]
 
@@ -213,9 +203,7 @@ def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class CopyToTensorParallel(torch.autograd.Function):
-    """f without SP. All ranks already have x, so forward is the identity; backward sums the ranks'
-    terms of dx.
-    """
+    """f without SP. Forward is the identity; backward sums the ranks' terms of dx."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -230,9 +218,7 @@ class CopyToTensorParallel(torch.autograd.Function):
 
 
 class ReduceFromTensorParallel(torch.autograd.Function):
-    """g without SP. Forward sums the ranks' terms. A term has the gradient of the sum: backward is
-    the identity.
-    """
+    """g without SP. Forward sums the ranks' terms; backward is the identity."""
 
     @staticmethod
     def forward(ctx, term: Tensor, group: Group) -> Tensor:
@@ -246,9 +232,7 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class GatherFromSequenceParallel(torch.autograd.Function):
-    """f with SP. Forward gathers the tokens; backward sums the ranks' terms of dx, and keeps this
-    rank's tokens.
-    """
+    """f with SP. Forward gathers the tokens; backward reduce-scatters the terms of dx."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
@@ -263,9 +247,7 @@ class GatherFromSequenceParallel(torch.autograd.Function):
 
 
 class ReduceScatterToSequenceParallel(torch.autograd.Function):
-    """g with SP. Forward sums the ranks' terms, and keeps this rank's tokens; backward gathers the
-    gradient.
-    """
+    """g with SP. Forward reduce-scatters the terms; backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx, term: Tensor, group: Group) -> Tensor:
@@ -296,17 +278,15 @@ def leave_parallel(term: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 def places_in(ids: range, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of `tokens`' shape. The first, bool, says whether this rank has the token's id:
-    whether it is one of `ids`. The second, int64, is its index in `ids`, or 0 if it is not there.
+    """Two tensors of `tokens`' shape. The first, bool, says whether the token's id is one of `ids`,
+    those of this rank. The second, int64, is its index in `ids`, or 0 if it is not there.
     """
     held = (tokens >= ids.start) & (tokens < ids.stop)
     return held, (tokens - ids.start).where(held, 0)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeds the tokens with an id in `ids`, the rows of this rank. Other tokens give zeros; g sums
-    over the ranks.
-    """
+    """Embeds the tokens with an id in `ids`, the rows of this rank. Other tokens give zeros."""
 
     def __init__(self, weight: nn.Parameter, ids: range):
         super().__init__()
@@ -324,16 +304,16 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     vocabulary.
 
     A token's loss is log sum exp(all logits) - its target's logit. The first is the log sum exp of
-    the ranks' own log sum exps. So each rank sends the others two numbers a token: its log sum exp,
-    and the target's logit if it has that, else 0. An example with three words:
+    the ranks' own log sum exps. So each rank sends two numbers a token: its log sum exp, and the
+    target's logit if it has that, else 0. An example with three words:
 
         rank 0    logits log 1, log 3    log sum exp: log 4    target's logit: log 3
         rank 1    logit  log 4           log sum exp: log 4    target's logit: 0
         both                             log(4 + 4) = log 8           log 3 + 0 = log 3
 
     The loss is log 8 - log 3 = -log(3/8): the softmax is 1/8 3/8 4/8. The gradient of the logits is
-    softmax - one-hot, for which a rank needs nothing more from others. Forward computes it at once,
-    and saves it, but not the logits.
+    softmax - one-hot, for which a rank needs nothing more. Forward computes it, and saves it
+    instead of the logits.
     """
 
     @staticmethod
@@ -341,18 +321,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """logits [batch, seq, vocab/n]: the first len(ids) columns are those of `ids`, the rest is
         padding; targets int64 [batch, seq] -> summed loss, in nats.
         """
-        # A sum of exponentials needs fp32. (Autograd casts backward's result to the input's dtype.)
+        # A sum of exponentials needs fp32
         logits = logits.to(wide(logits.dtype))
         # This rank's two numbers for each token
         counted = targets != IGNORE
-        held, column = places_in(ids, targets)  # whether we have the target's logit, and where
+        held, column = places_in(ids, targets)
         column = column[..., None]
         logit_at_column = logits.gather(-1, column).squeeze(-1)
         own_target_logit = logit_at_column.where(held, 0.0)
-        # Later columns are padding. Without any id this is -inf: it adds 0 to the sum
+        # Without padding. If this rank has no id, it is -inf: it adds 0 to the sum
         own_log_sum = logits[..., : len(ids)].logsumexp(-1)
 
-        # Exchange them
+        # Exchange
         sent = torch.stack((own_log_sum, own_target_logit))  # [2, batch, seq]
         received = sent.new_empty(group.size, *sent.shape)  # [n, 2, batch, seq]
         all_gather(received.view(-1), sent.view(-1), group).wait()
@@ -380,8 +360,6 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """Return a new parameter on the meta device, with the shape of this rank's shard along `dim`,
     and a record (common/layout.py) that notes the shard's place. Its numbers come later:
     `materialize` draws the whole matrix, and keeps this part.
-
-    Shards are equally long, so the last ones may be padded, or all padding.
     """
     full = weight.shape[dim]
     length = math.ceil(full / group.size)
@@ -395,19 +373,17 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
 
 
 def by_columns(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Shard a matrix A. Its columns are dim 0 of the weight [out, in]."""
+    """Shard a matrix A: its columns are dim 0 of the weight [out, in]."""
     return shard_param(weight, 0, mesh["tp"])
 
 
 def by_rows(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Shard a matrix B. Its rows are dim 1 of the weight [out, in]."""
+    """Shard a matrix B: its rows are dim 1 of the weight [out, in]."""
     return shard_param(weight, 1, mesh["tp"])
 
 
 def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """By columns, and only between heads. Raises UserError if tp does not divide the key/value
-    heads.
-    """
+    """By columns, between heads. Raises UserError if tp does not divide the key/value heads."""
     heads = config.n_kv_heads
     if heads % mesh["tp"].size:
         raise UserError(
@@ -417,12 +393,9 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
-# RowParallelLinear one whose weight has fewer inputs. (The nn.Linear's own out_features and
-# in_features, which print(model) shows, are still the whole model's.) All functions get the same
-# arguments, also those that do not use the last one
+# RowParallelLinear one whose weight has fewer inputs
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
-    # q gets whole heads, too: tp divides the number of key/value heads (`by_heads` checks it), and
-    # the number of query heads is a multiple of theirs
+    # q gets whole heads, too: their number is a multiple of that of key/value heads
     "q_proj": by_columns,
     "k_proj": by_heads,
     "v_proj": by_heads,
@@ -447,7 +420,7 @@ def shard_vocabulary(model: Decoder, group: Group):
         model.lm_head.weight = weight
     else:
         model.lm_head.weight = shard_param(model.lm_head.weight, 0, group)
-    shard = record_of(weight).shard  # that of the head is the same
+    shard = record_of(weight).shard  # the head's is the same
     ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(weight, ids)
 
@@ -494,12 +467,11 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
-    """Sum gradients that are partial, in place, over the group that their record names: tp. All of
-    a group are summed by one all-reduce.
+    """Sum gradients that are partial, in place, over the group that their record names, by one
+    all-reduce for each group. Call it after `sync.finish`.
 
-    Call it after `sync.finish`. Under ZeRO, `gradients` has only this rank's part of each. All
-    ranks of a tp group have the same number in dp, and units of the same size, so they have the
-    same elements of a norm's gradient, and these can be added.
+    Under ZeRO, `gradients` has only this rank's part of each. All ranks of a tp group have the same
+    number in dp, and units of the same size, so they have the same elements.
     """
     params = dict(model.named_parameters())
     terms_of = defaultdict(list)  # the name of a group -> gradients
@@ -531,9 +503,9 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    # new: tp divides the ranks. (If it does not, Mesh raises UserError)
+    # new: if tp does not divide the ranks, Mesh raises UserError
     dp = join_ranks(device) // config.tp
-    # new: tp comes last, so its ranks are neighbours, 0 1, 2 3: usually on the fastest links
+    # new: tp comes last, so its ranks are neighbours, usually on the fastest links
     mesh = Mesh(dp=dp, tp=config.tp)
     # Along tp all have the same sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -541,7 +513,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh, config.sp)  # new: keep this rank's rows and columns, and add f and g
+    shard_tensors(model, mesh, config.sp)  # new: this rank's rows and columns, f and g
     set_up_layers(model, config)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
 

@@ -1,19 +1,19 @@
 """Step 5: context parallelism. Ranks divide each sequence; only attention needs the tokens of other
 ranks.
 
-Each of n ranks has s/n of a sequence's s tokens, and so keeps only 1/n of the activations:
-sequences can be n times as long. Norms, matrices and the loss act on each token alone. In
-attention, a query attends to its own key and all earlier ones, which other ranks may have.
+Each of n ranks holds s/n of a sequence's s tokens, and so 1/n of the activations: sequences can be
+n times as long. Norms, matrices and the loss act on each token alone. But in attention, a query
+attends to its own key and all earlier ones, which may be on other ranks.
 
 Queries stay on their rank. Keys and values travel round a ring, always to the right: to the next
 higher rank, and from the last to rank 0 (Liu et al. 2023, "Ring Attention"). There are n *hops*. In
-each, a rank holds the k and v of one rank, and computes with those that its queries see. Meanwhile
-it receives the next ones, except in the last hop. In hop h, rank r has those of rank r - h (mod n).
+hop h, rank r holds the k and v of rank r - h (mod n), and computes with those that its queries see.
+Meanwhile, except in the last hop, it receives the next ones.
 
-IN ORDER (--cp-mode ordered). Of n = 4 ranks, each has a quarter of the tokens, rank 0 the first.
-A cell below is the queries of one rank with the keys of another. `#`: all its pairs are needed.
-`+`: a query needs only its own key and earlier ones, about half of the pairs. `.`: none. Count + as
-4 units of work, and # as 8 (so that the smaller cells of zigzag, below, are 1 and 2):
+IN ORDER (--cp-mode ordered). Each of n = 4 ranks has a quarter of the tokens, rank 0 the first. A
+cell below is the queries of one rank with the keys of another. `#`: all its pairs are needed, 8
+units of work. `+`: a query needs only its own key and earlier ones, about half of the pairs, 4
+units. `.`: none.
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .      4 units
@@ -22,8 +22,8 @@ A cell below is the queries of one rank with the keys of another. `#`: all its p
     queries of rank 3     # # # +     28: all ranks wait for this one
 
 ZIGZAG (--cp-mode zigzag, the default). To balance the work, the sequence is cut into 2n chunks, and
-rank r has chunks r and 2n-1-r as its shard, an early one and a late one. A chunk is half as long as
-a shard above, so a cell here has a quarter of the pairs: + is 1 unit, and # is 2.
+rank r has chunks r and 2n-1-r, an early one and a late one. A chunk is half as long as a shard
+above, so a cell has a quarter of the pairs: + is 1 unit, and # is 2.
 
     keys of chunk ->          0 1 2 3 4 5 6 7
     rank 0    its chunk 0     + . . . . . . .
@@ -35,63 +35,55 @@ a shard above, so a cell here has a quarter of the pairs: + is 1 unit, and # is 
     rank 3    its chunk 3     # # # + . . . .
               its chunk 4     # # # # + . . .
 
-Each rank has 16 units. In order, ranks had 4, 12, 20 and 28, on average also 16, but all waited for
-28. In each hop, too, all have equally much, 4 units. Rank 1, for example, has chunks 1 and 6, and
-works on these pairs (chunk of queries, chunk of keys):
+Each rank has 16 units, so none waits for 28. In each hop, too, all have the same work, 4 units.
+Rank 1, for example, works on these pairs (chunk of queries, chunk of keys):
 
     hop 0    its own keys                 (1,1) +    (6,1) #    (6,6) +
     hop 1    rank 0's, chunks 0 and 7     (1,0) #    (6,0) #
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-(Llama 3 shards in zigzag, too, but gathers the k and v of a whole sequence before a layer's
-attention; Dubey et al. 2024, 3.3.2.) These are units of useful work. In hop 0 our code computes all
-four cells of its two chunks, 8 units, and then masks about half, so hop 0 takes twice as long as a
-later one, on all ranks alike. A fused kernel skips most of that half.
+In hop 0 our code computes all four cells and masks about half. So this hop takes the time of 8
+units.
 
-THE SOFTMAX needs all keys, but a rank uses only some of them at a time, a *part* of the keys. For
-each part it computes the output o of attention over these keys alone, and lse = log sum
-exp(scores). Two parts are merged without approximation, by weights that add up to 1 (online
-softmax: Milakov and Gimelshein 2018; `merge` has an example):
+THE SOFTMAX needs all keys, but in one hop a rank uses only some of them, a *part*. For each part it
+computes the output o of attention to these keys alone, and lse = log sum exp(scores). Then it
+merges two parts, without approximation (online softmax, Milakov and Gimelshein 2018; `merge` has an
+example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
-BACKWARD. k and v go round the ring a second time: forward has kept only the rank's own. (Those of
-all ranks would need memory for all s tokens, which cp is there to avoid.) dkv, the sum so far of
-their gradient, travels behind each k and v:
+BACKWARD. Forward keeps only the rank's own k and v, to save memory. So k and v go round the ring a
+second time, and dkv, the sum so far of their gradient, travels behind them:
 
     kv     is sent on when the hop begins, and arrives by its end               n-1 times
     dkv    is sent on when this rank's own term has been added to it, at the    n times: the last
            end of the hop, and travels during the next one                      brings it home
 
-The last message has no computation left to hide it. What 3 ranks have at the end of each hop, with
-their own term added (kv2: the k and v of rank 2; dkv2 {2 0}: the sum of the terms of ranks 2 and
-0):
+What 3 ranks have at the end of each hop (kv2 is the k and v of rank 2, and dkv2 {2 0} the sum of
+the terms of ranks 2 and 0):
 
                  hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
     rank 1       kv1   dkv1 {1}      kv0   dkv0 {0 1}      kv2   dkv2 {2 0 1}       dkv1 {1 2 0}
     rank 2       kv2   dkv2 {2}      kv1   dkv1 {1 2}      kv0   dkv0 {0 1 2}       dkv2 {2 0 1}
 
-POSITIONS. RoPE must rotate a token by its place in the whole sequence, and not in its rank's shard.
-So `train` passes positions to the model, and k is rotated before it travels.
+POSITIONS. RoPE must rotate a token by its place in the whole sequence, not in its rank's shard. So
+`train` passes positions to the model, and k is rotated before it travels.
 
-GRADIENTS. All ranks of cp have the same weights and different tokens. So gradients and the loss are
+GRADIENTS. Ranks of cp have the same weights and different tokens. So gradients and the loss are
 summed over dp x cp, the group "data".
 
 TARGETS are shifted before the sequence is sharded (common/data.py). Suppose that ranks shifted
 their own tokens, with 16 tokens on 2 ranks, in zigzag. Rank 0 has chunks 0 and 3, tokens 0 to 3 and
-12 to 15. So token 3 would get token 12 as its target instead of token 4, without any error, and
-tokens 15 and 11, the last of the two ranks, would have none.
+12 to 15. So token 3 would get token 12 as its target instead of token 4, without any error. The
+ranks' last tokens, 15 and 11, would have none.
 
-THE LAW. B: the bytes of k and v of one layer, of a micro-batch, on one rank. G: the bytes of their
-gradients, which are fp32 or wider (in bf16 G is 2 B, else B). In each layer, for each micro-batch,
-a rank sends
+THE LAW. For each layer and micro-batch, let B be the bytes of k and v on one rank, and G those of
+their gradients. These are fp32 or wider, so in bf16 G is 2 B, else B. A rank sends over cp
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
-
-(And over data, once in a training step, gradients and the loss, as in step 3.)
 
 For tiny in fp32 on 4 ranks:
 
@@ -99,14 +91,13 @@ For tiny in fp32 on 4 ranks:
                                = 131,072
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
-Can these messages hide behind computation? In a forward hop, sending B must take no longer than the
-hop's two matrix products, in a backward hop sending B + G no longer than its five. A hop's bytes
-grow like s/n, the tokens on a rank, and its FLOPs like their square. So with enough tokens on a
-rank all messages of a layer but the last dkv can hide.
+Can computation hide these messages? A forward hop sends B during two matrix products, a backward
+hop B + G during five. A hop's bytes grow like s/n, the tokens on a rank, and its FLOPs like their
+square. So with enough tokens all messages can hide but the last dkv, which no computation follows.
 
-(`part_attention` stores all scores of a part: with 8,192 tokens on a rank and 32 heads, one
-sequence in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for each copy of them. For real lengths on a GPU
-there is an optional technique, the same ring with a fused kernel: README, "Around the course".)
+`part_attention` stores all scores of a part. With 8,192 tokens on a rank and 32 heads, one sequence
+in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for each copy. Long sequences need a fused kernel (README,
+"Around the course").
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -121,11 +112,10 @@ positions = arange(s), around forward and backward:
         device_mesh["cp"], buffers=[x, y, positions], buffer_seq_dims=[1, 1, 0]
     ):
 
-It shards the buffers, in zigzag if 2n divides s, and replaces scaled_dot_product_attention.
-(Without positions among the buffers, each rank would count its own from 0. Gradients must still be
-summed over dp x cp: give DDP or FSDP that mesh.) By default it gathers k and v;
+It shards the buffers, in zigzag if 2n divides s, and replaces scaled_dot_product_attention. By
+default it gathers k and v, as Llama 3 does (Dubey et al. 2024, 3.3.2).
 set_rotate_method("alltoall"), of torch.distributed.tensor.experimental._attention, sends them round
-a ring.
+a ring. Gradients must still be summed over dp x cp: give DDP or FSDP that mesh.
 
 Try this: in `merge`, replace what is computed for `share` by share = 0.5. Then python -m pytest
 tests/test_step05.py -k merge fails, and the losses leave step 1's from the first step on.
@@ -158,8 +148,8 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
 def pass_on(x: Tensor, group: Group) -> tuple[Tensor, Pending]:
-    """Send x to the right neighbour in the ring. Returns the memory in which the left one's x will
-    arrive, and the message.
+    """Send x to the right neighbour in the ring. Returns memory for the left one's x, and the
+    message that fills it.
     """
     left = (group.rank - 1) % group.size
     right = (group.rank + 1) % group.size
@@ -168,12 +158,11 @@ def pass_on(x: Tensor, group: Group) -> tuple[Tensor, Pending]:
 
 
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """The ring: yield (source, the source's k and v) n times, our own first. *Source* is the rank
-    whose k and v we hold in this hop. kv [2, batch, kv_heads, s/n, d] is k and v.
+    """Send k and v round the ring: yield (source, its k and v) n times, our own first. *Source* is
+    the rank whose k and v we hold in this hop. kv: [2, batch, kv_heads, s/n, d].
 
-    While the caller computes with one k and v, they are sent to the right, and the next ones are
-    received from the left. (What follows a `yield` runs when the caller asks for the next pair, so
-    the wait comes after the caller's work.) The last ones are not sent.
+    What follows a `yield` runs when the caller asks for the next pair. So the messages travel while
+    the caller computes.
     """
     source = group.rank
     for _ in range(group.size - 1):
@@ -182,7 +171,7 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
         arriving.wait()
         kv = next_kv
         source = (source - 1) % group.size
-    yield source, kv  # the last ones, which are not sent on
+    yield source, kv  # the last ones are not sent
 
 
 class Visible(NamedTuple):
@@ -192,22 +181,20 @@ class Visible(NamedTuple):
 
     queries: slice  # of our tokens
     keys: slice  # of the source's tokens
-    causal: bool  # whether query i attends to keys 0 to i alone, and not to all
+    causal: bool  # query i attends only to keys 0 to i, not to all
 
 
 def ordered_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """In order: rank r has shard r of n. Positions, int64 [s/n]. UserError unless n divides s."""
+    """Positions of a rank's tokens, int64 [s/n]: shard r of n. UserError unless n divides s."""
     if seq_len % n:
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {n}")
     return torch.arange(seq_len).chunk(n)[rank]
 
 
 def ordered_visible(rank: int, source: int, length: int) -> Visible | None:
-    """Which queries of `rank` attend to which keys of `source`; None: no query does. Both ranks
-    have `length` = s/n tokens.
-
-    Our queries attend to all keys of earlier ranks and to the causal half of our own; later ranks'
-    keys pass by unused.
+    """Which queries of `rank` attend to which keys of `source`: to all of an earlier rank, and to
+    the causal half of their own. Returns None for a later rank. Both ranks have `length` = s/n
+    tokens.
     """
     whole = slice(0, length)
     if source > rank:
@@ -226,16 +213,16 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> Visible:
-    """As `ordered_visible`, for two chunks on each rank: in each hop all have equally much work."""
+    """As `ordered_visible`, for two chunks on each rank: in each hop all have equal work."""
     whole = slice(0, length)
     first = slice(0, length // 2)
     second = slice(length // 2, length)
-    # Our own keys: tokens are in order of position, so causal is right for both chunks together
+    # Our own tokens are in order of position, so one causal mask is right for both chunks
     if source == rank:
         return Visible(whole, whole, causal=True)
-    if source < rank:  # source's first chunk precedes both of ours; its second one follows both
+    if source < rank:  # its first chunk precedes both of ours; its second one follows both
         return Visible(whole, first, causal=False)
-    # Both of source's chunks follow our first one, and precede our second one
+    # Both of its chunks follow our first one, and precede our second one
     return Visible(second, whole, causal=False)
 
 
@@ -261,7 +248,7 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     """Attention to this part of the keys alone, and lse = log sum exp(scores).
 
     q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o [as q], lse [batch, heads,
-    queries], both wide.
+    queries], both in wide(q.dtype).
     """
     heads = q.shape[1]
     q = q.to(wide(q.dtype))
@@ -277,40 +264,33 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads,
     queries], in place.
 
-    The weight of a key is exp(score), that of a part is the sum of its keys' weights, exp(lse). The
-    o of a part is the average of its values, each with its key's weight.
-
-    An example: two keys weigh 3 and 1, and have the values 10 and 2. Together they give
-    (3 * 10 + 1 * 2) / 4 = 8. In two parts, o = 10, lse = log 3, and part_o = 2, part_lse = log 1.
-    Then part_o has the share e^part_lse / (e^lse + e^part_lse) = 1 / (3 + 1) = 0.25, which is also
-    sigmoid(part_lse - lse). So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
-
-    (If a query had seen no key in either part, both lse would be -inf, and the share nan. That
-    cannot happen: our own keys come first, and each query sees its own.)
+    A key weighs exp(score), and a part exp(lse), the sum over its keys. A part's o is the weighted
+    average of its values. For example, two keys weigh 3 and 1, and have the values 10 and 2.
+    Together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts, o = 10, lse = log 3, and part_o = 2,
+    part_lse = log 1. Then part_o has the share e^part_lse / (e^lse + e^part_lse) = 1 / (3 + 1) =
+    0.25, which is also sigmoid(part_lse - lse). So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
     """
-    share = torch.sigmoid(part_lse - lse)[..., None]
+    share = torch.sigmoid(part_lse - lse)[..., None]  # never nan: our own keys come first
     o.lerp_(part_o, share)  # o + share (part_o - o)
-    lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def part_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of one part of the keys: what these queries add to dq, dk and dv, all wide. o, lse:
-    of *all* keys.
+    """Backward of one part of the keys: its terms of dq, dk and dv, in wide(q.dtype). Shapes as in
+    `part_attention`; o and lse are those of *all* keys.
 
-    With FlashAttention's names (Dao et al. 2022, appendix B; do, dP and so on are the gradients of
-    o, P, ...), forward is S = q k^T / sqrt(d), P = softmax(S), o = P v. Backward, for the keys of
-    this part:
+    In FlashAttention's names (Dao et al. 2022, appendix B), forward is S = q k^T / sqrt(d), P =
+    softmax(S), o = P v, and do, dP, ... are the gradients of o, P, ... For the keys of this part,
 
         P  = exp(S - lse)    this part's columns of the whole P, because lse is that of all keys
         dv = P^T do          dP = do v^T
         dS = P * (dP - D)    by elements; D, for each query, is the sum of P * dP over *all* keys
         dq = dS k / sqrt(d)  dk = dS^T q / sqrt(d)
 
-    D is known without the keys of other parts, because o, saved by forward, is that of all keys:
-    sum_j P_j dP_j = sum_j P_j dot(do, v_j) = dot(do, o). And dq is a sum over keys, so that all
-    parts' terms of it simply add up.
+    D needs no other part's keys, because o is that of all keys: sum_j P_j dP_j = sum_j P_j dot(do,
+    v_j) = dot(do, o). dq is a sum over keys, so the terms of all parts add up.
     """
     heads = q.shape[1]
     kv_heads = k.shape[1]
@@ -343,7 +323,7 @@ class RingAttention(torch.autograd.Function):
         wide(q.dtype).
         """
         own_kv = torch.stack((k, v))
-        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
+        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet, and log 0 is -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
             seen = visible(group.rank, source, q.shape[2])
@@ -362,14 +342,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward. dkv, in wide(q.dtype), follows: a rank adds its term and
-        sends dkv on, and it arrives while the next rank computes its own term (but for the last
-        message, to the owner).
-        """
+        """k and v travel as in forward, and dkv, in wide(q.dtype), behind them."""
         q, own_kv, o, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # hop 0: nobody has added a term yet
-        arriving = Pending()  # the message that fills dkv; in hop 0 there is none
+        dkv = torch.zeros_like(own_kv, dtype=wide(q.dtype))  # no terms yet
+        arriving = Pending()  # the message that fills dkv; none in hop 0
         for source, source_kv in travel(own_kv, ctx.group):
             seen = ctx.visible(ctx.group.rank, source, q.shape[2])
             if seen is not None:
@@ -380,7 +357,7 @@ class RingAttention(torch.autograd.Function):
                     q[:, :, queries],
                     source_k,
                     source_v,
-                    o[:, :, queries],  # of these queries, but over all keys
+                    o[:, :, queries],  # over all keys
                     lse[:, :, queries],
                     causal,
                 )
@@ -391,7 +368,7 @@ class RingAttention(torch.autograd.Function):
                 dk[:, :, keys] += part_dk
                 dv[:, :, keys] += part_dv
             dkv, arriving = pass_on(dkv, ctx.group)
-        arriving.wait()  # the gradient of our own k and v is back, complete
+        arriving.wait()  # our own dkv is back, complete
         dk, dv = dkv.to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
@@ -399,8 +376,8 @@ class RingAttention(torch.autograd.Function):
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable[..., Visible | None]
 ) -> Tensor:
-    """Replaces `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] ->
-    like q. `visible`: `zigzag_visible` or `ordered_visible`.
+    """Ring attention in place of `attend`: q [batch, s/n, heads, head_dim]; k, v [batch, s/n,
+    kv_heads, head_dim] -> like q. `visible`: `zigzag_visible` or `ordered_visible`.
     """
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
@@ -439,12 +416,12 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
     """Let the ranks of `mesh["cp"]` divide each sequence. Returns the positions of this rank's
     tokens, int64 [s/n], on the CPU.
 
-    Gradients are now summed, and ZeRO shards, over dp x cp: `mesh["data"]`. Each layer's `attend`
-    becomes ring attention if n > 1. Raises UserError if a sequence cannot be cut among n ranks or,
-    with SP, a rank's tokens among the ranks of tp.
+    Gradients are now summed, and ZeRO shards, over dp x cp: `mesh["data"]`. If n > 1, each layer's
+    `attend` becomes ring attention. Raises UserError if n ranks cannot divide a sequence, or the
+    ranks of tp (with SP) a rank's tokens.
     """
     group = mesh["cp"]
-    # queue="gradients" (common/comm.py): so k and v never wait behind a large bucket
+    # queue="gradients": so k and v never wait behind a large bucket (common/comm.py)
     mesh.add_groups_along("data", "dp", "cp", queue="gradients")
     for param in model.parameters():
         note_record(param, data_group="data")
@@ -466,7 +443,6 @@ def own_tokens(
     tokens: Tensor, targets: Tensor, own: slice, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Shard the global batch: keep this rank's sequences, and of these the tokens at its positions.
-    Tokens and targets go together.
 
     tokens, targets int64 [global batch, s] -> int64 [own sequences, s/n], both, on the device of
     `positions`.
@@ -494,7 +470,7 @@ def train(config: Config, run: Run):
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)  # of all ranks
-        own_xs, own_ys = own_tokens(tokens, targets, own, positions)  # new: at our positions
+        own_xs, own_ys = own_tokens(tokens, targets, own, positions)  # new
         xs = own_xs.split(config.micro_batch_size)
         ys = own_ys.split(config.micro_batch_size)
         loss = 0.0

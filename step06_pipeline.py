@@ -3,16 +3,15 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, head ]
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --       stage 2 -> loss
 
-(Here a model of 6 layers.) Micro-batches pass through the stages. All ranks of pp read the same
-sequences: the first stage uses their tokens, the last one their targets. For each micro-batch,
-neighbours exchange only x and its gradient dx, both [batch, seq, dim]. (With cp, seq is 1/cp of the
-sequence; with sequence parallelism, 1/tp of that.) The price is idle time: the last ranks wait at
-the start, until the first x has reached them, and have nothing left to do at the end; the first
-ranks wait in between, for dx to come back. This idle time is the *bubble*.
+The model here has 6 layers. All ranks of pp read the same sequences: the first stage uses their
+tokens, the last one their targets. For each micro-batch, neighbours exchange only x and its
+gradient dx, both [batch, seq, dim], where seq counts this rank's own tokens. The price is idle
+time, the *bubble*: the last ranks wait for the first x at the start, and have nothing to do at the
+end; the first ranks wait for dx in between.
 
-TWO SCHEDULES, AFAB (all forward, then all backward) and 1F1B (one forward, one backward), here for
-4 ranks and 6 micro-batches. A character is a unit of time. 0 is the forward of micro-batch 0, and
-aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle time:
+TWO SCHEDULES, AFAB (all forward, then all backward) and 1F1B (one forward, one backward), for 4
+ranks and 6 micro-batches. A character is a unit of time: 0 is the forward of micro-batch 0, and aa
+its backward, twice the work. A dot is idle time:
 
              AFAB                          1F1B
     rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff
@@ -20,22 +19,21 @@ aa its backward, twice the work; then come 1 and bb, and so on; a dot is idle ti
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-In 1F1B, rank r of p first does p-1-r forwards, one for each later rank (the *warm-up*); then one
-forward and one backward in turns (the *steady* part); then the backwards that are left (the
-*cool-down*). (Rank 0 above: 0 1 2; then 3 aa, 4 bb, 5 cc, with a wait for its first dy after 3;
-then dd ee ff.)
+In 1F1B, rank r of p first does p-1-r forwards, one for each later rank: the *warm-up* (on rank 0
+above, 0 1 2). In the *steady* part it does one forward and one backward in turn (3 aa, 4 bb, 5 cc).
+The *cool-down* is the remaining backwards (dd ee ff).
 
-THE BUBBLE. In both, if all p stages take equally long, and there are m micro-batches, each rank is
-idle for as long as p-1 forwards and p-1 backwards take. Here that is 9 units beside 18 of work:
-(p-1)/m of the working time, and (p-1)/(m+p-1) of the whole. 1F1B has the same bubble, but saves
-memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds its
-activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. (So the first
-rank holds p micro-batches, if there are so many, of 1/p of the layers: as much as one device holds
-for one micro-batch of the whole model. pp divides weights, but not the first rank's activations.)
+THE BUBBLE. In both schedules, if all p stages take equally long, each rank is idle for as long as
+p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work. With m micro-batches this is
+(p-1)/m of the working time, and (p-1)/(m+p-1) of the whole.
 
-The pictures simplify. Stages are never quite equal: the first has the embedding, the last the head
-and the loss. And messages take no time here, while the loops below wait for each. (`ListPipeline`,
-in the second part, does not wait at once, and so can overlap most messages with computation.)
+1F1B saves memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds
+its activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. So the
+first rank holds up to p micro-batches of 1/p of the layers: pp divides weights, but not the first
+rank's activations.
+
+The pictures simplify: messages take time, too, and stages are not quite equal, because the first
+has the embedding, the last the head and the loss.
 
 FOUR MICRO-BATCHES ON TWO RANKS, in 1F1B. F0 is the forward of micro-batch 0 through the rank's
 stage, B0 its backward. What is sent has two names: rank 0's output y0 is rank 1's input x0, and
@@ -55,8 +53,8 @@ rank 1's dx0 is rank 0's dy0:
     B3
 
 DEADLOCK. In the middle, rank 0 has a y for rank 1, which has a dx for rank 0. If each sends first,
-and a send blocks until it is received, both wait for ever. So `send_receive` starts both before it
-waits for either.
+and a send blocks until it is received, both wait for ever. So `send_receive` starts both messages
+before it waits for either.
 
 AUTOGRAD's graph covers one stage. The input x of every stage but the first is a leaf (a tensor that
 autograd did not compute), whose `.grad` is the dx to send. The simple way keeps x and y from the
@@ -66,14 +64,11 @@ forward to the backward:
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-In place of y, `Stage` keeps only a handle of the graph that computed it. So y can be freed once it
-is sent.
+In place of y, `Stage` keeps only a handle of its graph.
 
-THE LAW, with one stage on each rank (the second part has several). For each micro-batch the first
-rank sends a y over pp, the last a dx, and the others both. Once in a training step every rank also
-takes part in an all-reduce of the loss (4 bytes, in fp64 8). If embedding and head are tied, the
-first rank and the last also send each other their gradient of that matrix (with ZeRO, their shards
-of it). For tiny in fp32, pp 4 and 8 micro-batches:
+THE LAW, with one stage on each rank and untied embeddings. For each micro-batch the first rank
+sends a y over pp, the last a dx, and the others both. Once in a training step every rank also takes
+part in an all-reduce of the loss (in fp32 4 bytes). For tiny in fp32, pp 4 and 8 micro-batches:
 
     a y or dx            4 (sequences) x 256 (tokens) x 128 (dim) x 4 bytes = 524,288
     the all-reduce       2 x 3/4 x 4 = 6
@@ -83,8 +78,8 @@ Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step06_pipeline
 `python -m common.schedules 4 6 1` (ranks, micro-batches, stages on each rank) draws the two
-schedules above. `python -m common.schedules 4 8 2` draws them for 8 micro-batches, and a third one
-with 2 stages on each rank: the second part, after `train`, explains it.
+schedules above. `python -m common.schedules 4 8 2` draws them for 8 micro-batches, and a third one,
+with 2 stages on each rank, from the second part, after `train`.
 
 PyTorch's own way, in torch.distributed.pipelining:
 
@@ -94,8 +89,8 @@ PyTorch's own way, in torch.distributed.pipelining:
     schedule.step()             on those between
     schedule.step(target=y)     on the last
 
-`loss` is the summed loss, divided by the number of targets. scale_grads=False: gradients must not
-be divided by m as well. Its ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
+`loss` is the summed loss, divided by the number of targets. With scale_grads=False, gradients are
+not divided by m as well. ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
 `self.group.size - self.group.rank`, one more. The losses stay right, but a rank holds one
@@ -139,21 +134,18 @@ from step05_cp_ring import own_tokens, shard_context
 
 
 class Stage:
-    """Consecutive layers, and the graphs of the micro-batches that are in flight. In each training
-    step `begin` sets `tokens`, `targets`, `n_targets` and `loss`.
+    """Consecutive layers, and the graphs of the micro-batches that are in flight.
 
     Between its forward and its backward a stage needs the graph that computed y, but not y's
-    numbers: a layer ends with a sum, x + mlp(...), whose backward does not use its result. The
-    graph has a node for each operation, and backward starts at the last one. `get_gradient_edge(y)`
-    stands for that node, without y's numbers: a stage keeps it in place of y. In the loops below, y
-    is then freed when the next y takes its place: a rank holds at most two outputs at a time, not
-    one for each micro-batch in flight. (Megatron-LM's deallocate_pipeline_outputs has the same
-    aim.)
+    numbers: a layer ends with a sum, x + mlp(...), whose backward does not use its result. So in
+    place of y a stage keeps `get_gradient_edge(y)`, which stands for the last node of that graph.
+    In the loops below a rank then holds at most two outputs at a time, not one for each micro-batch
+    in flight.
     """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
-        """`layers`: the numbers of its layers in the whole model. `positions`: where this rank's
-        tokens are in the sequence (step 5). `number`: the stage's number.
+        """`layers`: their numbers in the model. `positions`: of this rank's tokens (step 5).
+        `number`: the stage's.
         """
         self.model = model
         self.layers = layers
@@ -164,8 +156,8 @@ class Stage:
         self.graphs: dict[int, tuple] = {}  # micro-batch -> (x, the edge that stands for y)
 
     def begin(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor):
-        """A new training step: tokens and targets of its micro-batches, int64 [batch, seq], and the
-        number of target tokens of the global batch, counted over all ranks.
+        """Begin a training step, with the tokens and targets of its micro-batches, int64 [batch,
+        seq], and the number of targets in the global batch.
         """
         self.tokens = tokens
         self.targets = targets
@@ -196,7 +188,7 @@ class Stage:
             x = self.tokens[i]
         else:
             x.requires_grad_()  # a leaf: backward leaves dx in x.grad
-        with record_function(f"F{i}.{self.number}"):  # this range's name in a profile (--profile)
+        with record_function(f"F{i}.{self.number}"):  # a range in a profile
             y = self.compute_output(x, self.targets[i])
         if self.is_last:  # y is the summed loss
             y = y / self.n_targets  # scale once ...
@@ -221,16 +213,16 @@ def dtype_of(model: Decoder) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-# The name of the matrix that is both embedding and head, if they are tied
+# The embedding; if it is tied, also the head
 TIED = "model.embed_tokens.weight"
 
 
 def keep_layers(model: Decoder, kept: set[int]):
     """Keep the layers with these numbers, under their names in the whole model, and delete others.
 
-    A rank with layer 0 also keeps the embedding; a rank with the last layer keeps the final norm
-    and the head. On other ranks these become None. If layer 0 and the last one are on two ranks,
-    both keep a tied embedding, and its record says stage_copies=2.
+    A rank with layer 0 also keeps the embedding, a rank with the last layer the final norm and the
+    head. Elsewhere these become None. If layer 0 and the last one are on two ranks, both keep a
+    tied embedding, whose record says stage_copies=2.
     """
     trunk = model.model
     n_layers = model.config.n_layers
@@ -240,8 +232,7 @@ def keep_layers(model: Decoder, kept: set[int]):
     for layer in range(n_layers):
         if layer not in kept:
             del trunk.layers[str(layer)]
-    # If this rank has one of the two layers, and not both, a tied matrix is on two ranks, and
-    # global_norm counts the two as one
+    # The other end is on another rank: global_norm counts the two copies as one
     if tied and has_first != has_last:
         note_record(trunk.embed_tokens.weight, stage_copies=2)
     needs_embedding = has_first or (tied and has_last)
@@ -254,25 +245,24 @@ def keep_layers(model: Decoder, kept: set[int]):
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
-    their terms. (a + b and b + a have the same bits, so the two copies stay equal.)
+    their terms. a + b and b + a have the same bits, so the two copies stay equal.
 
-    Under ZeRO each has a shard. On both ranks the matrix is a unit of its own (step 3), and both
-    are at the same place in their group data (dp x cp), so the two shards have the same elements.
+    Under ZeRO each has a shard, with the same elements: the matrix is a unit of its own (step 3).
     """
     # This rank does not have the matrix, or it has the only one
     if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
         return
     other_end = group.size - 1 - group.rank
     other_term = torch.empty_like(gradients[TIED])
-    if other_term.numel():  # under ZeRO this rank's shard may contain none of the matrix
+    if other_term.numel():  # under ZeRO a shard may be empty
         exchange([(gradients[TIED], other_end)], [(other_term, other_end)], group).wait()
     gradients[TIED].add_(other_term)
 
 
 def first_contact(group: Group, device: torch.device):
-    """All-reduce once, so that NCCL connects all ranks of the group. (If a group's first call is
-    batch_isend_irecv, which `exchange` uses, all its ranks must take part in it; but a schedule's
-    first message is between two only.)
+    """All-reduce once, so that NCCL connects all ranks of the group. If a group's first call were
+    `exchange` (batch_isend_irecv), all its ranks would have to take part, but a schedule's first
+    message is between two.
     """
     all_reduce(torch.zeros(1, device=device), group).wait()
 
@@ -287,8 +277,8 @@ def empty_x(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
 
 
 def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
-    """The layers of a stage. All stages have equally many; if that is impossible, some have one
-    more. Raises UserError if there are fewer layers than stages.
+    """The layers of a stage. All stages have equally many, or some have one more. Raises UserError
+    if there are fewer layers than stages.
     """
     if n_layers < n_stages:
         advice = "lower --pp; or, with --schedule interleaved, --chunks"
@@ -297,8 +287,8 @@ def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
 
 
 class Pipeline:
-    """One stage on each rank. A subclass has `execute`, a schedule that is written as a loop. Loops
-    communicate by six methods, with Megatron-LM's names, all of which call `send_receive`.
+    """A pipeline with one stage on each rank. A subclass has `execute`, its schedule as a loop.
+    Loops communicate by the six methods below, with Megatron-LM's names, which call `send_receive`.
     """
 
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
@@ -326,19 +316,19 @@ class Pipeline:
         raise NotImplementedError
 
     def recv_forward(self, i: int) -> Tensor | None:
-        """Receive the x of micro-batch i. (None on the first rank, which has its tokens.)"""
+        """Receive the x of micro-batch i. Returns None on the first rank, which has tokens."""
         return self.send_receive(self.group.rank - 1, receive_for=i)
 
     def send_forward(self, y: Tensor):
-        """Send y to the next rank. (The last rank sends nothing.)"""
+        """Send y to the next rank. The last rank sends nothing."""
         self.send_receive(self.group.rank + 1, send=y)
 
     def recv_backward(self, i: int) -> Tensor | None:
-        """Receive the dy of micro-batch i. (None on the last rank, which has the loss.)"""
+        """Receive the dy of micro-batch i. Returns None on the last rank, which has the loss."""
         return self.send_receive(self.group.rank + 1, receive_for=i)
 
     def send_backward(self, dx: Tensor | None):
-        """Send dx to the previous rank. (The first rank sends nothing.)"""
+        """Send dx to the previous rank. The first rank sends nothing."""
         self.send_receive(self.group.rank - 1, send=dx)
 
     def send_forward_recv_backward(self, y: Tensor, i: int) -> Tensor | None:
@@ -352,14 +342,13 @@ class Pipeline:
     def send_receive(
         self, peer: int, send: Tensor | None = None, receive_for: int | None = None
     ) -> Tensor | None:
-        """Send a tensor to `peer`, or receive one from it, or both together. If there is no such
-        rank, do nothing, and return None.
+        """Send a tensor to `peer`, or receive one from it, or both together. Returns None if
+        nothing is received. If there is no such rank, do nothing.
 
-        `receive_for`: the number of the micro-batch whose x or dy is to be received. Only its size
-        is used (the last micro-batch may have fewer sequences): messages between two ranks arrive
-        in the order in which they were sent.
+        `receive_for`: the micro-batch whose x or dy is to be received. It gives only the tensor's
+        size, because messages between two ranks arrive in the order in which they were sent.
         """
-        if not 0 <= peer < self.group.size:  # before the first rank, or after the last one
+        if not 0 <= peer < self.group.size:  # beyond the first or the last rank
             return None
         sends = []
         receives = []
@@ -374,7 +363,7 @@ class Pipeline:
 
 
 class AllForwardAllBackward(Pipeline):
-    """AFAB. (GPipe, Huang et al. 2019, has the backwards in reverse order.)"""
+    """AFAB. GPipe (Huang et al. 2019) has the backwards in reverse order."""
 
     def execute(self):
         """All forwards, then all backwards in the same order."""
@@ -395,13 +384,11 @@ class OneForwardOneBackward(Pipeline):
     """
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. In the steady part a rank sends y and
-        receives dy together, then sends dx and receives x together.
-        """
+        """Warm-up, steady part, cool-down. At most p - rank micro-batches are in flight."""
         m = len(self.stage.tokens)
         warm_up = min(m, self.group.size - 1 - self.group.rank)
 
-        # Warm-up: p - 1 - rank forwards, one for each later rank (or all m, if m is smaller)
+        # Warm-up: one forward for each later rank, or all m
         for i in range(warm_up):
             x = self.recv_forward(i)
             y = self.stage.forward(i, x)
@@ -425,8 +412,7 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --schedule -> what makes a pipeline from (config, model, mesh, positions). (The second part adds
-# "interleaved", which uses --chunks.)
+# --schedule -> (config, model, mesh, positions) -> pipeline. The second part adds "interleaved"
 SCHEDULES: dict[str, Callable] = {"afab": AllForwardAllBackward, "1f1b": OneForwardOneBackward}
 
 
@@ -448,8 +434,7 @@ def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    # new: pp. It comes first: its ranks are the farthest apart, because in large models pp usually
-    # sends least
+    # new: pp. It comes first, so that its ranks are the farthest apart: it usually sends least
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
     shape = model_shape(config.model)
@@ -487,9 +472,9 @@ def train(config: Config, run: Run):
 
 
 # --- The second part, for a second evening: several stages on each rank. As a loop, such a schedule
-# would be hard to read. So it is data: for each rank a list of actions, such as "the forward of
-# micro-batch 1 through stage 2", written F1.2. First read common/schedules.py, which makes lists
-# and adds messages to them. `ListPipeline`, at the end, runs any lists.
+# would be hard to read. So each rank gets a list of actions, such as F1.2, the forward of
+# micro-batch 1 through stage 2. First read common/schedules.py, which makes lists and adds messages
+# to them. `ListPipeline`, at the end, runs them.
 
 
 def make_interleaved(
@@ -499,25 +484,24 @@ def make_interleaved(
     r of p has stages r, r + p, r + 2p, ...
 
     The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
-    (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. Here a
-    character is the forward of half of a rank's layers, one of interleaved's stages, and a forward
-    of 1F1B takes two (`python -m common.schedules 2 4 2` draws this):
+    (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. In the
+    picture a character is the forward of half of a rank's layers, so a forward of 1F1B takes two
+    (`python -m common.schedules 2 4 2` draws this):
 
         1F1B           rank 0    0011....aaaa22bbbb33cccc..dddd    6 idle beside 24
                        rank 1    ..00aaaa11bbbb22cccc33dddd....
         interleaved    rank 0    01012.aa3bb2aa3bb.cc.ddccdd       3 idle beside 24
                        rank 1    .010aa1bb2aa3bb2cc3ddccdd..
 
-    The picture does not show which of the rank's two stages works. Rank 0's list begins with
+    With the numbers of stages, rank 0's list begins
 
         F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 ...
 
     The price is more messages: for each micro-batch the first rank sends v outputs y and v-1
-    gradients dx, the last one v-1 y and v dx, every other rank v of each. And on rank r up to (v-1)
-    p + 2 (p-r) - 1 forwards are in flight, each through one stage, 1/v of the rank's layers. In the
-    picture these are, on rank 0, F0.0 F1.0 F0.2 F1.2 F2.0: 5 halves, as much as 2.5 micro-batches
-    in all its layers; with 1F1B it has 2. (Of the 5, p - 1 - r, here 1, only gives messages time to
-    travel: see `interleaved` in common/schedules.py.)
+    gradients dx, the last one v-1 y and v dx, every other rank v of each. It also takes more
+    memory: on rank r up to (v-1) p + 2 (p-r) - 1 forwards are in flight, each through 1/v of the
+    rank's layers. On rank 0 above these are F0.0 F1.0 F0.2 F1.2 F2.0: 5 halves, as much as 2.5
+    micro-batches in all its layers. With 1F1B it has 2.
 
     Takes what `Pipeline` takes. Raises UserError if p does not divide m, or if there are fewer
     layers than stages. Run it:
@@ -537,16 +521,14 @@ SCHEDULES["interleaved"] = make_interleaved
 
 
 def count_micro_batches(config: Config, dp: Group) -> int:
-    """How many micro-batches a rank has in a training step: lists are made before the first batch
-    is read. (The last micro-batch may be smaller.)
-    """
+    """How many micro-batches a rank has in a training step, before any batch is read."""
     sequences = config.global_batch_size // dp.size
     return math.ceil(sequences / config.micro_batch_size)
 
 
 class ListPipeline:
-    """Runs programs, lists of actions with their messages, with any number of stages on a rank.
-    `add_messages` of common/schedules.py has made them, free of deadlocks.
+    """Runs programs, lists of actions and messages that `add_messages` made, with any number of
+    stages on a rank. Messages travel while other actions run.
     """
 
     def __init__(
@@ -587,11 +569,11 @@ class ListPipeline:
         return sum(stage.loss for stage in self.stages.values())
 
     def execute(self):
-        """Run the program. An action waits for its input. A send waits for the previous send to the
+        """Run the program. An action waits for its input. A send waits for the previous one to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        inputs: dict[Action, Tensor] = {}  # the x or dy of an action that is still to come
-        receiving: dict[Action, Pending] = {}  # the message that fills it, if a peer sends it
+        inputs: dict[Action, Tensor] = {}  # action to come -> its x or dy
+        receiving: dict[Action, Pending] = {}  # the message that fills it
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "receive":

@@ -1,7 +1,7 @@
 """Step 7: mixture of experts. A layer has many MLPs; each rank holds some of them.
 
-THE BLOCK. In place of a layer's MLP, an MoE block has E MLPs, the *experts*, and a router W
-[E, dim] that chooses K of them for each token. Parameters grow with E, FLOPs of experts with K
+THE BLOCK. An MoE block replaces a layer's MLP by E MLPs, the *experts*, and a router W [E, dim]
+that chooses K of them for each token. Parameters grow with E, but the experts' FLOPs only with K
 (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
 
     p = softmax(W x)    chosen: the K largest p
@@ -9,10 +9,10 @@ THE BLOCK. In place of a layer's MLP, an MoE block has E MLPs, the *experts*, an
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
 WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each layer, and gets
-the tokens that chose them. Four tokens of one micro-batch, K = 2, four experts, on two ranks that
-share the micro-batch (by cp or tp). Each choice of a token is a row: e0:t1 is a copy of x of token
-t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token's score of e0. (In
-"routed", the expert with the larger p comes first.)
+the tokens that chose them. In the figure two ranks share a micro-batch of four tokens (by cp or
+tp), and K is 2. Each choice of a token is a row: e0:t1 is token t1's x for expert e0, e0(t1) is the
+output of e0, and s0 is the token's score of e0. In "routed", the expert with the larger p comes
+first.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e1 e2
@@ -24,50 +24,45 @@ t1, for expert e0, and e0(t1) is what e0 makes of it; in "out", s0 is the token'
     out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
                                     t1: s0 e0(t1) + s2 e2(t1)        t3: s1 e1(t3) + s2 e2(t3)
 
-`dispatch` goes from "sorted" to "by expert": an all-to-all, in which every rank sends rows to every
-other, then the receiver sorts them by expert. `combine` goes from "outputs" to "returned", and
-undoes this: it sorts the outputs by rank, then sends them back. So what is returned has the order
-of "sorted". (The sorting is `transpose_blocks`.) In backward the rows' gradients go back the way
-the rows came. How many rows a rank gets depends on the tokens. So ranks first tell one another how
-many rows will come.
+`dispatch` goes from "sorted" to "by expert": an all-to-all sends each row to its expert's rank,
+which sorts what it receives by expert. `combine` goes from "outputs" to "returned": it sorts the
+outputs by rank, then sends them back. So what is returned has the order of "sorted". In backward
+the rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens,
+so ranks first tell one another how many will come.
 
-WHY do tokens travel, and not weights? Because a rank then needs memory for its own experts only.
-Often it also sends less. Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a
-rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, to the other rank in each
-forward of a layer. With tokens, a rank routes 4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens
-of a micro-batch, so 512 rows of 128 numbers. About half of these rows are for the other rank's
-experts: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In general rows
-are cheaper if 2 T K dim < 3 dim ffn_dim E, where T is the number of tokens that a rank routes: here
+WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less.
+Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a rank would send its 4
+experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forward of a layer. With tokens, it routes
+4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of 128 numbers.
+About half go to the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536
+in all. In general, if a rank routes T tokens, rows are cheaper if 2 T K dim < 3 dim ffn_dim E: here
 if T < 3 x 352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
-wait. So each layer has a load-balancing auxiliary loss (--balance loss; Switch Transformer's, for K
-choices of a token). Let f_e be the fraction of a micro-batch's choices that fell on expert e, and
-P_e the mean of p_e over all tokens of the micro-batch, also over those that did not choose e. With
-M micro-batches in a training step, of all ranks of dp together, the gradients are those of
+wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
+for K choices of a token. Let f_e be the fraction of a micro-batch's choices that fell on expert e,
+and P_e the mean of p_e over all its tokens. With M micro-batches in a training step, of all ranks
+of dp together, the gradients are those of
 
     loss + (aux_loss_coeff / M) x the sum, over micro-batches and layers, of  E sum_e f_e P_e
 
-(The loss that you see excludes the second term.)
+The loss that you see excludes the second term.
 
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so it has no gradient. P has one: the update pushes (W x)_e, a token's logit of
-e, down if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is
-below.
+f comes from counts, so only P has a gradient. The update lowers (W x)_e, a token's logit of e, if
+f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and raises it if f_e is below.
 
-f_e and P_e are those of a micro-batch, so with --balance loss two layouts train alike only if their
---micro-batch-size is the same. (And where two p are almost equal, rounding may decide, in any
-layout, which expert is chosen.) The second part of this file has --balance bias, without a loss.
+With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
+f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
 
-GROUPS. cp, tp and pp are those of steps 4 to 6. Ranks with the same place along pp have the same
-layers: we call them the ranks of a stage. Each has different tokens: ranks of dp have other
-sequences; ranks of cp and of tp have other tokens of the same sequence (those of tp because of
-sequence parallelism: with tp, --no-sp is refused). So all dp x cp x tp ranks can share the experts,
-and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et al. 2025). An expert is
-whole on its rank: tp does not cut it, so step 4's `enter_parallel` and `leave_parallel` around an
-MLP are gone. On 16 ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
+GROUPS. cp, tp and pp are those of steps 4 to 6. The ranks of a *stage* have the same place along
+pp: they have the same layers, and different tokens. Ranks of dp have other sequences; ranks of cp
+and, because of sequence parallelism, of tp have other tokens of the same sequence. So all dp x cp x
+tp ranks can share the experts, and ep need not be a dimension of the mesh ("MoE parallel folding",
+Liu et al. 2025). tp does not cut an expert, so step 4's f and g around an MLP are gone. On 16
+ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
@@ -82,23 +77,22 @@ MLP are gone. On 16 ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
     expert_data  every --ep-th   0 8                 hold the same experts        sums of gradients
                  rank of a stage
 
-If ep spans ranks of dp, as here, these exchange rows in every layer, in forward and in backward,
-and no longer only gradients or weights. So they must run equally many micro-batches in the same
-order. They do, because dp divides the batch, and all ranks of a stage have the same schedule.
+The ranks of a group ep exchange rows in every layer, so they must run equally many micro-batches in
+the same order. They do, because dp divides the batch, and all ranks of a stage have the same
+schedule.
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
-because their rows came to it. Only the tokens of other ep groups are missing: the sum over
-expert_data adds them. ZeRO, too, shards a parameter over the group that sums its gradient: experts
-over expert_data, the others over data. (All ranks of a stage hold a router, and see different
-tokens. Its gradient is summed over data, and then over tp, as those of norms in step 4.)
+because their rows came to it. The sum over expert_data adds the tokens of the other ep groups.
+ZeRO, too, shards experts over expert_data. A router is on all ranks of a stage, which see different
+tokens: its gradient is summed over data, and then over tp, as those of norms in step 4.
 
 THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672;
 --expert-dim replaces ffn_dim).
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
-elements, which go to the experts and back, in forward and in backward. It sends these bytes in each
-layer, if choices are spread evenly over the experts (w: bytes of an element; n: ranks of the group;
-step: a training step; gradients: those of its experts):
+elements, which go to the experts and back, in forward and in backward. If choices are spread
+evenly, it sends these bytes in each layer (w: bytes of an element; n: ranks of the group; step: a
+training step; gradients: those of its experts):
 
     over         for each      what                   bytes                    with --recompute full
     ep           micro-batch   rows                   (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
@@ -106,9 +100,9 @@ step: a training step; gradients: those of its experts):
     sequence     micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
     expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
 
-All else is sent as in steps 2 to 6 without MLPs: over tp a layer sends 4 S (with --recompute full 6
-S; S as in step 4), and over data and tp the router's gradient is summed beside those of the norms.
-For tiny as launched below, in fp32:
+All else is sent as in steps 2 to 6 without MLPs. Over tp a layer sends (n-1)/n x 4 S, or with
+--recompute full (n-1)/n x 6 S (S as in step 4). Over data and tp the router's gradient is summed
+beside those of the norms. For tiny as launched below, in fp32:
 
     ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
@@ -117,12 +111,11 @@ For tiny as launched below, in fp32:
     expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
-16 x 96 = 1,536 over `sequence`, 2 x 2,162,688 = 4,325,376 over expert_data, and over ep only near
-16 x 524,320 = 8,389,120: choices are not spread evenly.
+16 x 96 = 1,536 over `sequence` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is only
+near 16 x 524,320 = 8,389,120, because choices are not spread evenly.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
-You should see the losses of one process (on GPUs, with --dtype fp32 for both; a step takes some
-seconds if 8 processes share 2 cores):
+You should see the losses of one process (on GPUs, with --dtype fp32 for both):
     python step07_moe_ep.py --out runs/one --steps 20
     python -m common.compare runs/one runs/step07_moe_ep
 
@@ -173,9 +166,7 @@ from step06_pipeline import SCHEDULES, sum_tied
 
 
 def count_choices(ids_TK: Tensor, n_experts: int) -> Tensor:
-    """How many choices each expert got, int64 [E]. (Not by bincount, for which the CPU would wait
-    for the GPU: it reads the largest id to size its result.)
-    """
+    """How many choices each expert got, int64 [E]. With bincount the CPU would wait for the GPU."""
     ids_N = ids_TK.flatten()
     counts_E = ids_N.new_zeros(n_experts)
     return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
@@ -185,8 +176,7 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
     then by i.
 
-    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none). (bb: a block of
-    two rows.)
+    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
     """
     blocks = rows.split(sizes.flatten().tolist())
     n_i, n_j = sizes.shape
@@ -198,9 +188,8 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def send_rows(rows: Tensor, group: Group, sent_G: list[int], received_G: list[int]) -> Tensor:
-    """An all-to-all of rows [n, D], sorted by the rank to which they go -> the rows received,
-    sorted by the rank from which they come. sent_G and received_G: how many go to, and come from,
-    each rank.
+    """An all-to-all of rows [n, D], sorted by destination rank -> the rows received, sorted by
+    source rank. sent_G and received_G: how many go to, and come from, each rank.
     """
     received = rows.new_empty(sum(received_G), rows.shape[1])
     all_to_all(received, rows.contiguous(), group, sent_G, received_G).wait()
@@ -208,7 +197,7 @@ def send_rows(rows: Tensor, group: Group, sent_G: list[int], received_G: list[in
 
 
 class SendRows(torch.autograd.Function):
-    """`send_rows`. In backward the gradients of the rows go back the way the rows came."""
+    """`send_rows` for autograd."""
 
     @staticmethod
     def forward(
@@ -231,18 +220,15 @@ def count_by_rank(counts_GL: Tensor) -> list[int]:
 
 
 def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and counts_L, the
+    """Exchange the numbers of rows, so that each rank can allocate memory for the rows that will
+    come. Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and counts_L, the
     number of rows of each of our experts, int64 [L], on the device.
-
-    Counts travel before rows: to allocate memory for the rows, a rank must know how many will come.
     """
     leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
     arriving_GL = torch.empty_like(leaving_GL)
     all_to_all(arriving_GL, leaving_GL, group).wait()
     counts_L = arriving_GL.sum(0)
-    # To split rows, Python needs the numbers, so the CPU waits for the GPU here, once for both
-    # tables. (Else only `expert_product` may wait: in its second path, by `tolist`, and in
-    # grouped_mm on GPUs for which PyTorch has no single kernel)
+    # Python needs the numbers to split rows: here the CPU waits for the GPU, once for both tables
     on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
     return on_cpu[0], on_cpu[1], counts_L
 
@@ -273,12 +259,9 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     rows [n, in], weight [n_experts, out, in] -> [n, out].
 
-    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts]. (The matrices of
-    all experts, for example all gate_proj, are one parameter. So it has a gradient in every
-    micro-batch, as steps 2 and 3 expect, also if an expert has no rows: then its own part is 0.)
+    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts].
     """
-    # In bf16 one call serves all experts, and on a recent GPU it is one kernel. For it `in` and
-    # `out` must be multiples of 8 (16 bytes)
+    # In bf16 one call serves all experts. It needs `in` and `out` in multiples of 8 (16 bytes)
     sizes_fit = rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
     if rows.dtype == torch.bfloat16 and sizes_fit:
         ends = counts.cumsum(0).to(torch.int32)  # where each expert's rows end
@@ -288,7 +271,9 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class ExpertLinear(nn.Module):
-    """One linear layer for each expert: `weight` [n_experts, out, in]."""
+    """One linear layer for each expert, all in one parameter: `weight` [n_experts, out, in]. So it
+    has a gradient in every micro-batch, as steps 2 and 3 expect, with 0 for an expert without rows.
+    """
 
     def __init__(self, n_experts: int, n_in: int, n_out: int):
         super().__init__()
@@ -309,9 +294,7 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(n_experts, ffn_dim, dim)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, dim], sorted by expert, and the number of rows of each expert, int64 [n_experts]
-        -> [n, dim].
-        """
+        """rows [n, dim], sorted by expert, and their numbers, int64 [n_experts] -> [n, dim]."""
         gate = self.gate_proj(rows, counts)
         up = self.up_proj(rows, counts)
         return self.down_proj(F.silu(gate) * up, counts)
@@ -370,8 +353,8 @@ class MoE(nn.Module):
         return combine(outputs_RD, self.ep_group, leaving_GL, arriving_GL)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of
-        the same shape.
+        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs,
+        like x.
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
@@ -397,9 +380,8 @@ class MoE(nn.Module):
 
 def keep_choices() -> tuple:
     """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
-    saved. Computed again, p need not have the same bits (GPU kernels may add in another order), so
-    another expert could be chosen than in forward. Then experts would get other numbers of rows,
-    and shapes would not match.
+    saved. On a GPU recomputed p need not have the same bits, so other experts could be chosen than
+    in forward, and the shapes of their rows would not match.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -408,8 +390,8 @@ class AddGradientOfLoss(torch.autograd.Function):
     """Return x, and in backward give `loss` the gradient 1, as if it were a part of the step's
     loss.
 
-    (The step's loss is computed on the last pipeline stage, and this one in the block, on any
-    stage. This way nothing needs to be sent.)
+    The step's loss is computed on the last pipeline stage, and this one on every stage. So nothing
+    needs to be sent.
     """
 
     @staticmethod
@@ -436,21 +418,19 @@ class LossBalancedMoE(MoE):
                 f"--micro-batch-size must divide the {sequences} sequences of a rank: the "
                 "auxiliary loss is a mean over equal micro-batches"
             )
-        # M, of all ranks of dp. Gradients are only summed, so the loss of each micro-batch is
-        # divided by M, as a token's loss is by the number of targets
+        # M, of all ranks of dp. Gradients are only summed, so the coefficient is divided by it
         n_micro_batches = config.global_batch_size / config.micro_batch_size
         self.coeff = config.aux_loss_coeff / n_micro_batches
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e (see the top of this file): the terms of all ranks
-        that share the micro-batch add up to it.
+        """This rank's term of E sum_e f_e P_e (see BALANCE): the terms of all ranks that share the
+        micro-batch add up to it.
 
-        f_e is that of the whole micro-batch, by an all-reduce of counts; it has no gradient. Of
-        P_e a rank has a term: it adds up p_e over its own tokens, and divides by the tokens of the
-        whole micro-batch. (So the gradient of a token's logit of e is
-        (E / n_tokens) p_e (f_e - sum_j p_j f_j).)
+        An all-reduce of counts gives f_e of the whole micro-batch. A rank's term of P_e is the sum
+        of p_e over its own tokens, divided by the tokens of the whole micro-batch. So the gradient
+        of a token's logit of e is (E / n_tokens) p_e (f_e - sum_j p_j f_j).
         """
-        total_E = counts_E.clone()  # of the whole micro-batch; counts have no gradient
+        total_E = counts_E.clone()  # of the whole micro-batch
         all_reduce(total_E, self.sequence_group).wait()
         n_choices = total_E.sum()  # tokens x K
         f_E = total_E.to(p_TE.dtype) / n_choices
@@ -465,7 +445,7 @@ class LossBalancedMoE(MoE):
         return AddGradientOfLoss.apply(out, self.coeff * own_term)
 
 
-# --balance -> the block. (The second part adds "bias", which uses --bias-rate.)
+# --balance -> the block. The second part adds "bias"
 BALANCE: dict[str, type[MoE]] = {"loss": LossBalancedMoE, "none": MoE}
 
 
@@ -485,9 +465,7 @@ class Config(step06.Config):
 
 
 def check_experts(config: Config, mesh: Mesh):
-    """Raise UserError unless the flags of experts fit one another and the layout. (The auxiliary
-    loss checks --micro-batch-size itself.)
-    """
+    """Raise UserError unless the flags of experts fit one another and the layout."""
     ranks = mesh.world // config.pp
     if config.experts % config.ep:
         raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
@@ -506,9 +484,8 @@ def check_experts(config: Config, mesh: Mesh):
 def make_groups(mesh: Mesh, config: Config):
     """Create the groups ep, expert_data and sequence of the table GROUPS, on every rank."""
     # A table of ranks for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]].
-    # The ranks of a row together hold all experts: a group ep. The ranks of a column hold the same
-    # experts: a group expert_data. The ranks of a row are neighbours: they differ in tp first, then
-    # in cp, then in dp. (For `queue` see `add_groups` in common/comm.py)
+    # The ranks of a row together hold all experts (a group ep), those of a column the same
+    # (expert_data)
     for table in mesh.grid.reshape(config.pp, -1, config.ep):
         mesh.add_groups("ep", table, queue="activations")
         mesh.add_groups("expert_data", table.T, queue="gradients")
@@ -517,8 +494,7 @@ def make_groups(mesh: Mesh, config: Config):
 
 def shard_moe(moe: MoE, mesh: Mesh):
     """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # Each rank of the stage has a term of the router's gradient: `sync` sums them over data, and
-    # `sum_partial_gradients` over tp
+    # `sync` sums the router's gradient over data, `sum_partial_gradients` over tp
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         if mesh["ep"].size > 1:  # else the weight stays whole
@@ -528,8 +504,7 @@ def shard_moe(moe: MoE, mesh: Mesh):
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """Check the flags, create the groups of experts, and replace each MLP by a block with the
-    router and this rank's experts. (f and g of step 4 are hooks of the MLP, so they are gone.)
-    Raises UserError.
+    router and this rank's experts. Raises UserError.
     """
     check_experts(config, mesh)
     make_groups(mesh, config)
@@ -545,7 +520,7 @@ def train(config: Config, run: Run):
     """The whole run: all kinds of parallelism, applied to the plain model one after another."""
     device, dtype = choose_device(config)
     dp = join_ranks(device) // (config.pp * config.cp * config.tp)
-    # ep is no dimension: `make_groups` makes its groups of the dp x cp x tp ranks of a stage
+    # ep is no dimension: see `make_groups`
     mesh = Mesh(pp=config.pp, dp=dp, cp=config.cp, tp=config.tp)
     # Step 2: a rank has these sequences
     own = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
@@ -553,14 +528,14 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Step 4: a rank has these rows and columns of each matrix (not of the experts', see below)
+    # Step 4: a rank has these rows and columns of each matrix (but not of experts)
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
     positions = shard_context(model, mesh, config).to(device)
-    # new: replace each MLP by an MoE block that has this rank's experts. (After `shard_context`,
-    # which would overwrite their data_group)
+    # new: replace each MLP by an MoE block that has this rank's experts. This comes after
+    # `shard_context`, which would overwrite their data_group
     shard_experts(model, mesh, config)
-    # Step 6: it has these layers. (After all the others, which change every layer)
+    # Step 6: it has these layers. This comes after the others, which change every layer
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
     set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
@@ -600,13 +575,12 @@ def train(config: Config, run: Run):
 
 
 class BiasBalancedMoE(MoE):
-    """--balance bias: no loss. An expert that was too busy in a step becomes a little less likely
-    to be chosen in the next one.
+    """--balance bias: busy experts become a little less likely to be chosen. There is no loss.
 
     Experts are chosen by p + bias, with one bias for each expert; scores use p alone. After each
-    step it grows by --bias-rate for experts with less than the mean load, and shrinks for those
-    with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). The bias is no
-    parameter, because it has no gradient. It is a buffer, saved with the parameters.
+    step the bias grows by --bias-rate for experts with less than the mean load, and shrinks for
+    those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). It has no
+    gradient, so it is not a parameter but a buffer, which is saved with the parameters.
 
     THE LAW. Once in a training step each layer all-reduces 8 E bytes of counts over data (dp x cp),
     then over tp: all ranks of a stage route different tokens of the step.
@@ -629,9 +603,8 @@ class BiasBalancedMoE(MoE):
     def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        (With --recompute full forward runs twice, but the second run stops before this line: it
-        has then all that backward needs, the outputs and the scores. With --compile it runs on: all
-        loads double, and load - mean keeps its sign.)
+        With --recompute full and --compile this runs twice: all loads double, and `direction` stays
+        the same.
         """
         self.load_E += counts_E
         return out

@@ -1,10 +1,10 @@
-"""A thin layer over torch.distributed, for step 2 and later ones. Ranks form a mesh with named
-dimensions, and send one another messages.
+"""A thin layer over torch.distributed. Ranks form a mesh with named dimensions, and send one
+another messages.
 
-A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own
-memory, and its own GPU if there are any, and runs the same script. Ranks communicate by
-*collectives*, calls that all ranks of a *group* make (a group is some of the ranks, or all), and by
-messages between two ranks (`exchange`).
+A *rank* is one of the processes that torchrun starts, and also its number, from 0. All run the same
+script; each has its own memory, and its own GPU if there are any. A *group* is some of the ranks,
+or all. Ranks communicate by *collectives*, calls that all ranks of a group make, and by messages
+between two ranks (`exchange`).
 
               tp ->
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4)
@@ -27,18 +27,17 @@ while they travel:
     pending.wait()                                 now `gradient` may be used
 
 Always call `wait`. Until then, neither change the tensor that is sent nor read the one that is
-filled (in `all_reduce` they are one). All tensors must be contiguous. All ranks of a group must
+filled; in `all_reduce` they are one. All tensors must be contiguous. All ranks of a group must
 start their collectives in the same order.
 
-Let S be the bytes of the whole tensor: of what all_reduce sums, all_gather returns, reduce_scatter
-is given. In a ring of n ranks each sends
+Let S be the bytes of the whole tensor: the one that all_reduce sums, all_gather fills, or
+reduce_scatter is given. In a ring of n ranks each sends
 
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-`Mesh.sent` counts a rank's bytes: for these three by the formulas, for `all_to_all` and `exchange`
-what goes to other ranks. (NCCL may choose a tree instead of a ring, in which some ranks send more
-and others less, or let the network's switches add, which sends less.)
+`Mesh.sent` counts a rank's bytes: for these three by the formulas, although NCCL may choose
+something else than a ring; for `all_to_all` and `exchange` what goes to other ranks.
 """
 
 import math
@@ -63,8 +62,7 @@ class Group:
     rank: int  # this rank's number in the group
     size: int
     handle: dist.ProcessGroup | None  # PyTorch's object for the group; None for a group of one
-    # Bytes that this rank sends, or would send in a ring, by (group's name, operation). All groups
-    # of a mesh share this
+    # Bytes that this rank sends, by (group's name, operation). All groups of a mesh share this
     sent: Counter = field(default_factory=Counter)
 
     def share(self, total: int, flag: str) -> slice:
@@ -92,41 +90,38 @@ class Mesh:
         if dist.is_initialized():
             self.world = dist.get_world_size()
             self.rank = dist.get_rank()
-        # From step 4 on, dp is the number of ranks divided by --tp (later also by --cp and --pp),
-        # rounded down. If it was rounded, the product is smaller than the number of ranks
+        # In steps 4 to 7 dp is the number of ranks // the other sizes: if these do not divide it,
+        # the product is too small
         if math.prod(sizes.values()) != self.world:
             asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
             raise UserError(
                 f"{asked} must divide the number of ranks, which is {self.world} (--nproc_per_node)"
             )
-        self.sent: Counter = Counter()  # shared by all groups of this mesh
-        everyone = dist.group.WORLD if self.world > 1 else None  # of init_process_group
+        self.sent: Counter = Counter()  # of all groups
+        everyone = dist.group.WORLD if self.world > 1 else None
         self.groups = {"all": Group("all", self.rank, self.world, everyone, self.sent)}
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
-        # Create the groups along each dimension; self[name] is the one that has this rank. (`queue`
-        # matters from step 5 on)
+        # A group along each dimension. `add_groups` explains `queue`
         for name in sizes:
             queue = "gradients" if name == "dp" else "activations"
             self.add_groups_along(name, name, queue=queue)
 
     def __getitem__(self, name: str) -> Group:
-        """This rank's group along a dimension; or "all", the group of all ranks; or (from step 5
-        on) another group by its name.
-        """
+        """This rank's group along a dimension, or another group by its name, such as "all"."""
         return self.groups[name]
 
     def rows(self, *dims: str) -> np.ndarray:
         """The ranks of each group along `dims`: int [groups, size], a row for each group.
 
-        In the figure at the top of this file, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. (From step 5
-        on a group can span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is [[0
-        2 4 6] [1 3 5 7]].)
+        In the figure at the top of this file, rows("dp") is [[0 4] [1 5] [2 6] [3 7]]. A group can
+        span several dimensions: with Mesh(dp=2, cp=2, tp=2), rows("dp", "cp") is
+        [[0 2 4 6] [1 3 5 7]].
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         others = [axis for axis in range(self.grid.ndim) if axis not in axes]
         size = math.prod(self.sizes[dim] for dim in dims)
-        # `axes` become the last ones, so that the ranks of a group become neighbours, a row
+        # `axes` become the last ones, so that the ranks of a group become a row
         return self.grid.transpose(others + axes).reshape(-1, size)
 
     def add_groups_along(self, name: str, *dims: str, queue: str):
@@ -137,10 +132,10 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes self[name]. All ranks must call this.
 
-        `queue`: "gradients" or "activations". From step 5 on, two groups may have the same ranks:
-        with dp 1 and cp 2, cp and data have. NCCL sends the messages of a handle in order, so step
-        5's k and v, which are needed at once, would wait behind a large bucket of gradients.
-        Therefore groups of the same ranks share a handle only if they have the same queue.
+        `queue`: "gradients" or "activations". Groups of the same ranks, such as step 5's cp and
+        data with dp 1 and cp 2, share a handle only if they have the same queue. NCCL sends the
+        messages of a handle in order, so k and v, which are needed at once, would otherwise wait
+        behind a large bucket of gradients.
         """
         for row in rows.tolist():
             ranks = tuple(row)
@@ -150,8 +145,8 @@ class Mesh:
                 self.groups[name] = Group(name, own, len(ranks), handle, self.sent)
 
     def handle_of(self, ranks: tuple[int, ...], queue: str) -> dist.ProcessGroup | None:
-        """PyTorch's group of these ranks for this queue, which is created at the first call (on
-        other ranks a placeholder, which is never used); None for one rank.
+        """PyTorch's group of these ranks for this queue, created at the first call; None for one
+        rank.
         """
         if ranks != tuple(sorted(ranks)):
             raise ValueError(f"new_group numbers ranks in ascending order, so sort {ranks}")
@@ -159,13 +154,13 @@ class Mesh:
             return None
         if (ranks, queue) not in self.handles:
             # All ranks must call new_group, also those that are not in the group. A handle costs
-            # memory, so groups with the same ranks and queue share one
+            # memory, so it is shared
             self.handles[ranks, queue] = dist.new_group(ranks)
         return self.handles[ranks, queue]
 
 
 class Pending:
-    """Messages that are under way, if there are any. `wait` waits for them, then calls `then`."""
+    """Messages that are under way, if any. `wait` waits for them, then calls `then`."""
 
     def __init__(
         self,
@@ -174,10 +169,9 @@ class Pending:
         tensors: Sequence[Tensor] = (),
         then: Callable | None = None,
     ):
-        """`works`: what PyTorch returned, to wait for. `tensors`: those that are being sent. They
-        are kept alive here, because their caller may drop them, and PyTorch does not promise that
-        `works` keep them. (An all-reduce's caller keeps its tensor, to read it.) `then`: what is
-        left to do when the messages have arrived; only `reduce_scatter` over gloo uses it.
+        """`works`: what PyTorch returned, to wait for. `tensors`: those that are being sent, kept
+        alive here because their caller may drop them. `then`: what is left to do when the messages
+        have arrived.
         """
         self.group = group
         self.works = works
@@ -205,9 +199,8 @@ def count_sent(operation: str, group: Group, nbytes: float):
     group.sent[group.name, operation] += round(nbytes)
 
 
-# torch.compile must not trace it: from step 4 on compiled layers call it, and it changes a counter
-# that is no tensor. (torch.compiler.disable would do the same, but it imports the compiler, which
-# takes seconds in each process.)
+# torch.compile must not trace it, because it changes a counter that is no tensor.
+# (torch.compiler.disable would do the same, but importing the compiler takes seconds.)
 count_sent._torchdynamo_disable = True
 
 
@@ -223,11 +216,10 @@ def exchange(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
 ) -> Pending:
     """Send and receive messages, each (tensor, the peer's rank in the group). If a rank sends
-    another one several messages, the first that it sends is the first that the other receives, and
-    so on. Both must agree on shape and dtype: PyTorch does not check it (gloo notices only if the
-    bytes do not fit).
+    another one several messages, they are received in the order in which they are sent. Both must
+    agree on shape and dtype, which PyTorch does not check.
     """
-    if group.size == 1:  # a ring of one: the first receive gets the first send, and so on
+    if group.size == 1:  # a ring of one
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
@@ -243,9 +235,8 @@ def exchange(
     return Pending(group, dist.batch_isend_irecv(operations), sent_tensors)
 
 
-# torch 2.13 has renamed the next two collectives, and warns of the old names. With these lines
-# torch 2.11 and 2.12, which some clusters have, work as well. (requirements.txt has the version of
-# the tests.)
+# torch 2.13 has renamed the next two collectives, and warns of the old names, which torch 2.11 and
+# 2.12 need
 if hasattr(dist, "all_gather_single"):
     torch_all_gather = dist.all_gather_single
     torch_reduce_scatter = dist.reduce_scatter_single
@@ -255,8 +246,8 @@ else:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: fill `output` [n * k, ...] with the `tensor` [k, ...] of all n ranks: rank
-    0's rows come first. `tensor` may be a view of this rank's own rows of `output`.
+    """Fill `output` [n * k, ...] with the `tensor` [k, ...] of all n ranks, rank 0's rows first.
+    `tensor` may be a view of this rank's own rows of `output`.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -267,8 +258,8 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From step 3 on: sum the `tensor` [n * k, ...] of all n ranks; `output` [k, ...] gets this
-    rank's shard, on rank 0 the first k rows of the sum.
+    """Sum the `tensor` [n * k, ...] of all n ranks; `output` [k, ...] gets this rank's shard, on
+    rank 0 the first k rows of the sum.
     """
     if group.size == 1:
         output.copy_(tensor)
@@ -279,7 +270,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         return Pending(group, [work], [tensor])
     # Gloo's own reduce-scatter all-reduces everything. Instead, an all-to-all brings each rank the
     # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the law says.
-    # (Until `wait`, `versions` takes S bytes more.)
+    # Until `wait`, `versions` takes S bytes more
     versions = torch.empty_like(tensor)
     work = dist.all_to_all_single(versions, tensor, group=group.handle, async_op=True)
 
@@ -296,9 +287,8 @@ def all_to_all(
     sent_rows: list[int] | None = None,
     received_rows: list[int] | None = None,
 ) -> Pending:
-    """From step 7 on: `tensor` has sent_rows[0] rows for rank 0, then sent_rows[1] for rank 1, and
-    so on; `output` gets received_rows[0] rows from rank 0, and so on. None: the same number for
-    each.
+    """Send sent_rows[0] rows of `tensor` to rank 0, the next sent_rows[1] to rank 1, and so on;
+    `output` gets received_rows[0] rows from rank 0, and so on. None: the same number for each.
     """
     if group.size == 1:
         output.copy_(tensor)

@@ -12,12 +12,10 @@ Two runs that differ only in their layout have the same losses and gradient norm
 whose effects grow from step to step. So only the first steps are judged (--first 20). First make
 sure that the two runs compute the same:
 
-    - No line "the flags differ" is printed. (Two such lines are harmless: that of --dataset, if
-      both paths have the same tokens; and that of --dtype, if one run names the dtype that the
-      other has chosen, bf16 on a GPU, fp32 on a CPU. Flags that a resumed run may change, such as
-      --tp, are not printed: resume.py.)
-    - On the terminal, both runs have shown the same dtype and the same number of tokens before the
-      first step. (The default data may differ between two installations of Python.)
+    - No line "the flags differ" is printed. Two such lines are harmless: that of --dataset, if both
+      paths have the same tokens; and that of --dtype, if one run names the dtype that the other
+      has chosen.
+    - Before the first step, both runs have printed the same dtype and the same number of tokens.
 
 Then, if one of these steps has a relative difference above --bound (0.001), this means:
 
@@ -28,13 +26,12 @@ Then, if one of these steps has a relative difference above --bound (0.001), thi
     fp64                  A bug (in step 7, almost certainly)
     bf16                  Nothing: compare runs with --dtype fp32
 
-A difference below 0.001 may still be a small bug. In fp64 rounding is far smaller: in 20 steps, the
-losses and norms of steps 1 and 4 differed by at most 8e-15. So two runs with --dtype fp64, compared
-with --bound 1e-9, are a sharper test.
+A smaller difference may still be a bug. In fp64 rounding is far smaller: in 20 steps, the losses
+and norms of steps 1 and 4 differed by at most 8e-15. So two runs with --dtype fp64, compared with
+--bound 1e-9, are a sharper test.
 
 Exit status: 0 if no step exceeds the bound, 1 if one does, 2 if the runs cannot be compared. Flags
-that can change what is computed, such as --seed, are printed if they differ, but do not change the
-status.
+that differ do not change it.
 """
 
 import argparse
@@ -53,8 +50,8 @@ def other_flags(run_1: str, run_2: str) -> list[str]:
     """
     flags_1 = json.loads((Path(run_1) / "config.json").read_text())
     flags_2 = json.loads((Path(run_2) / "config.json").read_text())
-    # What a resumed run may change is not printed, but for two flags: with another dtype, rounding
-    # has another size; and nothing here shows whether two datasets have the same tokens
+    # What a resumed run may change, such as --tp, is not printed, except two flags: another dtype
+    # rounds differently, and two datasets may have different tokens
     ignored = (may_differ(flags_1) & may_differ(flags_2)) - {"dtype", "dataset"}
     differing = []
     for name in sorted((flags_1.keys() | flags_2.keys()) - ignored):
@@ -81,8 +78,8 @@ def relative(a: float | None, b: float | None) -> float:
 
 
 def pair_up(rows_1: list[dict], rows_2: list[dict], n_steps: int) -> list[tuple[dict, dict]]:
-    """The two runs' rows of the first `n_steps` steps. If one run is shorter than that, the other
-    must be as short: then all their steps are judged. Raises ValueError.
+    """The two runs' rows of the first `n_steps` steps. If one run is shorter, the other must be as
+    short: then all their steps are judged. Raises ValueError.
     """
     pairs = list(zip(rows_1[:n_steps], rows_2[:n_steps], strict=False))  # as long as the shorter
     if n_steps < 1 or not pairs:
@@ -101,7 +98,7 @@ def compare(rows_1: list[dict], rows_2: list[dict], n_steps: int, bound: float) 
     """
     pairs = pair_up(rows_1, rows_2, n_steps)
     largest = 0.0
-    first_above = None  # the first step whose difference is above the bound
+    first_above = None  # a step
     print("  step      loss 1      loss 2  loss diff.  norm diff.  (relative)")
     for row_1, row_2 in pairs:
         loss_difference = relative(row_1.get("loss"), row_2.get("loss"))

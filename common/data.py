@@ -1,16 +1,15 @@
 """Batches of tokens. Which tokens a training step sees depends only on the data, --seed, the
-sequence length, the global batch size and the number of the step (and on the version of NumPy,
-which draws the order): never on ranks or layout.
+sequence length, the global batch size and the number of the step: never on ranks or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
     the targets. With seq 4:    window 0: inputs stream[0:4], targets stream[1:5]
                                 window 1: inputs stream[4:8], targets stream[5:9]
 
-The last twentieth of the windows (at least one) is held out: no run with this sequence length
-trains on their targets, so that a trained model's loss on them can be computed afterwards. Each
-epoch goes through the other n windows (`n_train` below) once, in a random order of its own, drawn
-from (seed, epoch). All numbers count from 0, and B is the global batch size:
+The last twentieth of the windows (at least one) is held out, so that a trained model's loss on
+their targets can be computed afterwards. Each epoch goes through the other n windows (`n_train`
+below) once, in a random order of its own, which NumPy draws from (seed, epoch). All numbers count
+from 0, and B is the global batch size:
 
     sample i           the window order[i mod n], where `order` is that of epoch i // n
     training step s    samples s B to s B + B - 1
@@ -18,17 +17,15 @@ from (seed, epoch). All numbers count from 0, and B is the global batch size:
 With n = 10 and B = 4, training step 2 has the samples 8 to 11: the windows order[8] and order[9] of
 epoch 0, then order[0] and order[1] of epoch 1.
 
-Targets are shifted here, before step 5 shards a sequence: the target of a shard's last token can be
-in another shard. Attention may look back across END into an earlier document. Every rank reads the
-whole global batch, since token ids are small, and works on its share.
+Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
+an earlier document. Every rank reads the whole global batch, since token ids are small, and works
+on its share.
 
-readers.py reads files and data sets. Text becomes bytes, even if the model's vocabulary is larger
-(then the other ids do not occur).
+readers.py reads files and data sets. Text becomes bytes, whatever the size of the vocabulary.
 
-MEMORY. Each rank holds all tokens, two bytes for each (while text is read, four or more). Of a .bin
-file of token ids it holds none: the system reads parts of the file when they are used. So write a
-large corpus to such a file first: readers.py has the format. (At the start each rank reads the
-whole file once, for its largest id, and up to 2**27 tokens of it again, for its fingerprint.)
+MEMORY. Each rank holds all tokens, two bytes for each, and four or more while text is read. Of a
+.bin file of token ids it holds none: the system reads parts of the file when they are used. So
+write a large corpus to such a file first, in the format of readers.py.
 """
 
 import hashlib
@@ -44,14 +41,14 @@ from common.model import ModelConfig
 from common.readers import read_source
 
 END = 256  # the token that ends a document
-# A fingerprint reads this many parts of the stream, and of each at most so many ids
+# A fingerprint reads this many parts of the stream, at most so many ids of each
 PARTS = 64
 BLOCK = 2**21
 
 
 @lru_cache(maxsize=1)  # epochs come one after another
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers 0 to n-1 in the random order of an epoch."""
+    """The numbers 0 to n-1 in an epoch's random order, which may change with NumPy's version."""
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
@@ -112,16 +109,16 @@ class Data:
         return rows[:, :-1], rows[:, 1:]
 
     def fingerprint(self) -> str:
-        """A short hash of the stream. Ranks compare it with one another, and a resumed run with the
-        saved one: if two differ, so do the tokens.
+        """A short hash of the stream, by which ranks check that they have the same tokens, and a
+        resumed run that it has those of the saved one.
 
-        SHA-256 of the stream's length and of the first BLOCK ids of each of 64 nearly equal parts.
-        Up to 64 BLOCK = 2**27 tokens that is the whole stream. In a longer one, a difference behind
-        the first BLOCK ids of a part is not noticed.
+        It is SHA-256 of the stream's length and of the first BLOCK ids of each of 64 nearly equal
+        parts. This covers a stream of up to 64 BLOCK = 2**27 tokens, and only parts of a longer
+        one.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, PARTS):
-            # As uint32, whatever the file's dtype: the same ids have the same fingerprint
+            # As uint32: the same ids have the same fingerprint, whatever the file's dtype
             digest.update(part[:BLOCK].astype(np.uint32))
         return digest.hexdigest()[:16]
 
@@ -130,13 +127,12 @@ def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced).
 
     tokens: one stream of ids, uint16: the bytes of each text, then END. replaced, for a warning:
-    how often U+FFFD, the sign for bytes that are not UTF-8, occurs. (`txt_texts` puts it there; a
-    text may also have its own.)
+    how often U+FFFD occurs, which `txt_texts` puts in place of bytes that are not UTF-8.
     """
     streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
     replaced = 0
     for text in texts:
-        # A string of a JSON file may hold half of a surrogate pair, which becomes "?"
+        # A JSON string may hold half of a surrogate pair, which becomes "?"
         document = np.frombuffer(text.encode(errors="replace"), np.uint8)
         streams += [document.astype(np.uint16), np.array([END], np.uint16)]
         replaced += text.count("\ufffd")

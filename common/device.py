@@ -12,11 +12,10 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """This process's device and dtype, by --device and --dtype. Raises UserError if it needs a GPU,
-    and can get none (`own_gpu`).
+    """This process's device and dtype, by --device and --dtype.
 
     --device auto: this process's GPU if PyTorch sees any, else the CPU. --dtype auto: bf16 if that
-    GPU has it, else fp32.
+    GPU has it, else fp32. Raises UserError if the run needs a GPU and this process can get none.
     """
     kind = config.device
     if kind == "auto":
@@ -31,10 +30,10 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this process. It becomes PyTorch's current one: NCCL uses that, and so does every
-    function that is given no device. Raises UserError if PyTorch sees too few GPUs.
+    """The GPU of this process. It becomes PyTorch's current one, which is used by NCCL and by
+    functions of torch.cuda that are given no device. Raises UserError if PyTorch sees too few GPUs.
     """
-    # Given by torchrun: this process's number on its node (machine). Step 1 is one process
+    # From torchrun: this process's number on its node (machine). Step 1 is one process
     index = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
     if gpus == 0:

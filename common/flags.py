@@ -10,22 +10,21 @@ it from the command line.
         optimizer: str = flag("adamw", "the update rule", OPTIMIZERS)
         compile: bool = flag(False, "torch.compile each layer, and the loss")
 
-gives the script --steps, --lr, --optimizer, and both --compile and --no-compile; `config.steps` is
-then an int. The values of --optimizer are the keys of the dict OPTIMIZERS. In --help, the first
-line of the class's docstring is the title of its flags. (RunConfig, in run.py, has further flags.)
+gives the script --steps, --lr, --optimizer, and both --compile and --no-compile, besides the flags
+of RunConfig (run.py). `config.steps` is then an int. The values of --optimizer are the keys of the
+dict OPTIMIZERS. In --help, the first line of the class's docstring is the title of its flags.
 
-From step 2 on: NEEDS. Some flags have an effect only together with certain values of other flags.
-In step 2, for example, this one (here shortened) has an effect only together with --sync bucket:
+From step 2 on: NEEDS. Some flags have an effect only with certain values of other flags. In step 2,
+for example, this one (here shortened) needs --sync bucket:
 
     bucket_mb: float = flag(1.0, "largest gradient bucket", needs={"sync": ["bucket"]})
 
-If it is given with another --sync, even with its own default value, the run ends:
+If it is given with another --sync, the run ends:
 
     $ python step02_ddp.py --sync naive --bucket-mb 1
     error: --bucket-mb has no effect without --sync bucket: leave it out
 
-A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2, which declares
---sync, has no --zero. (Step 3 inherits --sync, and adds --zero.)
+A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2 has no --zero.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-# In `needs`, whose values are tested by `in`: any number from 2 on (below 2**31)
+# In `needs`, whose values are tested by `in`: any number from 2 on
 AT_LEAST_2 = range(2, 2**31)
 
 
@@ -53,8 +52,8 @@ def flag(
     help     what --help says of the flag
     choices  the allowed values of a str; or a dict: value -> what it selects
     least    the smallest value of a number; 0 by default, so that no flag is negative
-    needs    from step 2 on, see NEEDS above: another flag -> those of its values with which this
-             flag has an effect: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
+    needs    see NEEDS above: another flag -> those of its values with which this flag has an
+             effect: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,7 +65,7 @@ def spelled(name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors. (argparse's own would print the usage and exit.)"""
+    """A parser whose errors are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
@@ -74,17 +73,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: Parser, cls: type):
-    """Add the flags of `cls`, grouped by the class that declares them: `cls` itself first, then its
-    bases. A flag that two classes declare is listed once, with the subclass.
+    """Add the flags of `cls`, grouped by the class that declares them: `cls` first, then its bases.
+    A flag that two classes declare is listed once, with the subclass.
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     types = get_type_hints(cls)
-    # Step 7's Config, ..., step 1's, RunConfig; without `object`. Each has a title
+    # Without `object`. Each class has a title
     for base in cls.__mro__[:-1]:
         group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
             field = remaining.pop(name, None)
-            if field is None:  # a subclass declares this flag, too, and has listed it
+            if field is None:  # a subclass has listed this flag
                 continue
             help_text = field.metadata["help"]
             if field.default != "":
@@ -95,7 +94,7 @@ def add_flags(parser: Parser, cls: type):
             if types[name] is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif field.metadata["choices"]:
-                # Not checked by argparse, but by `check_value`: so the message is ours
+                # Checked by `check_value`, whose message is ours
                 options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
             else:
                 options["type"] = types[name]
@@ -131,9 +130,7 @@ def in_words(name: str, values: Collection) -> str:
 
 
 def check_needs(field: dataclasses.Field, config: Any):
-    """Raise UserError if the flag, which was given, has no effect beside the values of the other
-    flags.
-    """
+    """Raise UserError if a given flag has no effect beside the values of the other flags."""
     written = spelled(field.name)
     if getattr(config, field.name) is False:
         written = spelled(f"no_{field.name}")

@@ -1,10 +1,9 @@
 """Initial values: each parameter is drawn whole, in fp32 on the CPU, whatever the layout, as a
-function of the seed, its name and its shape (and of the number of layers). So all layouts begin
-with the same weights.
+function of the seed, its name, its shape and the number of layers. So all layouts begin with the
+same weights.
 
-In steps 1 to 3 a rank keeps the whole parameter (step 3's ZeRO 3 cuts it afterwards). From step 4
-on, a small note that is an attribute of a parameter, its *record* (layout.py), can say that this
-rank keeps only a shard of it.
+In steps 1 to 3 `materialize` keeps the whole parameter. From step 4 on, a small attribute of the
+parameter, its *record* (layout.py), can say that this rank keeps only a shard of it.
 """
 
 import hashlib
@@ -23,12 +22,10 @@ from common.model import Decoder
 def draw(whole: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     """Fill `whole`, a whole parameter in fp32, with its initial numbers; return it.
 
-    Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02;
-    for o_proj and down_proj it is 0.02 / sqrt(2 n_layers), because the outputs of these 2 n_layers
-    matrices are all added up in the residual stream, and the variance of a sum of N terms is N
-    times that of one (Radford et al., GPT-2, section 2.3).
-
-    (On a CPU with other instructions the last bits can differ: launch.py compares the ranks' CPUs.)
+    Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02.
+    For o_proj and down_proj it is 0.02 / sqrt(2 n_layers): the outputs of these 2 n_layers matrices
+    are all added up in the residual stream, and the variance of a sum of N terms is N times that of
+    one (Radford et al., GPT-2, section 2.3).
     """
     if whole.dim() == 1:  # a norm; there are no biases
         return whole.fill_(1.0)
@@ -37,7 +34,7 @@ def draw(whole: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
         std = 0.02 / (2 * n_layers) ** 0.5
     # A seed for each name, so that a parameter's numbers do not depend on which others this rank
     # draws: 4 bytes of a hash, because PyTorch's generator for CPUs uses only the low 32 bits of a
-    # seed. (Python's own hash of a str differs in each process)
+    # seed
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
     return whole.normal_(0.0, std, generator=generator)
@@ -50,14 +47,13 @@ def materialize(
     dtype: torch.dtype,
     names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. (With
-    ZeRO, step 3 calls this for one part of the model after another, such as a layer, so that in
-    stage 3 only one is whole.) Buffers are all allocated by the first call.
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. The
+    first call allocates all buffers.
 
-    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one. What refers to
-    parameters, an optimizer or (from step 2 on) hooks on them, must be made after this call.
+    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one. Therefore create
+    optimizers and hooks after this call.
     """
-    chosen = {}  # the meta-device parameters, by name
+    chosen = {}  # meta-device parameters by name
     for name, param in model.named_parameters():
         if names is None or name in names:
             chosen[name] = param
@@ -90,12 +86,11 @@ def materialize_buffers(model: nn.Module, device: torch.device):
 
 
 def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each parameter and its initial numbers, whole and in fp32: the same as
-    calling `draw` in a loop. Up to 8 threads draw, only for speed: one draws some 100 million
-    numbers a second, and llama3-8b has 8 billion.
+    """Yield the name of each parameter and its initial numbers, whole and in fp32, as a loop of
+    `draw` would. Up to 8 threads draw, for speed: one draws some 100 million numbers a second, and
+    llama3-8b has 8 billion.
 
-    params: name -> the parameter, or this rank's shard of it, from whose record the whole shape is
-    known.
+    params: name -> the parameter, or this rank's shard of it, whose record has the whole shape.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))

@@ -1,11 +1,9 @@
 """How a script starts and ends. Three parts: `main`, which every script calls; `connect_ranks` and
 `compare_launches`, for several ranks; `check_environment`, which refuses some launches.
 
-A launcher (torchrun) starts the same script once for each rank, perhaps on several machines. If one
-rank has other flags or another version of the code or of PyTorch, messages may no longer match: the
-run hangs, or trains on nonsense. So ranks compare how they were started as soon as they can
-communicate (`compare_launches`), before they create the groups of the mesh. (A rank on a GPU and
-one on a CPU never get so far: they cannot be connected.)
+torchrun starts the same script once for each rank. If flags, code or the version of PyTorch differ
+between ranks, messages may no longer match: the run hangs, or trains on nonsense. So the ranks
+compare how they were started as soon as they can communicate (`compare_launches`).
 """
 
 import hashlib
@@ -33,14 +31,11 @@ from common.run import Run
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
     """Parse the flags and train. Exit with status 0, or after an error with that of `print_error`.
 
-    `cls`: the step's Config. `run_type`: `Run`, or a technique's subclass of it.
+    `cls`: the step's Config. `run_type`: `Run`, or a subclass of it.
 
-    With several ranks the process ends by os._exit, without Python's own shutdown, which threads of
-    NCCL or gloo can block. (After an error, the other ranks may be waiting for this one: the sooner
-    it is gone, the sooner torchrun ends them.)
-
-    (A second Ctrl-C during training, or a hang, ends the process in watch.py. Ctrl-C before the
-    steps or after them is Python's own KeyboardInterrupt, with Python's own shutdown.)
+    With several ranks the process ends by os._exit: threads of NCCL or gloo can block Python's own
+    shutdown, and after an error the other ranks may be waiting for this one. A hang, or a second
+    Ctrl-C during training, ends the process in watch.py.
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -50,7 +45,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
         check_environment()
         with run_type(config) as run:
             train(config, run)
-        # As PyTorch asks for at the end. Not after an error: the other ranks may be gone
+        # PyTorch asks for it. Not after an error: the other ranks may be gone
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
@@ -65,11 +60,11 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
 
 def print_error(error: Exception, training: bool) -> int:
     """If the user can fix the error, print one line and return 2. Otherwise print its traceback and
-    return 1. (A GPU's memory that is too small is the user's to fix.)
+    return 1.
 
-    `training`: whether the steps have begun. Before them, an OSError (a path) or torch's DistError
-    (a network) is most likely the user's to fix, too. Later it is not expected, and gets its
-    traceback.
+    The user can fix a UserError, and a GPU's memory that is too small. Before the steps begin
+    (`training` is False), an OSError (a path) or torch's DistError (a network) is most likely the
+    user's to fix, too.
     """
     fixable = isinstance(error, UserError)
     text = str(error)
@@ -85,9 +80,9 @@ def print_error(error: Exception, training: bool) -> int:
         traceback.print_exception(error)
         return 1
     if os.environ.get("RANK", "0") != "0":
-        # Usually all ranks have this error. So all but rank 0 wait: meanwhile rank 0 prints it and
-        # ends, and torchrun ends the others on its node. A rank that is alive after 10 seconds
-        # prints the error itself: rank 0 does not have it, or is on another node
+        # Usually all ranks have this error. So the others wait while rank 0 prints it and ends, and
+        # torchrun ends them. A rank that is alive after 10 seconds prints it itself: rank 0 does
+        # not have the error, or is on another node
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -97,8 +92,8 @@ def print_error(error: Exception, training: bool) -> int:
 
 
 def connect_ranks(backend: str, **options: Any):
-    """dist.init_process_group. Raises UserError if it fails: most often, ranks do not find one
-    another.
+    """Initialise the process group (dist.init_process_group). Raises UserError if that fails, most
+    often because ranks do not find one another.
     """
     try:
         dist.init_process_group(backend, **options)
@@ -112,7 +107,7 @@ def connect_ranks(backend: str, **options: Any):
 def compare_launches():
     """Raise UserError on all ranks unless all agree on
 
-    - the script's name and its flags, compared as text (so also in their order)
+    - the script's name and its flags, as text and in the same order
     - the versions of torch, and of NumPy, which draws the order of the data
     - the source files of this project that are loaded
     - the instruction set of the CPU, on which the last bits of initial weights depend
@@ -157,11 +152,11 @@ SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def check_environment():
-    """Raise UserError if variables of the environment show that this launch cannot work, or was
-    most likely not meant:
+    """Raise UserError if environment variables show that this launch cannot work, or was most
+    likely not meant:
 
-    - some of RANK, LOCAL_RANK and WORLD_SIZE are set (they may be left over in the shell), but not
-      all of NEEDED;
+    - some of RANK, LOCAL_RANK and WORLD_SIZE are set, perhaps left over in the shell, but not all
+      of NEEDED;
     - another launcher than torchrun seems to have started several processes: each would train
       alone, and all would write to the same directory;
     - torchrun has --max-restarts, and restarted ranks would use the old store.
@@ -174,10 +169,9 @@ def check_environment():
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
     if present:
-        # With --max-restarts, if a rank fails, torchrun starts all ranks again. By default the new
-        # ranks meet through a key-value store of torchrun itself, which still has the old ranks'
-        # addresses, and so they cannot connect. The second variable is "False" if each start makes
-        # a new store: with the cure below
+        # With --max-restarts, torchrun starts all ranks again if one fails. By default they cannot
+        # connect: torchrun's own key-value store still has the old ranks' addresses. The second
+        # variable is "False" if each start makes a new store, as with the cure below
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
             raise UserError(

@@ -1,9 +1,8 @@
 """A small record for each parameter, `ParamRecord`: over which ranks the parameter's gradient is
-summed, and from step 4 on, which shard of it this rank has. (It does not say where step 3's ZeRO
-cuts.) The global norm uses it, too, to find how many ranks hold each number.
+summed, and from step 4 on, which shard of it this rank has. The global norm uses it to find how
+many ranks hold each number.
 
-The parts of this file follow the steps; read a part when you come to its step. (Some lines are for
-later steps, and say so.) Steps 1 to 3 change nothing in the record.
+Read each part of this file when you come to its step. Steps 1 to 3 change nothing in the record.
 """
 
 from dataclasses import dataclass, replace
@@ -23,15 +22,14 @@ class ParamRecord:
     """The record of one parameter. Step 2 needs only the first field."""
 
     # The group over which `sync` sums its gradient: ranks that train the same weights, each on
-    # different tokens. It is "dp" in steps 2 to 4, "data" (dp x cp) from step 5 on, and for step
-    # 7's experts "expert_data"
+    # different tokens. It is "dp" in steps 2 to 4; steps 5 and 7 set another
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if it has the whole parameter
     shard: "Shard | None" = None
-    # Step 4: ranks that train on the same sequences, and each have only a term of the gradient.
-    # After `sync` it is summed over this group, too (`sum_partial_gradients`)
+    # Step 4: ranks that train on the same sequences, and each have only a term of the gradient:
+    # `sum_partial_gradients` sums it over this group
     partial_over: str | None = None
-    # Step 6: 2 for a tied matrix that two stages hold, the first and the last (`sum_tied`)
+    # Step 6: 2 for a tied matrix that the first and the last stage hold
     stage_copies: int = 1
 
 
@@ -55,7 +53,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
     squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
-    ranks that hold the same elements. (With ZeRO one rank has 3, the other 4: nothing is divided.)
+    ranks that hold the same elements. With ZeRO one rank has 3, the other 4, and nothing is
+    divided.
     """
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
@@ -72,19 +71,19 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     """How many ranks hold the same elements of a gradient.
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 1 with ZeRO,
-    because each element is in the shard of one rank. In step 4, on 8 ranks with tp 2 and dp 4, for
-    the two parameters of `note_record`'s table:
+    because each element is in the shard of one rank. In step 4, with tp 2 and dp 4, for the two
+    parameters of `note_record`'s table:
 
                              q_proj.weight    a norm's weight
         without ZeRO         8 / 2 = 4        8
         with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
     """
-    copies = mesh.world  # all ranks, unless something divides it
+    copies = mesh.world
     if zero:  # each rank of this group has another part
         copies //= mesh[record.data_group].size
-    if record.shard is not None:  # from step 4 on each rank of this group has another shard
+    if record.shard is not None:  # each rank of this group has another shard
         copies //= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: the ranks of one stage have it; if it is tied, of two
+    if "pp" in mesh.groups:  # step 6: only one stage has it, or two if it is tied
         copies //= mesh["pp"].size
         copies *= record.stage_copies
     return copies
@@ -97,9 +96,8 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
 class Shard:
     """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
 
-    Shards are equally long, so the last ones may go beyond the tensor, with padding: of 257 rows on
-    two ranks, the second has 129 to 257, and row 257 is padding. (If `start` is `full` or more, the
-    shard is all padding.)
+    Shards are equally long, so the last ones may be padded, or all padding. Of 257 rows on two
+    ranks, the second has 129 to 257, and row 257 is padding.
     """
 
     dim: int
@@ -119,14 +117,14 @@ def note_record(param: Tensor, **changes: Any):
         q_proj.weight [128, 128]     dim 0 over tp: 0-63   None
         a norm's weight [128]        None                  "tp"
 
-    (q_proj.weight is stored [out, in]: its dim 0 has the columns of W in y = x W.) The gradient of
-    a norm must also be summed over tp, because the ranks of tp have different tokens of a sequence.
+    The gradient of a norm must also be summed over tp, because the ranks of tp have different
+    tokens of a sequence.
     """
     param.parallel_record = replace(record_of(param), **changes)
 
 
 def shard_of(whole: Tensor, shard: Shard) -> Tensor:
-    """This rank's shard of a tensor, zero in the padding. It may be all padding."""
+    """This rank's shard of a tensor, zero in the padding."""
     shape = list(whole.shape)
     shape[shard.dim] = shard.stop - shard.start
     local = whole.new_zeros(shape)

@@ -1,13 +1,11 @@
-"""How fast a run is, and how much memory it takes: MFU, and peak memory. You can follow every step
-without this file.
+"""MFU and peak memory of a run. You can follow every step without this file.
 
-MFU (model FLOPs utilisation) = FLOPs of a step / (its seconds x the peak of all GPUs), which is
-FLOPs of a token x tokens per second / the peak of all GPUs. A peak is the FLOP/s that a data sheet
-gives for the run's dtype. The FLOPs are counted as in step 1 (FLOPs OF A TOKEN). Each token costs
+MFU (model FLOPs utilisation) = FLOPs of a token x tokens per second / the peak of all GPUs. A peak
+is the FLOP/s that a data sheet gives for the run's dtype. The FLOPs are counted as in step 1 (FLOPs
+OF A TOKEN). Each token costs
 
-    6                for each weight in a matrix. (Not for the embedding, in which a row is only
-                     looked up; but for a tied one, as the head. Of experts, only for those that
-                     the token visits)
+    6                for each weight in a matrix; of experts, only those that the token visits. The
+                     embedding is only looked up, so it counts only if it is also the head (tied)
     7 x seq x dim    for each layer's causal attention
 
 For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
@@ -18,8 +16,8 @@ Others count attention differently, so compare an MFU only with one that is coun
                       attention's share of a token's FLOPs, smollm-1.7b (1,711,276,032 weights in
                       matrices; seq 2048, dim 2048, 24 layers)
     7 x seq x dim     6.4 %     here: the causal half of 7 products. One of them, the scores in
-                                backward, is a repetition; it always counts, because every fused
-                                attention repeats it. (What --recompute repeats does not count.)
+                                backward, is a repetition that every fused attention makes. (What
+                                --recompute repeats does not count.)
     12 x seq x dim    10.5 %    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products
 """
 
@@ -30,10 +28,8 @@ import torch
 from common.model import ModelConfig
 from common.report import Row
 
-# (bf16, fp32) in TFLOP/s, dense (without the factor 2 for sparse matrices), from data sheets and
-# white papers, by the GPU's name as torch.cuda.get_device_name gives it. bf16: 0 if the GPU does
-# not have it; fp32: without TF32. (A MIG slice has another name, "NVIDIA H100 80GB HBM3 MIG
-# 1g.10gb", and no peak here.)
+# A GPU's name (torch.cuda.get_device_name) -> its peaks (bf16, fp32) in TFLOP/s, from data sheets
+# and white papers: for dense matrices, and fp32 without TF32. 0: the GPU has no bf16
 PEAKS = {
     "Tesla T4": (0, 8.1),
     "NVIDIA L4": (121, 30.3),
@@ -57,9 +53,8 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
 
 
 def flops_per_token(rows: dict[str, Row], config: ModelConfig, top_k: int) -> float:
-    """FLOPs of one token, forward and backward. `rows`: of the whole model (with pp, gathered from
-    all ranks); `row.whole` is the shape of a parameter. Experts are recognised by their shape, the
-    embedding by its name. `top_k`: how many experts a token visits.
+    """FLOPs of one token, forward and backward. `rows`: of the whole model; `row.whole` is the
+    shape of a parameter. `top_k`: how many experts a token visits.
     """
     weights = 0.0
     for name, row in rows.items():
@@ -74,8 +69,8 @@ def flops_per_token(rows: dict[str, Row], config: ModelConfig, top_k: int) -> fl
 
 
 class Meter:
-    """Measures the MFU of a step, and the peak memory of this rank's GPU. (metrics.jsonl has rank
-    0's; ranks can differ, for example with pp.)
+    """Measures the MFU of a step, and the peak memory of this rank's GPU. metrics.jsonl has rank
+    0's.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, token_flops: float, world: int):
@@ -87,7 +82,7 @@ class Meter:
 
     def measure(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu`, if the peak is known, and on a GPU `peak_memory`: the most bytes that tensors have
-        taken since the launch. (NCCL's buffers are not in it.)
+        taken since the launch, without NCCL's buffers.
         """
         measured = {}
         if self.peak:

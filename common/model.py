@@ -10,9 +10,8 @@
     norms        are RMSNorms: x / sqrt(mean(x^2) + eps) * weight
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads
-the state dict of a model without experts. Attention does not store its number of heads: `unflatten`
-below gets it from the width of q, k and v. So a rank with only some heads' weights runs the same
-code.
+this model's state dict. Attention gets its number of heads from the width of q, k and v (in
+`split_heads`), so a rank with only some heads' weights runs the same code.
 """
 
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class ModelConfig:
 
 # SmolLM, not SmolLM2, whose rope_theta is larger
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
-# seq_len is Llama 3's, also for 3.2 (1b) and 3.1 (405b), which allow longer sequences
+# seq_len is Llama 3's; Llama 3.2 (1b) and 3.1 (405b) allow longer sequences
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
 PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
     "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
@@ -64,8 +63,8 @@ PRESETS = {  # dim, n_layers, n_heads, n_kv_heads, ffn_dim
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, but at least fp32: for sums, RoPE's angles and the optimizer's copies of weights,
-    for which 16 bits are too few. bf16 and fp32 -> fp32; fp64 -> fp64.
+    """`dtype`, but at least fp32, for sums, RoPE's angles and the optimizer's copies of weights.
+    bf16 and fp32 -> fp32; fp64 -> fp64.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -73,20 +72,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rope_tables(
     positions: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., "RoFormer"): at position p, pair j of a head's channels
-    is turned by the angle p x theta^(-2 j / head_dim) (without `rope_scaling`). So the positions of
-    a query and a key enter their product only by their difference. Pair j is the channels j and
-    j + head_dim/2, as in Hugging Face's models. (RoFormer's own pairs are neighbours.)
+    """Cosines and sines of RoPE (Su et al., "RoFormer"). Pair j is the channels j and j +
+    head_dim/2 of a head. At position p it is turned by the angle p x theta^(-2 j / head_dim), if
+    `rope_scaling` is 1. So the product of a query and a key depends on their positions only through
+    the difference.
 
-    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider.
-    (The axis of size 1 is broadcast over the heads.)
+    positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider. The
+    axis of size 1 is broadcast over the heads.
     """
     j = torch.arange(config.head_dim // 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(2 * j / config.head_dim)
     if config.rope_scaling != 1.0:
-        # Llama 3.1 and 3.2 stretch RoPE to sequences longer than Llama 3's 8192 tokens. A pair of
-        # channels with 4 full turns or more within 8192 tokens keeps its frequency. That of a pair
-        # with 1 turn or fewer is divided by `rope_scaling`. Between the two it is interpolated.
+        # Llama 3.1 and 3.2 stretch RoPE to more than Llama 3's 8192 tokens. A pair with 4 full
+        # turns or more within 8192 tokens keeps its frequency. With 1 turn or fewer it is divided
+        # by `rope_scaling`, and between the two it is interpolated
         turns = 8192 * frequency / (2 * torch.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
@@ -106,8 +105,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     a, b = x.chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)
-    # x * cos + turned * sin, in the tables' dtype (bf16 is promoted to fp32); addcmul saves one
-    # pass over memory
+    # x * cos + turned * sin, in the tables' dtype; addcmul saves one pass over memory
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
@@ -167,8 +165,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP: each reads a normalised copy of x, and its output is added to x. (x, which
-    passes through all layers in this way, is called the residual stream.)
+    """Attention and MLP. Each reads a normalised copy of x, and its output is added to x, which is
+    called the residual stream.
     """
 
     def __init__(self, config: ModelConfig):
@@ -185,11 +183,9 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """The decoder without its head: Hugging Face's `model`. It only groups modules, to give them
-    Hugging Face's names; `Decoder.forward` calls them.
-
-    The keys of `layers` are layer numbers in the whole model. (Step 6 deletes the layers that other
-    ranks hold. Those that stay keep their numbers.)
+    """The decoder without its head. It only gives modules Hugging Face's names; `Decoder.forward`
+    calls them. The keys of `layers` are layer numbers in the whole model, also where step 6 has
+    deleted other ranks' layers.
     """
 
     def __init__(self, config: ModelConfig):
@@ -200,8 +196,7 @@ class Trunk(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The *sum* of -log(probability of the target), over all targets except IGNORE; log is the
-    natural logarithm.
+    """The *sum* of -ln(probability of the target), over all targets except IGNORE.
 
     logits [batch, seq, vocab], targets int64 [batch, seq] -> a scalar.
     """
@@ -219,14 +214,14 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.loss = summed_cross_entropy  # step 4 replaces it; --compile compiles it
+        self.loss = summed_cross_entropy  # step 4 replaces it
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the summed loss of tokens and targets, int64 [batch, seq].
 
-        positions: int64 [seq]; by default 0, 1, 2, ... (Step 5 passes others.)
+        positions: int64 [seq]; by default 0, 1, 2, ...
         """
         x = self.model.embed_tokens(tokens)
         if positions is None:

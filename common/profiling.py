@@ -1,24 +1,21 @@
-"""--profile N: a trace of N steps, after the first two. You can follow every step without this
-file.
+"""--profile N: a trace of N steps, after the first two.
 
     OUT/trace-RANK.json.gz     opens in https://ui.perfetto.dev: operators, messages, named ranges
     OUT/memory-RANK.pickle     on a GPU, opens in https://pytorch.org/memory_viz: allocations and
-                               frees from just before the first step to the end of the trace (of
-                               their events, the last 200,000)
+                               frees from just before the first step to the end of the trace (the
+                               last 200,000 events)
 
 Look for these named ranges:
 
-    Optimizer.step#AdamW.step     the update, with --optimizer adamw
+    Optimizer.step#AdamW.step     the update
     wait GROUP                    the rank waits for messages of this group: for gradients `wait
                                   dp`, from step 5 on `wait data`, for step 7's experts `wait
                                   expert_data`
     F0.1, B0.1                    steps 6 and 7: forward and backward of micro-batch 0 through stage
                                   1 (both count from 0)
 
-On a CPU a wait's range is as long as the wait. On a GPU it is short, because Python goes on; the
-GPU's stream of kernels waits instead: look for a gap there.
-
-If a signal ends the run before the trace is complete, the trace is shorter, or missing.
+On a CPU a wait's range is as long as the wait. On a GPU it is short, because Python goes on. Look
+for a gap in the GPU's stream of kernels, which waits instead.
 """
 
 from pathlib import Path
@@ -28,22 +25,22 @@ from torch.profiler import ProfilerActivity, schedule
 
 from common import UserError
 
-# Steps before the trace: one in which memory is allocated and layers are compiled, and one in which
+# Before the trace: one step in which memory is allocated and layers are compiled, and one in which
 # the profiler warms up
 SKIPPED = 2
 
 
 def check_profile(n: int, left: int):
-    """Raise UserError if too few steps are left to trace n. (`left` may be 0: a resumed run may
-    already be done.)
+    """Raise UserError if too few steps are left to trace n. `left` is 0 if a resumed run is already
+    done.
     """
     if n and 0 < left < n + SKIPPED:
         raise UserError(f"--profile {n}: it needs {n + SKIPPED} steps, and {left} are left")
 
 
 def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.profile | None:
-    """A profiler that traces n steps, after those that are skipped, and writes the files above.
-    None if n is 0. Enter it by `with`, and call its `step` after each step.
+    """A profiler that traces n steps, after SKIPPED ones, and writes the files above; None if n is
+    0. Enter it by `with`, and call its `step` after each step.
     """
     if n == 0:
         return None
@@ -57,7 +54,7 @@ def make_profiler(n: int, out: Path, rank: int, gpu: bool) -> torch.profiler.pro
     activities = [ProfilerActivity.CPU]
     if gpu:
         activities.append(ProfilerActivity.CUDA)
-        # (No public function records memory)
+        # No public function records memory
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     when = schedule(wait=1, warmup=1, active=n, repeat=1)  # repeat: a single trace
     return torch.profiler.profile(activities=activities, schedule=when, on_trace_ready=write)

@@ -1,10 +1,9 @@
-"""`Ranks`: small messages among all ranks, so that they decide alike. (In step 1 there is one
-rank.)
+"""`Ranks`: small messages among all ranks, so that all make the same decision.
 
 Some decisions depend on what only one rank sees: a signal, a checkpoint that cannot be written, a
 damaged file. If only that rank stopped or saved, the next collective would hang. With
-`Ranks.gather` each rank tells all others what it has seen. (These messages do not go through
-common/comm.py, and their bytes are not counted.)
+`Ranks.gather` each rank tells all others what it has seen. common/comm.py does not count the bytes
+of these messages.
 """
 
 from collections.abc import Callable
@@ -21,9 +20,8 @@ class Ranks:
     """
 
     def __init__(self):
-        """On GPUs the default group is NCCL's, whose messages are queued behind the GPU's work: a
-        small one would wait for all kernels before it. So this creates a second group, of gloo,
-        which sends from CPU to CPU at once.
+        """On GPUs, create a second group, of gloo, which sends from CPU to CPU at once. Over NCCL a
+        small message would wait for all kernels that were launched before it.
         """
         self.rank = 0
         self.world = 1
@@ -35,8 +33,8 @@ class Ranks:
                 self.group = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks' values, by rank. `value`: anything that can be pickled. (Slow: for decisions,
-        not for tensors.)
+        """All ranks' values, by rank. `value`: anything that can be pickled. This is slow: use it
+        for decisions, not for tensors.
         """
         if self.world == 1:
             return [value]
@@ -45,8 +43,8 @@ class Ranks:
         return values
 
     def require_same(self, value: Any, what: str):
-        """Raise UserError on all ranks if a value differs. The error names the first rank whose
-        value differs from rank 0's.
+        """Raise UserError on all ranks if a value differs from rank 0's. The error names the first
+        rank whose value does.
         """
         values = self.gather(value)
         first = values[0]
@@ -56,9 +54,8 @@ class Ranks:
 
     def attempt(self, action: Callable, *args: Any, first_only: bool = False):
         """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
-        any, raise UserError on all, with the message of the lowest rank that failed. (Any other
-        error ends this rank. The others are then in `gather`, until torchrun ends them, or gloo
-        says that it has lost a rank.)
+        any, raise UserError on all, with the message of the lowest rank that failed. Any other
+        error ends this rank alone, and leaves the others waiting.
         """
         problem = ""
         try:

@@ -1,6 +1,5 @@
-"""Readers turn the value of --dataset into texts, or into an array of token ids. Texts of files
-are read only when they are iterated: a damaged one raises UserError then. You can follow every step
-without this file.
+"""Readers turn the value of --dataset into texts, or into an array of token ids. You can follow
+every step without this file.
 
     --dataset            what is read
     (nothing)            the source code of Python's standard library, without its tests and IDLE
@@ -10,8 +9,7 @@ without this file.
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
     a folder             every file in it and in its subfolders, in a random order that is always
-                         the same; all must be of the same kind, one of the four above (hidden
-                         files and hidden folders are skipped, links to folders are not followed)
+                         the same; all must be of the same kind, one of the four above
     OWNER/NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
                          (OWNER/ and :CONFIG may be left out)
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
@@ -35,12 +33,12 @@ import numpy as np
 
 from common import UserError
 
-# Folders of the standard library that are not read: not every Python has its tests and IDLE;
-# site-packages is other people's code, and __pycache__ has no source
+# Not read in the standard library: tests and IDLE, which not every Python has; other people's code;
+# and compiled files
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[^/\\]+)?")  # NAME or OWNER/NAME, perhaps :CONFIG
 
-# What a reader returns: a description of the source, and its documents or an array of token ids
+# What a reader returns: a description of the source, and its texts or an array of token ids
 Reading = tuple[str, Iterable[str] | np.ndarray]
 
 
@@ -68,8 +66,8 @@ def jsonl_texts(path: Path) -> Iterator[Any]:
 
 
 def parquet_texts(path: Path) -> Iterator[Any]:
-    """Yield the values of the column `text`. Other columns are not read, and may differ between the
-    files of a folder.
+    """Yield the values of the column `text`. Other columns are not read, and may differ between
+    files.
     """
     import pyarrow.parquet  # takes a moment to import; comes with `datasets`
 
@@ -101,7 +99,7 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     a string.
     """
     # OSError comes from the system or gzip, EOFError and zlib.error from gzip, ValueError from
-    # json, pyarrow, `parquet_texts` and from below
+    # json, pyarrow and our own checks
     damaged = (OSError, EOFError, zlib.error, ValueError)
     number = 1
     try:
@@ -117,8 +115,8 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
 
 
 def in_random_order(paths: list[Path]) -> list[Path]:
-    """The files in a random order that is always the same. (Files of one folder are alike, and the
-    end of the data is held out: in the folders' order that part would be unlike the rest.)
+    """The files in a random order that is always the same. In the folders' order the end of the
+    data, which is held out, could be unlike the rest.
     """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
@@ -141,7 +139,7 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
 
 
 def read_library(source: str) -> Reading:
-    """The source code of Python's standard library. (`source` is not used: it is "".)"""
+    """The source code of Python's standard library. `source` is not used."""
     files = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = [path for path in files if path.suffix == ".py"]
     description = f"{len(paths):,} files of Python's standard library"
@@ -175,8 +173,7 @@ def read_files(source: str) -> Reading:
 
 def read_hub(source: str) -> Reading:
     """A data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are optional.
-
-    Raises UserError if the hub is out of reach (and HF_HUB_OFFLINE is not set), or if there is no
+    Raises UserError if the hub is out of reach (unless HF_HUB_OFFLINE is set), or if there is no
     such data set, configuration, column or split `train`.
     """
     import datasets  # takes seconds to import
@@ -216,9 +213,9 @@ def read_bin(source: str) -> Reading:
 def kind_of(source: str) -> str:
     """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
 
-    A path that exists must be a folder or a file of a known kind. Another value is looked up on the
-    hub if it has the form of a name there, and does not end in one of SUFFIXES. So a mistyped file
-    name such as "trian.jsonl" is an error, and is not looked up.
+    A path that exists must be a folder or a file of a known kind. Another value with the form of a
+    hub name is looked up there, unless it ends in one of SUFFIXES. So a mistyped file name such as
+    "trian.jsonl" is an error.
     """
     if not source:
         return ""
@@ -238,7 +235,7 @@ def kind_of(source: str) -> str:
     return "hub"
 
 
-# The reader of each kind of --dataset (`kind_of` says of which kind a value is)
+# The reader of each kind of --dataset (`kind_of` finds the kind)
 READERS: dict[str, Callable[[str], Reading]] = {
     "": read_library,  # no --dataset
     ".txt": read_files,

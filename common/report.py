@@ -12,8 +12,7 @@ fp32 on two ranks with --tp 2:
     4 x                 one in each of 4 layers
     dim 0 over tp 2     dimension 0 is cut into 2 parts, one for each rank of tp (257 rows become
                         129 and 129: the second rank's last row is padding)
-    summed              printed as "gradient summed over": the groups, without those of one rank
-                        (on four ranks it has dp 2, too)
+    summed              printed as "gradient summed over": the groups of more than one rank
 """
 
 import json
@@ -38,8 +37,8 @@ from common.ranks import Ranks
 class Row(NamedTuple):
     """A row of the table: a parameter's whole shape, and the part that one rank holds.
 
-    The table does not show ZeRO's shards, because ZeRO may cut inside a parameter. So with --zero 3
-    `nbytes` is what a rank holds while it uses the parameter; between uses it keeps only its shard.
+    The table does not show ZeRO's shards. With --zero 3 `nbytes` is what a rank holds while it uses
+    the parameter.
     """
 
     whole: tuple[int, ...]  # shape
@@ -78,10 +77,10 @@ def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
 
 
 def parameter_table(rows: dict[str, Row]) -> str:
-    """The rows as text. Parameters whose names differ only in the number of their layer share a
-    row, which shows the first of them.
+    """The rows as text. Parameters whose names differ only in the layer's number share a row, which
+    shows the first of them.
     """
-    kinds = defaultdict(list)  # name without the layer's number -> the rows of all layers
+    kinds = defaultdict(list)  # name without the layer's number -> its rows
     for name, row in rows.items():
         kinds[re.sub(r"\.\d+\.", ".*.", name)].append(row)
     lines = [("", "parameter", "whole", "on a rank", "bytes", "sharded", "gradient summed over")]
@@ -101,9 +100,8 @@ def parameter_table(rows: dict[str, Row]) -> str:
 
 
 def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
-    """The row of each parameter of the whole model, by name. With pp a rank holds only some
-    parameters, so ranks gather their rows; of a parameter that several hold, the first rank's row
-    counts. A collective.
+    """The row of each parameter of the whole model, by name. With pp a rank holds only some, so
+    ranks gather their rows; if several hold a parameter, the first rank's row counts. A collective.
     """
     rows: dict[str, Row] = {}
     for held in ranks.gather(rows_of(model, mesh)):
@@ -116,10 +114,9 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 
 
 def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str, Any]) -> str:
-    """What rank 0 prints before the first step: its device, and how many ranks there are; the mesh
-    and the data; with several ranks how each parameter is sharded; how many parameters the whole
-    model has, and how many of them rank 0 computes with and updates. `parts`: as `Run.steps` gets
-    them.
+    """What rank 0 prints before the first step: devices, mesh and data; with several ranks, the
+    table of parameters; how many parameters the model has, and how many of them rank 0 computes
+    with and updates. `parts`: as `Run.steps` gets them.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     model = parts["model"]
@@ -136,7 +133,7 @@ def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str,
 
 
 def progress(row: dict[str, Any]) -> str:
-    """What the progress bar shows of a row of metrics.jsonl."""
+    """A row of metrics.jsonl as the progress bar shows it."""
     shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
     if "mfu" in row:
         shown += f"  MFU {row['mfu']:.1%}"
@@ -146,7 +143,7 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
-    """For up to four ranks, the name of one gradient with inf or nan; or "none" (their norm may
+    """The name of a gradient with inf or nan, for up to four ranks; or "none" (their norm may
     overflow). A collective. `gradients`: this rank's, by name.
     """
     bad = ""
@@ -165,7 +162,7 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
 
 @contextmanager
 def writing_to(out: Path) -> Iterator[None]:
-    """In this context, an OSError becomes a UserError that names --out."""
+    """Turn an OSError of the `with` block into a UserError that names --out."""
     try:
         yield
     except OSError as error:
@@ -173,10 +170,10 @@ def writing_to(out: Path) -> Iterator[None]:
 
 
 def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ranks):
-    """Rank 0 creates the run's first files. A collective. If it cannot write, all ranks raise
-    UserError.
+    """Rank 0 creates the run's first files. A collective. Raises UserError on all ranks if it
+    cannot.
     """
-    # If only rank 0 raised, the others would hang: `attempt` lets all raise a UserError
+    # If only rank 0 raised, the others would hang
     try:
         ranks.attempt(create_files, out, flags, history, first_only=True)
     except UserError as error:
@@ -184,8 +181,8 @@ def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ra
 
 
 def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
-    """Create the directory, config.json, and metrics.jsonl with the rows of the steps that are
-    done. Raises OSError.
+    """Create the directory, config.json, and metrics.jsonl with the rows of earlier steps. Raises
+    OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(flags, indent=1))

@@ -1,20 +1,20 @@
 """Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
 
-Every flag that decides what is computed must stay the same, for example those of the model, the
-batch and the learning rate, also --steps, on which the learning rate depends. FREE lists the flags
-that may change: where a run reads its tokens, what it writes, where it computes, how the ranks
-divide the work. They change the results at most by rounding (in step 7 rounding may choose another
-expert). One exception: in another dtype the run goes on in another precision, and with bf16 its
-losses differ visibly. --dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a
-run between them, give --dtype. Two flags are checked otherwise:
+A flag that decides what is computed must stay the same, for example those of the model, the batch
+and the learning rate, and --steps, on which the learning rate depends. If one has changed, the run
+ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
-    --dataset            may be another path to the same tokens: their fingerprint is compared (of
-                         more than 2**27 tokens only that of a sample)
+FREE lists the flags that may change: where a run reads its tokens, what it writes, where it
+computes, how the ranks divide the work. They change the results at most by rounding, which in step
+7 may choose another expert. Only another --dtype changes more: with bf16 the losses differ visibly.
+--dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give
+--dtype. Two flags are checked otherwise:
+
+    --dataset            may be another path to the same tokens: their fingerprint is compared
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
 
-A run of steps 1 to 6 may be resumed by the script of another of these steps. A flag that only one
-of the two has is not compared. If a flag that must stay has changed, the run ends with a line such
-as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
+A run of one of steps 1 to 6 may be resumed by the script of another. A flag that only one of the
+two has is not compared.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ FREE = {
     "device",
     "dtype",
     # How the ranks divide and do the work, and what they keep in memory
-    "ranks",  # no flag, but their number, which `Run` adds
+    "ranks",  # their number, which `Run` adds
     "recompute",
     "compile",
     "sync",
@@ -65,9 +65,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
-    (A sound checkpoint is one of which no file is damaged or missing.) If --out is not the
-    directory of the resumed run, the new run saves to --out, and the old directory stays as it is.
-    A collective. Raises UserError
+    A sound checkpoint has no damaged or missing file. If --out is not the directory of the resumed
+    run, that directory stays as it is. A collective. Raises UserError
 
     - if a path has no checkpoint; if all are damaged; if a rank does not see their files
     - if --out already has checkpoints, and `resume` is "" or another run: the checkpoints of two
@@ -77,7 +76,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     """
     if resume == "auto":
         return find_sound(out, ranks)
-    existing = candidates(out, ranks)  # in --out
+    existing = candidates(out, ranks)
     refusal = (
         f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
         "another --out"
@@ -97,11 +96,11 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
-    """The flags that may differ between a saved run and the one that resumes it (or, in compare.py,
-    between two runs).
+    """The flags that may differ between two runs: a saved one and the one that resumes it, or the
+    two of compare.py.
     """
-    # Step 7's auxiliary loss is computed from each micro-batch's own counts, so then the size of a
-    # micro-batch decides what is computed. These two values of --balance have none
+    # Step 7's auxiliary loss depends on the size of a micro-batch. These two values of --balance
+    # have none
     if flags.get("balance", "none") in ("none", "bias"):  # steps 1 to 6 have no --balance
         return FREE | {"micro_batch_size"}
     return FREE
@@ -111,11 +110,10 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
     """Raise UserError if the data, or a flag that must stay, differ from the saved run's."""
     free = may_differ(flags)
     for name, value in flags.items():
-        # The saved run's script may not have this flag: then there is nothing to compare
+        # A flag that the saved run did not have is not compared
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
-    # A checkpoint that a tool made from another format's weights has the fingerprint "": then data
-    # are not compared
+    # "": a tool made the checkpoint from another format's weights, and no data are compared
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than the saved run's")

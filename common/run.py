@@ -7,7 +7,7 @@
         run.require_finite(step, loss=..., grad_norm=...)       before the update
         run.record(step, tokens, loss=..., ...)                 after it
 
-(With step 1, read only this much of the docstring, and what common/__init__.py names.)
+With step 1, read only this much of the docstring, and what common/__init__.py names.
 
 The run's directory has
 
@@ -21,8 +21,7 @@ The run's directory has
         trace-RANK.json.gz   with --profile; on a GPU also memory-RANK.pickle (profiling.py)
         nccl-RANK            on several GPUs, if a step hangs (watch.py)
 
-resume.py says how a run is resumed, and watch.py how it ends early, after a signal or because a
-step hangs.
+resume.py says how a run is resumed, and watch.py how a signal or a hanging step ends it early.
 """
 
 import dataclasses
@@ -85,28 +84,26 @@ class RunConfig:
 
 
 class Run:
-    """What surrounds the steps of a run: its files, its progress bar, checkpoints and signals. Each
+    """What surrounds the steps of a run: its files, progress bar, checkpoints and signals. Each
     rank writes its part of a checkpoint and the files with RANK in their name; rank 0 writes the
     others.
     """
 
     def __init__(self, config: Any):
         self.config = config
-        # The name of the script that defines this Config. (Not sys.argv[0]: pytest's, if a test
-        # imports the script)
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
         # From torchrun, because ranks are not connected yet
         self.rank = int(os.environ.get("RANK", 0))
         self.is_rank_0 = self.rank == 0
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        # For config.json and checkpoints, with the number of ranks, which is no flag
+        # For config.json and checkpoints; the number of ranks is no flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
         self.training = False  # whether `set_up` is done: launch.py's `main` asks
-        self.timed_since = 0.0  # the time at which the seconds of the next row begin
+        self.timed_since = 0.0  # the time at which the next row's seconds begin
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
@@ -133,31 +130,29 @@ class Run:
         caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
-                                     number is then the number of steps that are done in it.
-                                     Begins the run's files, and prints the devices, the mesh, the
-                                     data and the parameters
+                                     number is then that of the steps done. Begins the run's files,
+                                     and prints the devices, the mesh, the data and the parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves a checkpoint, and ends
 
         `parts`, by name: model, optimizer and data; from step 2 on also mesh, and sync, which `Run`
-        itself does not use. Raises UserError.
+        does not use. Raises UserError.
         """
         self.parts = parts
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
         # `with` closes the bar and the trace, and restores the old handlers of signals, however the
-        # loop ends. (If the caller's body raises, Python closes this generator, and so these, too.)
-        # Until then the first signal only sets `signals.first`
+        # loop ends. Until then the first signal only sets `signals.first`
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                # If one rank has received a signal, all end after this step. (The watch still runs:
-                # if another rank hangs in its step, this one waits for it here)
+                # If one rank has received a signal, all end after this step. The watch still runs,
+                # because another rank may hang in its step
                 stopping = any(self.ranks.gather(signals.first is not None))
                 self.watch.stop()
                 self.write_what_is_due(step + 1, stopping, profiler)
@@ -172,8 +167,7 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        Call it with the same numbers on all ranks: all must raise, or none, because the message is
-        made by all ranks together.
+        All ranks must call it with the same numbers, because they make the message together.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -190,10 +184,9 @@ class Run:
         """Record a step: its `tokens`, of all ranks, and numbers by name, among them `loss`. Rank 0
         writes it.
 
-        A step's seconds are those since the last call (or since training began), without saving and
-        without writing a trace. Python runs ahead of a GPU; but the `loss.item()` in this call's
-        arguments waits until the GPU has done all that was launched before, also the update. (If
-        rank 0 cannot write, it exits with a one-line error, and torchrun ends the other ranks.)
+        A step's seconds are those since the last call, without saving and without writing a trace.
+        On a GPU they include the update, because the `loss.item()` in this call's arguments waits
+        until the GPU has done all that was launched before.
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -212,7 +205,7 @@ class Run:
 
     def set_up(self) -> int:
         """Compare the ranks' data and dtypes, restore a checkpoint, begin the run's files, and
-        print the introduction; returns the number of steps done. Raises UserError.
+        print the introduction; return the number of steps done. Raises UserError.
         """
         if self.world > 1 and not torch.distributed.is_initialized():  # step 1 never joins ranks
             raise UserError("--nproc_per_node: this script trains on one device: use step 2")
@@ -232,7 +225,7 @@ class Run:
         rows = gather_rows(self.parts["model"], self.mesh, self.ranks)
         self.meter = self.make_meter(rows)
         self.say(introduction(self.meter.device_name, self.mesh, rows, self.parts))
-        self.take_sent()  # forget what the start has sent: metrics.jsonl counts only the steps
+        self.take_sent()  # metrics.jsonl does not count what the start has sent
         self.bar = tqdm(
             initial=done, total=self.config.steps, unit="step", disable=not self.is_rank_0
         )
@@ -248,10 +241,9 @@ class Run:
         return Meter(param.device, param.dtype, flops, self.world)
 
     def restore(self) -> int:
-        """Restore what --resume selects, if anything; returns the number of steps done.
+        """Restore what --resume selects, if anything; return the number of steps done.
 
-        Raises UserError if --resume, --out and the flags do not fit the checkpoints that are there
-        (resume.py).
+        Raises UserError if --resume, --out and the flags do not fit the checkpoints that are there.
         """
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
         if folder is None:
@@ -268,7 +260,7 @@ class Run:
     # After a step
 
     def write_what_is_due(self, done: int, stopping: bool, profiler: Any):
-        """Write the trace and a checkpoint after `done` steps, if it is time for them."""
+        """Write the trace and a checkpoint after `done` steps, if they are due."""
         pause_began = time.perf_counter()
         if profiler is not None:
             profiler.step()  # after the last step of the trace, this writes it
@@ -276,7 +268,7 @@ class Run:
         due = every > 0 and (done % every == 0 or done == self.config.steps)
         if stopping or due:
             self.save(done)
-        # So that this pause is not counted in the next row's seconds
+        # Do not count this pause in the next row's seconds
         self.timed_since += time.perf_counter() - pause_began
 
     def save(self, done: int):

@@ -1,12 +1,10 @@
 """Pipeline schedules as data, for the second part of step 6. Each rank has a list of actions. Here
 lists are made, simulated, drawn, and given their messages.
 
-Nobody needs this file to understand AFAB and 1F1B: step 6 writes them as loops. Here a schedule is
-a function of (p, m, v, rank) that returns the list of one rank: p ranks, m micro-batches, v stages
-on each rank. There are three. Step 6 runs the lists of `interleaved`. Those of `afab` and
-`one_f_one_b`, with v = 1, are drawn, and tests compare step 6's loops with them. The three differ
-in `warm_up`, the number of forwards before forwards and backwards alternate; AFAB's is all
-forwards.
+A schedule is a function of (p, m, v, rank) that returns the list of one rank: p ranks, m
+micro-batches, v stages on each rank. The three schedules differ in `warm_up`, the number of
+forwards before forwards and backwards alternate. Step 6 runs the lists of `interleaved`. It has
+AFAB and 1F1B as loops, with which tests compare the lists of `afab` and `one_f_one_b`.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. A character is then
@@ -20,7 +18,7 @@ from typing import NamedTuple
 
 from common import UserError
 
-COSTS = {"F": 1, "B": 2}  # units of time of a forward, and of a backward, which takes twice as long
+COSTS = {"F": 1, "B": 2}  # units of time of a forward, and of a backward
 
 
 class Action(NamedTuple):
@@ -49,11 +47,11 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
         F0.0 F1.0 F0.2 F1.2      the first round, micro-batches 0 and 1
         F2.0 F3.0 F2.2 F3.2      the second round
 
-    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. While this rank computes F1.0,
-    rank 1 passes micro-batch 0 through stage 1, so that the input of F0.2 is there when this rank
-    comes to it: therefore rounds of p. With one stage on each rank the order is 0, 1, 2, ...
+    and the backwards B0.2 B1.2 B0.0 B1.0, then B2.2 B3.2 B2.0 B3.0. Rounds have p micro-batches so
+    that inputs come in time: while this rank computes F1.0, rank 1 computes F0.1, whose output F0.2
+    needs. With one stage on each rank the order is 0, 1, 2, ...
     """
-    stages = range(rank, p * v, p)  # this rank's: rank, rank + p, ...
+    stages = range(rank, p * v, p)  # rank, rank + p, ...
     forwards = []
     backwards = []
     for start in range(0, m, p):
@@ -70,8 +68,8 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward: after the last forward, all m micro-batches are in flight. (GPipe,
-    Huang et al. 2019, but with the backwards in the order of the forwards.)
+    """All forward, all backward: after the last forward, all m micro-batches are in flight. Unlike
+    GPipe (Huang et al. 2019), it has the backwards in the order of the forwards.
     """
     return order_with_warm_up(p, m, v, rank, warm_up=m * v)  # all forwards
 
@@ -87,18 +85,15 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B with v stages on each rank (Narayanan et al. 2021, "Efficient Large-Scale Language Model
     Training on GPU Clusters Using Megatron-LM", section 2.2).
 
-    Raises UserError if m is no multiple of p. (Meant for v > 1: with one stage on each rank, plain
-    1F1B has fewer micro-batches in flight.)
+    Raises UserError if m is no multiple of p.
     """
     if m % p:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add to
-    # these one forward for each later rank, p-1-rank. Like Megatron-LM we add twice as many: these
-    # are computed while messages travel. The price is more forwards in flight: rank 0 of 2, with v
-    # = 2, has 5 instead of 4. (In our pictures, where messages take no time, the bubble would be
-    # the same without the doubling)
+    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add
+    # one forward for each later rank. Like Megatron-LM we add two, to have work while messages
+    # travel. The price is more forwards in flight: rank 0 of 2, with v = 2, has 5 instead of 4
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -106,7 +101,7 @@ def consumer(action: Action, n_stages: int) -> Action | None:
     """The action that needs this one's output, or None if no other stage does.
 
     A forward's output goes to the next stage's forward, a backward's to the previous stage's
-    backward. (No other stage needs the last stage's forward.)
+    backward.
     """
     if action.kind == "F" and action.stage + 1 < n_stages:
         return action._replace(stage=action.stage + 1)
@@ -123,8 +118,8 @@ def producer(action: Action, n_stages: int) -> Action | None:
         B of the last stage       F of this stage, which ends with the loss
         B of another stage        B of the stage after
 
-    (B of a stage s also needs F of s. It is not in this table, because it comes earlier: B of s+1
-    needs F of s+1, which needs F of s.)
+    B of stage s also needs F of s, which has always ended: B of s+1 needs F of s+1, which needs F
+    of s.
     """
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
@@ -138,7 +133,7 @@ def producer(action: Action, n_stages: int) -> Action | None:
 class Span(NamedTuple):
     """When an action runs, in the units of `costs`, and on which rank."""
 
-    end: float  # comes first, because spans are sorted by it, and then by rank
+    end: float  # first, because spans are sorted by it, then by rank
     rank: int
     start: float
     action: Action
@@ -150,11 +145,10 @@ def simulate(
     costs: dict[str, float],
     message: float = 0,
 ) -> list[Span]:
-    """Spans, sorted by their ends: when each action of a schedule runs. Each rank runs its list in
+    """When each action of a schedule runs: spans, sorted by their ends. Each rank runs its list in
     order, and starts an action as soon as the rank is free and the action's input is there.
 
-    `lists`: each rank's actions. `rank_of_stage`: the rank of each stage. `message`: the time of a
-    message between two ranks (0 in the drawings, and for the programs that step 6 runs).
+    `rank_of_stage`: the rank of each stage. `message`: the time of a message between two ranks.
 
     Raises ValueError if no rank can go on: LISTS CAN DEADLOCK. An example, with one stage on each
     rank, whose number is left out:
@@ -162,11 +156,11 @@ def simulate(
         rank 0    F0 B0 F1 B1
         rank 1    F1 B1 F0 B0
 
-    Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1, which needs rank 0's F1, which
+    Rank 0's B0 needs rank 1's B0, which comes after rank 1's F1. This needs rank 0's F1, which
     comes after rank 0's B0: a circle.
     """
     ends: dict[Action, float] = {}  # when an action ended
-    free_at = [0.0] * len(lists)  # when each rank has finished what it has run so far
+    free_at = [0.0] * len(lists)  # when each rank is free again
     queues = [deque(actions) for actions in lists]
     spans = []
     while any(queues):  # in each round every rank runs as far as it can
@@ -199,8 +193,8 @@ class Instruction(NamedTuple):
         receive a, peer   begin to receive, from `peer`, the input of this rank's action a
         send a, peer      send, to `peer`, what that rank's action a needs
 
-    F0.2 is the forward of micro-batch 0 through stage 2. So "send F0.2" and "receive F0.2" are the
-    two ends of one message, the output of F0.1, from the rank of stage 1 to that of stage 2.
+    For example, "send F0.2" and "receive F0.2" are the two ends of one message, the output of F0.1,
+    from the rank of stage 1 to that of stage 2.
     """
 
     verb: str  # "compute", "send" or "receive"
@@ -211,43 +205,38 @@ class Instruction(NamedTuple):
 def add_messages(
     lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, float]
 ) -> list[list[Instruction]]:
-    """Each rank's program: its list of actions, with the sends and receives that these actions
-    need.
+    """Each rank's program: its list of actions, with the sends and receives that these need.
 
-    MESSAGES CAN DEADLOCK, even if the lists do not. Step 6's loops send and receive together where
-    both neighbours have something to send; a program has single sends and receives. `ListPipeline`
-    starts each and goes on. But NCCL runs the messages of a group one after another: while a send
-    waits for its receive, nothing behind it begins. So assume that a send blocks until it is
-    received. Let two ranks, with one stage each, follow 1F1B:
+    MESSAGES CAN DEADLOCK, even if the lists do not. `ListPipeline` starts each send or receive and
+    goes on. But NCCL runs the messages of a group one after another: while a send waits for its
+    receive, nothing behind it begins. So assume that a send blocks until it is received. Let two
+    ranks, with one stage each, follow 1F1B:
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send
 
-    Both hang in their last operation, rank 0 in the send of F1's output, rank 1 in that of B0's,
-    because neither has begun to receive. If rank 1 begins to receive F1's input before it computes
-    F0 (and waits for it only before F1), then rank 0's second send finds its receive:
+    Both hang in their last send, because neither has begun to receive. If rank 1 begins to receive
+    F1's input before it computes F0, then rank 0's second send finds its receive:
 
         rank 0    F0, send, F1, send, receive, B0, ...
         rank 1    receive, receive, F0, B0, send, F1, ...
 
-    The idea: one order of all actions and messages, of all ranks, that every program follows. Then
-    no circle of waiting ranks can arise. The loop goes through all actions in the order in which
-    they end in a simulation. It appends each to its rank's program. If another rank needs the
-    output, it appends a send to this program, and a receive to that rank's program.
+    The idea: all programs follow one order of all actions and messages. Then no circle of waiting
+    ranks can arise. The loop goes through all actions in the order in which they end in a
+    simulation. It appends each to its rank's program. If another rank needs the output, it appends
+    a send to this program, and a receive to that rank's program.
 
-    Another example: the program of rank 1, of 2, interleaved with 2 stages a rank, for 2
-    micro-batches. Its stages are 1 and 3.
+    Another example: the program of rank 1, of 2, interleaved, for 2 micro-batches. Its stages are 1
+    and 3.
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    (Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2. Of equals the lower rank comes first.
-    So the message F1.1, the output of F1.0, comes before F0.1: rank 1 begins to receive it before
-    it computes F0.1.)
+    Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2, and the lower rank comes first. So rank
+    1 begins to receive F1.1, the output of F1.0, before it computes F0.1.
 
-    Why there is no deadlock, even if a send blocks until it is received. Number actions and
-    messages in the order in which the loop below meets them; a send and its receive are one
-    message, with one number.
+    Why there is no deadlock. Number actions and messages in the order in which the loop meets them;
+    a send and its receive are one message, with one number.
 
         1. In each program the numbers increase.
         2. Rank a's sends to b, and b's receives from a, come in the same order, by 1. Messages
@@ -255,9 +244,9 @@ def add_messages(
         3. What an action or a message needs has a smaller number: the action that made its input
            ended earlier (all costs are above 0), and its message was numbered right after that.
 
-    Suppose that some ranks wait for ever, and take the smallest number that is not done. Every rank
-    that takes part in it has done what stands before it in its program, because that has smaller
-    numbers (1.). What it needs is done, too (3.). So it can go on: a contradiction.
+    Suppose that some ranks wait for ever, and take the smallest number that is not done. Each rank
+    that takes part in it has done what comes earlier in its program (1.), and what it needs is
+    done, too (3.). So it can go on: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, rank_of_stage, costs):
@@ -277,7 +266,7 @@ def add_messages(
 
 def draw(lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, int] = COSTS) -> str:
     """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
-    letter, idle `.`. (A technique's actions of another kind are `-`.)
+    letter, another kind `-`, idle `.`.
     """
     spans = simulate(lists, rank_of_stage, costs)
     length = int(spans[-1].end)
@@ -307,8 +296,7 @@ def main():
         parser.error("give numbers from 1 on")
     if v > 1 and m % p:
         parser.error("with several stages on a rank, micro_batches must be a multiple of ranks")
-    # (name, schedule, stages on a rank, characters of a forward). A rank's only stage is v times as
-    # long as one of v
+    # (name, schedule, stages on a rank, characters of a forward): a single stage is v times as long
     schedules = [("afab", afab, 1, v), ("1f1b", one_f_one_b, 1, v)]
     if v > 1:
         schedules.append(("interleaved", interleaved, v, 1))

@@ -1,5 +1,4 @@
-"""The value of --model: a preset of common/model.py, perhaps with changes. You can follow every
-step without this file.
+"""The value of --model: a preset of common/model.py, perhaps with changes.
 
     tiny                      the preset
     tiny,n_layers=8,dim=256   the preset with 8 layers and dim 256
@@ -46,9 +45,7 @@ def convert(kind: type, value: str) -> bool | int | float:
 
 
 def check_shape(shape: ModelConfig, text: str):
-    """Raise UserError if a field has a value that cannot work. `text`: the value of --model.
-    (data.py checks that the tokens fit the vocabulary.)
-    """
+    """Raise UserError if a field has a value that cannot work. `text`: the value of --model."""
     for name, value in vars(shape).items():
         # nan fails every comparison, so it is refused, too
         if not isinstance(value, bool) and not 0 < value < float("inf"):

@@ -6,21 +6,18 @@ sound one.
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. In its own
-directory a run keeps its last two checkpoints (it may have resumed the older of these), and removes
-what is older. If it has resumed an older one because the newest could not be read, that one stays
-for a while: perhaps the disk has failed only for a moment (`remove_older`).
+directory a run keeps its last two checkpoints, and removes older ones (`remove_older`).
 
-DAMAGE. A disk may change or lose what was written. A .pt file (checkpoint.py) is a zip archive with
-checksums, and each rank's says how many files there are. So before a run resumes, the ranks share
-the files out among them, read them all, and find out whether some are damaged or missing. If so,
-they try the next older checkpoint. (If none is left, or if --resume names the damaged one itself,
-the run ends.) A file that is there but cannot be read counts as damaged, too. A checkpoint without
-damage is called *sound*.
+DAMAGE. A disk may change or lose what was written. A .pt file is a zip archive with checksums, and
+each rank's says how many files there are. So before a run resumes, the ranks share the files out
+among them, read them all, and find out whether some are damaged or missing. A file that cannot be
+read counts as damaged. A checkpoint without damage is called *sound*. If one is not, the ranks try
+the next older one. If none is left, or if --resume names the damaged one, the run ends.
 
-A NETWORK DISK. What one rank has written, another may see only some seconds later. So when a run
+A NETWORK DISK. A rank may see only some seconds later what another has written. So when a run
 resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
-looks again for up to a minute. When it saves, rank 0 waits in the same way for the files of all
-ranks. If a file is not there then, the run ends: most likely the nodes do not share the directory.
+looks again for up to a minute. When a run saves, rank 0 waits in the same way for the files of all
+ranks. If a file does not come, the run ends: most likely the nodes do not share the directory.
 """
 
 import shutil
@@ -40,7 +37,7 @@ PATIENCE = 60.0  # seconds in which a rank looks again for files
 
 
 def wait_for(paths: list[Path]):
-    """Return when this rank sees all these files. Raises OSError if it does not within a minute."""
+    """Wait until this rank sees all these files. Raises OSError after a minute."""
     give_up = time.monotonic() + PATIENCE
     for path in paths:
         while not path.exists():
@@ -52,26 +49,24 @@ def wait_for(paths: list[Path]):
 def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
     """Give a checkpoint its name when all files are there. Raises OSError if one does not come."""
     wait_for([hidden / f"rank-{rank:05d}.pt" for rank in range(n_ranks)])
-    # A damaged one may be there: the run resumed from before it, and has come to this step again
+    # A damaged one may be there, if the run resumed from before it
     shutil.rmtree(folder, ignore_errors=True)
     hidden.rename(folder)
 
 
 def remove_older(folder: Path, previous: Path):
     """Remove the checkpoints beside `folder` that are older than `previous`. If `previous` is not
-    one of these (but another run's, or a copy with another name), none is known to be older: remove
-    nothing.
+    one of them, but another run's, or a copy with another name, remove nothing.
 
-    A checkpoint newer than `previous` may be one that counted as damaged. It may be sound, if only
-    a disk failed for a moment. So it stays until `previous` is newer, or until the run saves the
-    same step again (`name_checkpoint`). For example, a run that could not read step 100 has resumed
-    from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
+    A checkpoint newer than `previous` may be one that could not be read. It stays for a while:
+    perhaps the disk failed only for a moment. For example, a run that could not read step 100 has
+    resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
     """
     paths = checkpoints_of(folder.parent)  # newest first
     resolved = [path.resolve() for path in paths]
     if previous.resolve() in resolved:
         for path in paths[resolved.index(previous.resolve()) + 1 :]:
-            shutil.rmtree(path, ignore_errors=True)  # (it leaves a symbolic link as it is)
+            shutil.rmtree(path, ignore_errors=True)  # a symbolic link stays
 
 
 def remove_hidden(parent: Path):
@@ -89,7 +84,7 @@ def save_checkpoint(
 ):
     """Save a checkpoint in `folder`. A collective. Raises UserError if any rank cannot write.
 
-    `content`: as for `write_file`. `previous`: the checkpoint before, which this run has saved, or
+    `content`: as for `write_file`. `previous`: the checkpoint that this run has last saved, or
     resumed. It stays; older ones go (`remove_older`).
     """
     hidden = folder.with_name(f".{folder.name}")
@@ -112,26 +107,26 @@ def save_checkpoint(
 
 
 def checkpoints_of(parent: Path) -> list[Path]:
-    """The checkpoints in a directory, newest (the highest step) first. (A folder with another name,
-    such as a copy that a user keeps, is never removed, and is resumed only if --resume names it.)
+    """The checkpoints in a directory, newest (the highest step) first. A folder with another name,
+    such as a user's copy, is never removed, and is resumed only if --resume names it.
     """
     return sorted(parent.glob("step-" + "[0-9]" * 8), reverse=True)
 
 
 def candidates(where: Path, ranks: Ranks) -> list[Path]:
-    """The checkpoints to try, newest first. `where`: a run's directory, or one checkpoint. A
-    collective: all ranks return what rank 0 sees.
+    """The checkpoints to try, newest first, as rank 0 sees them. A collective. `where`: a run's
+    directory, or one checkpoint.
     """
     paths = [where] if files_of(where) else checkpoints_of(where / "checkpoints")
-    return ranks.gather(paths)[0]  # rank 0's, on all ranks
+    return ranks.gather(paths)[0]
 
 
 def find_sound(where: Path, ranks: Ranks) -> Path | None:
-    """The newest sound checkpoint; None if the run has none. `where`: a run's directory, or one
-    checkpoint.
+    """The newest sound checkpoint, the same on all ranks; None if there are no checkpoints.
+    `where`: a run's directory, or one checkpoint.
 
-    A collective: all ranks return the same. Reports damaged ones. Raises UserError if there are
-    checkpoints, but none is sound; or if a rank does not see rank 0's files, which is no damage.
+    A collective. Reports damaged ones. Raises UserError if there are checkpoints, but none is
+    sound; or if a rank does not see rank 0's files.
     """
     folders = candidates(where, ranks)
     for folder in folders:
@@ -156,11 +151,11 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
 
 
 def problem_of(paths: list[Path], ranks: Ranks) -> str:
-    """What is wrong with the first bad file of this rank's share, or "". (Each rank checks some of
-    a checkpoint's files.)
+    """Check this rank's share of a checkpoint's files. Returns what is wrong with the first bad
+    one, or "".
     """
     if not paths:
-        return "it is empty"  # a folder with the name of a checkpoint, and without files
+        return "it is empty"  # a folder without files
     for number in range(ranks.rank, len(paths), ranks.world):
         path = paths[number]
         try:

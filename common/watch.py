@@ -2,8 +2,7 @@
 takes longer than --timeout, the process ends at once.
 
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks finish the step, save
-a checkpoint, and exit with status 0. (If the signal comes while a checkpoint is being saved, they
-finish the next step, too.)
+a checkpoint, and exit with status 0.
 
     sent to a rank               what happens
     the first signal             all ranks save, and end
@@ -18,15 +17,14 @@ finish the next step, too.)
     SIGUSR1                      passes it on with --signals-to-handle
                                  SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1. Without this flag the signal
                                  kills torchrun, and the ranks go on
-    SIGHUP (the terminal is      passes it on: the ranks end without saving. (tmux helps; nohup does
-    closed)                      not, because torchrun handles the signal itself)
+    SIGHUP (the terminal is      passes it on: the ranks end without saving. tmux prevents it, nohup
+    closed)                      does not
 
-After a signal that it passes on, torchrun waits up to 30 seconds, or its --shutdown-timeout, for
-the ranks to save and end, and kills those that have not. Then it ends with a SignalException and
-status 1, even if all ranks have ended well.
+When torchrun has passed a signal on, it waits up to 30 seconds, or its --shutdown-timeout, for the
+ranks to end, and kills those that have not. Then it ends with a SignalException and status 1, even
+if all ranks have ended well.
 
-If a rank has failed, torchrun sends SIGTERM to the others. Nothing can be saved then: they wait for
-that rank until gloo raises an error, or torchrun kills them.
+If a rank has failed, torchrun sends SIGTERM to the others, but without that rank they cannot save.
 """
 
 import faulthandler
@@ -46,12 +44,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 
 class Signals:
-    """In this context the first Ctrl-C, SIGTERM or SIGUSR1 is only noted, so that the run can
+    """A context in which the first Ctrl-C, SIGTERM or SIGUSR1 is only noted, so that the run can
     save.
     """
 
     def __init__(self):
-        self.first: int | None = None  # the number of the first one that has come
+        self.first: int | None = None  # number of the first signal
         self.old_handlers: dict = {}
 
     def __enter__(self) -> "Signals":
@@ -64,42 +62,40 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: Any):
-        """Do what the first table above says. (Without an earlier Ctrl-C, SIGTERM never ends a rank
-        at once: torchrun sends it when a hang has ended another rank, and this one must live on for
-        a moment, to print its own stacks.)
+        """Note the first signal, or act on a later one, as the first table above says.
 
-        Python runs a handler only between its own instructions. So if a rank waits in C code, as in
-        a collective, a signal waits, too, until the collective returns. If it never does, torchrun
-        kills the rank, or --timeout ends it.
+        Without an earlier Ctrl-C, SIGTERM never ends a rank at once: torchrun sends it when a hang
+        has ended another rank, and this one must live on to print its own stacks.
+
+        Python runs a handler only between its own instructions. So while a rank waits in C code, as
+        in a collective, a signal waits, too.
         """
         if self.first is None:
             self.first = number
             return
         term_after_ctrl_c = number == signal.SIGTERM and self.first == signal.SIGINT
         if number == signal.SIGINT or term_after_ctrl_c:
-            # 128 + SIGINT, as shells do. (A normal exit could wait for the other ranks)
+            # 128 + SIGINT, as shells do. A normal exit could wait for the other ranks
             os._exit(130)
 
 
 class HangWatch:
-    """If a step takes longer than `seconds` (0: no limit), print the stacks of this rank (which
-    function each thread is in, and its callers), and end its process.
+    """If a step takes longer than `seconds` (0: no limit), print the stacks of this rank's threads,
+    and end its process.
 
-    If one rank is stuck, the others soon wait for it in a collective, and all print their stacks at
-    about the same time. (Over gloo, some may print instead that they have lost the connection to a
-    rank that has ended.) The rank whose stack differs is usually the one that the others wait for.
-    On GPUs a stack often shows only that Python waits for the GPU. So each rank also writes
-    PyTorch's record of its last NCCL collectives, OUT/nccl-RANK: `torchfrtrace --prefix nccl- OUT`,
-    which comes with PyTorch, says in which collective each rank is.
+    If one rank is stuck, the others soon wait for it in a collective, and usually print their
+    stacks at about the same time. The rank whose stack differs is most likely the stuck one. On
+    GPUs a stack often shows only that Python waits for the GPU. So each rank also writes PyTorch's
+    record of its last NCCL collectives, OUT/nccl-RANK: `torchfrtrace --prefix nccl- OUT`, which
+    comes with PyTorch, says in which collective each rank is.
 
-    Only steps are timed, with a compilation in the first one, but neither the start nor saving.
-    PyTorch itself ends a process that waits in one collective of NCCL for 10 minutes; a collective
-    of gloo raises an error after 30 minutes. The default of --timeout, also 10 minutes, comes
-    first, because it counts from the start of the step. A larger --timeout does not change
-    PyTorch's own limits.
+    Only steps are timed, not the start or saving. PyTorch has limits of its own for a wait in one
+    collective: 10 minutes with NCCL, 30 with gloo. --timeout, by default also 10 minutes, comes
+    first, because it counts from the start of the step. A larger one does not change PyTorch's
+    limits.
 
-    (Unlike a handler of signals, the timer runs while the main thread waits in a collective: it is
-    another thread of Python, and PyTorch's collectives release the GIL.)
+    The timer is a thread of its own. It also runs while the main thread waits in a collective,
+    which releases the GIL.
     """
 
     def __init__(self, seconds: float, out: Path):
