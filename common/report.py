@@ -113,20 +113,21 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 # --- Lines of text --------------------------------------------------------------------------------
 
 
-def introduction(device: str, mesh: Mesh, rows: dict[str, Row], parts: dict[str, Any]) -> str:
+def introduction(
+    device: str, data: str, mesh: Mesh, rows: dict[str, Row], model: nn.Module, optimizer: Any
+) -> str:
     """What rank 0 prints before the first step: devices, mesh and data; with several ranks, the
     table of parameters; how many parameters the model has, and how many of them rank 0 computes
-    with and updates. `parts`: as `Run.steps` gets them.
+    with and updates. `data`: a line about them.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
-    model = parts["model"]
     dtype = next(model.parameters()).dtype
-    lines = [f"device: {mesh.world} x {device}, {dtype}; mesh: {sizes}", parts["data"].summary]
+    lines = [f"device: {mesh.world} x {device}, {dtype}; mesh: {sizes}", data]
     if mesh.world > 1:
         lines.append(parameter_table(rows))
     total = sum(math.prod(row.whole) for row in rows.values())
     own = sum(param.numel() for param in model.parameters())
-    updated = sum(master.numel() for master in parts["optimizer"].masters.values())
+    updated = sum(master.numel() for master in optimizer.masters.values())
     own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
     lines.append(f"parameters: {total:,}; {own_part}")
     return "\n".join(lines)

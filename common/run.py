@@ -41,9 +41,11 @@ from tqdm import tqdm
 from common import UserError
 from common.checkpoint import Checkpoint, pieces_of
 from common.comm import Mesh
+from common.data import Data
 from common.device import DTYPES
 from common.flags import flag
 from common.meter import Meter, flops_per_token
+from common.model import Decoder
 from common.profiling import check_profile, make_profiler
 from common.ranks import Ranks
 from common.report import (
@@ -99,7 +101,6 @@ class Run:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         # For config.json and checkpoints; the number of ranks is no flag
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
-        self.parts: dict[str, Any] = {}  # model, optimizer and so on: see `steps`
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
         self.training = False  # whether `set_up` is done: launch.py's `main` asks
@@ -108,7 +109,6 @@ class Run:
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
         # Declared here, set by `set_up`:
-        self.mesh: Mesh
         self.ranks: Ranks
         self.meter: Meter
         self.bar: tqdm
@@ -125,7 +125,9 @@ class Run:
 
     # The loop
 
-    def steps(self, **parts: Any) -> Iterator[int]:
+    def steps(
+        self, model: Decoder, optimizer: Any, data: Data, mesh: Mesh | None = None, **others: Any
+    ) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
         caller's loop runs. Besides yielding, it
 
@@ -136,10 +138,14 @@ class Run:
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves a checkpoint, and ends
 
-        `parts`, by name: model, optimizer and data; from step 2 on also mesh, and sync, which `Run`
-        does not use. Raises UserError.
+        `mesh`: from step 2 on. `others`, such as the sync, are kept for subclasses. Raises
+        UserError.
         """
-        self.parts = parts
+        self.model = model
+        self.optimizer = optimizer
+        self.data = data
+        self.mesh = mesh or Mesh(dp=1)
+        self.others = others
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
@@ -173,7 +179,7 @@ class Run:
         if wrong:
             name = wrong[0]
             what = name.replace("_", " ")
-            where = where_not_finite(self.parts["optimizer"].gradients(), self.ranks)
+            where = where_not_finite(self.optimizer.gradients(), self.ranks)
             raise UserError(
                 f"step {step + 1}: the {what} is {numbers[name]}: lower --lr. (If a run "
                 "on one rank trains well with the same flags, it may be a bug in the sharding. Not "
@@ -209,22 +215,23 @@ class Run:
         """
         if self.world > 1 and not torch.distributed.is_initialized():  # step 1 never joins ranks
             raise UserError("--nproc_per_node: this script trains on one device: use step 2")
-        self.mesh = self.parts.get("mesh") or Mesh(dp=1)
         self.ranks = Ranks()
-        self.fingerprint = self.parts["data"].fingerprint()
+        self.fingerprint = self.data.fingerprint()
         self.ranks.require_same(
             self.fingerprint, "--dataset: the fingerprints of its tokens differ"
         )
-        dtype = next(self.parts["model"].parameters()).dtype
+        dtype = next(self.model.parameters()).dtype
         # --dtype auto may choose differently on different GPUs
         self.ranks.require_same(dtype, "--dtype: the ranks have different ones, so choose one")
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
         begin_files(self.out, self.flags, self.history, self.ranks)
-        rows = gather_rows(self.parts["model"], self.mesh, self.ranks)
+        rows = gather_rows(self.model, self.mesh, self.ranks)
         self.meter = self.make_meter(rows)
-        self.say(introduction(self.meter.device_name, self.mesh, rows, self.parts))
+        device = self.meter.device_name
+        summary = self.data.summary
+        self.say(introduction(device, summary, self.mesh, rows, self.model, self.optimizer))
         self.take_sent()  # metrics.jsonl does not count what the start has sent
         self.bar = tqdm(
             initial=done, total=self.config.steps, unit="step", disable=not self.is_rank_0
@@ -233,11 +240,10 @@ class Run:
 
     def make_meter(self, rows: dict[str, Row]) -> Meter:
         """The meter of this run. `rows`: of all parameters of the model (report.py)."""
-        model = self.parts["model"]
         # Step 7's flag; in other steps a token visits the one MLP
         top_k = getattr(self.config, "experts_per_token", 1)
-        flops = flops_per_token(rows, model.config, top_k)
-        param = next(model.parameters())
+        flops = flops_per_token(rows, self.model.config, top_k)
+        param = next(self.model.parameters())
         return Meter(param.device, param.dtype, flops, self.world)
 
     def restore(self) -> int:
@@ -251,7 +257,7 @@ class Run:
         self.last_checkpoint = folder
         saved = Checkpoint(folder)
         check_flags(saved, self.flags, self.fingerprint)
-        saved.restore(self.parts["model"], self.parts["optimizer"])
+        saved.restore(self.model, self.optimizer)
         self.history = saved.about["history"]
         done = saved.about["step"]
         self.say(f"resuming from {folder}: {done} of {self.config.steps} steps are done")
@@ -274,7 +280,7 @@ class Run:
     def save(self, done: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
         folder = self.out / f"checkpoints/step-{done:08d}"
-        pieces = pieces_of(self.parts["model"], self.parts["optimizer"])
+        pieces = pieces_of(self.model, self.optimizer)
         save_checkpoint(folder, self.content(done), pieces, self.ranks, self.last_checkpoint)
         self.last_checkpoint = folder
 

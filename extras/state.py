@@ -26,7 +26,7 @@ class StatefulRun(Run):
     def content(self, done: int) -> dict[str, Any]:
         """As `Run.content`, with the state of the parts that have some."""
         state = {}
-        for name, part in self.parts.items():
+        for name, part in self.others.items():
             if hasattr(part, "state"):
                 state[name] = part.state()
         return super().content(done) | dict(state=state)
@@ -42,10 +42,10 @@ class StatefulRun(Run):
         before = saved["flags"]
         changed = [name for name in KEEP if before.get(name) != self.flags.get(name)]
         for part, state in saved.get("state", {}).items():
-            if part not in self.parts:
+            if part not in self.others:
                 raise UserError(f"--resume {folder}: this script has no {part}, whose state it has")
             if changed:
                 flag = "the number of ranks" if "ranks" in changed else spelled(changed[0])
                 raise UserError(f"--resume {folder}: for the state of {part}, keep {flag}")
-            self.parts[part].load_state(state)
+            self.others[part].load_state(state)
         return done

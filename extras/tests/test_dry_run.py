@@ -54,7 +54,7 @@ def train_real(step: str, flags: dict, out: str) -> tuple[int, dict[str, int]]:
     with like_nccl, Live() as live, WatchedRun(config) as run:
         run.live = live
         module.train(config, run)
-        batch = run.parts["data"].batch(0)
+        batch = run.data.batch(0)
     tokens = sum(tensor.nbytes for tensor in batch)  # numpy's memory, which `Live` does not see
     return run.held + tokens, run.history[1]["sent"]
 
