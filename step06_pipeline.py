@@ -208,84 +208,6 @@ class Stage:
         return x.grad  # None for tokens
 
 
-def dtype_of(model: Decoder) -> torch.dtype:
-    """The dtype of the weights, and of x."""
-    return next(model.parameters()).dtype
-
-
-# The embedding; if it is tied, also the head
-TIED = "model.embed_tokens.weight"
-
-
-def keep_layers(model: Decoder, kept: set[int]):
-    """Keep the layers with these numbers, under their names in the whole model, and delete others.
-
-    A rank with layer 0 also keeps the embedding, a rank with the last layer the final norm and the
-    head. Elsewhere these become None. If layer 0 and the last one are on two ranks, both keep a
-    tied embedding, whose record says stage_copies=2.
-    """
-    trunk = model.model
-    n_layers = model.config.n_layers
-    tied = model.config.tied
-    has_first = 0 in kept
-    has_last = n_layers - 1 in kept
-    for layer in range(n_layers):
-        if layer not in kept:
-            del trunk.layers[str(layer)]
-    # The other end is on another rank: global_norm counts the two copies as one
-    if tied and has_first != has_last:
-        note_record(trunk.embed_tokens.weight, stage_copies=2)
-    needs_embedding = has_first or (tied and has_last)
-    if not needs_embedding:
-        trunk.embed_tokens = None
-    if not has_last:
-        trunk.norm = None
-        model.lm_head = None
-
-
-def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
-    """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
-    their terms. a + b and b + a have the same bits, so the two copies stay equal.
-
-    Under ZeRO each has a shard, with the same elements: the matrix is a unit of its own (step 3).
-    """
-    # This rank does not have the matrix, or it has the only one
-    if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
-        return
-    other_end = group.size - 1 - group.rank
-    other_term = torch.empty_like(gradients[TIED])
-    if other_term.numel():  # under ZeRO a shard may be empty
-        exchange([(gradients[TIED], other_end)], [(other_term, other_end)], group).wait()
-    gradients[TIED].add_(other_term)
-
-
-def first_contact(group: Group, device: torch.device):
-    """All-reduce once, so that NCCL connects all ranks of the group. If a group's first call were
-    `exchange` (batch_isend_irecv), all its ranks would have to take part, but a schedule's first
-    message is between two.
-    """
-    all_reduce(torch.zeros(1, device=device), group).wait()
-
-
-def empty_x(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
-    """Memory for the x or dy of a micro-batch with these tokens, int64 [batch, seq]: [batch, seq /
-    sp_ranks, dim].
-    """
-    batch, seq = tokens.shape
-    shape = batch, seq // sp_ranks, model.config.dim
-    return torch.empty(shape, dtype=dtype_of(model), device=tokens.device)
-
-
-def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
-    """The layers of a stage. All stages have equally many, or some have one more. Raises UserError
-    if there are fewer layers than stages.
-    """
-    if n_layers < n_stages:
-        advice = "lower --pp; or, with --schedule interleaved, --chunks"
-        raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: {advice}")
-    return range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
-
-
 class Pipeline:
     """A pipeline with one stage on each rank. A subclass has `execute`, its schedule as a loop.
     Loops communicate by the six methods below, with Megatron-LM's names, which call `send_receive`.
@@ -356,7 +278,7 @@ class Pipeline:
         if send is not None:
             sends.append((send, peer))
         if receive_for is not None:
-            received = empty_x(self.stage.tokens[receive_for], self.model, self.sp_ranks)
+            received = empty_message(self.stage.tokens[receive_for], self.model, self.sp_ranks)
             receives.append((received, peer))
         exchange(sends, receives, self.group).wait()
         return received
@@ -410,6 +332,84 @@ class OneForwardOneBackward(Pipeline):
             dy = self.recv_backward(i)
             dx = self.stage.backward(i, dy)
             self.send_backward(dx)
+
+
+def first_contact(group: Group, device: torch.device):
+    """All-reduce once, so that NCCL connects all ranks of the group. If a group's first call were
+    `exchange` (batch_isend_irecv), all its ranks would have to take part, but a schedule's first
+    message is between two.
+    """
+    all_reduce(torch.zeros(1, device=device), group).wait()
+
+
+def empty_message(tokens: Tensor, model: Decoder, sp_ranks: int) -> Tensor:
+    """Memory for the x or dy of a micro-batch with these tokens, int64 [batch, seq]: [batch, seq /
+    sp_ranks, dim].
+    """
+    batch, seq = tokens.shape
+    shape = batch, seq // sp_ranks, model.config.dim
+    return torch.empty(shape, dtype=dtype_of(model), device=tokens.device)
+
+
+def layers_of_stage(number: int, n_stages: int, n_layers: int) -> range:
+    """The layers of a stage. All stages have equally many, or some have one more. Raises UserError
+    if there are fewer layers than stages.
+    """
+    if n_layers < n_stages:
+        advice = "lower --pp; or, with --schedule interleaved, --chunks"
+        raise UserError(f"--pp: {n_layers} layers for {n_stages} stages: {advice}")
+    return range(n_layers * number // n_stages, n_layers * (number + 1) // n_stages)
+
+
+def dtype_of(model: Decoder) -> torch.dtype:
+    """The dtype of the weights, and of x."""
+    return next(model.parameters()).dtype
+
+
+# The embedding; if it is tied, also the head
+TIED = "model.embed_tokens.weight"
+
+
+def keep_layers(model: Decoder, kept: set[int]):
+    """Keep the layers with these numbers, under their names in the whole model, and delete others.
+
+    A rank with layer 0 also keeps the embedding, a rank with the last layer the final norm and the
+    head. Elsewhere these become None. If layer 0 and the last one are on two ranks, both keep a
+    tied embedding, whose record says stage_copies=2.
+    """
+    trunk = model.model
+    n_layers = model.config.n_layers
+    tied = model.config.tied
+    has_first = 0 in kept
+    has_last = n_layers - 1 in kept
+    for layer in range(n_layers):
+        if layer not in kept:
+            del trunk.layers[str(layer)]
+    # The other end is on another rank: global_norm counts the two copies as one
+    if tied and has_first != has_last:
+        note_record(trunk.embed_tokens.weight, stage_copies=2)
+    needs_embedding = has_first or (tied and has_last)
+    if not needs_embedding:
+        trunk.embed_tokens = None
+    if not has_last:
+        trunk.norm = None
+        model.lm_head = None
+
+
+def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
+    """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
+    their terms. a + b and b + a have the same bits, so the two copies stay equal.
+
+    Under ZeRO each has a shard, with the same elements: the matrix is a unit of its own (step 3).
+    """
+    # This rank does not have the matrix, or it has the only one
+    if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
+        return
+    other_end = group.size - 1 - group.rank
+    other_term = torch.empty_like(gradients[TIED])
+    if other_term.numel():  # under ZeRO a shard may be empty
+        exchange([(gradients[TIED], other_end)], [(other_term, other_end)], group).wait()
+    gradients[TIED].add_(other_term)
 
 
 # --schedule -> (config, model, mesh, positions) -> pipeline. The second part adds "interleaved"
@@ -577,7 +577,8 @@ class ListPipeline:
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
             if verb == "receive":
-                inputs[action] = empty_x(self.tokens[action.micro_batch], self.model, self.sp_ranks)
+                tokens = self.tokens[action.micro_batch]
+                inputs[action] = empty_message(tokens, self.model, self.sp_ranks)
                 receiving[action] = exchange([], [(inputs[action], peer)], self.group)
             elif verb == "send":  # what `action`, of the peer, will use
                 if peer in sending:

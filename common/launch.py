@@ -153,32 +153,40 @@ SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 def check_environment():
     """Raise UserError if environment variables show that this launch cannot work, or was most
-    likely not meant:
-
-    - some of RANK, LOCAL_RANK and WORLD_SIZE are set, perhaps left over in the shell, but not all
-      of NEEDED;
-    - another launcher than torchrun seems to have started several processes: each would train
-      alone, and all would write to the same directory;
-    - torchrun has --max-restarts, and restarted ranks would use the old store.
+    likely not meant.
     """
-    present = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    if os.environ.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+        check_torchrun()
+    else:
+        check_other_launchers()
+
+
+def check_torchrun():
+    """Raise UserError if only some of NEEDED are set, perhaps left over in the shell; or if
+    torchrun would start failed ranks again in vain.
+    """
+    present = sorted(NEEDED & os.environ.keys())
     missing = sorted(NEEDED - os.environ.keys())
-    if present and missing:
+    if missing:
         names = " ".join(present)
         raise UserError(
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
-    if present:
-        # With --max-restarts, torchrun starts all ranks again if one fails. By default they cannot
-        # connect: torchrun's own key-value store still has the old ranks' addresses. The second
-        # variable is "False" if each start makes a new store, as with the cure below
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
-            raise UserError(
-                f"--max-restarts {restarts}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before "
-                "torchrun, and use --standalone (one node) or --rdzv-backend c10d"
-            )
-        return
+    # With --max-restarts, torchrun starts all ranks again if one fails. By default they cannot
+    # connect: torchrun's own key-value store still has the old ranks' addresses. The second
+    # variable is "False" if each start makes a new store, as with the cure below
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        raise UserError(
+            f"--max-restarts {restarts}: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before "
+            "torchrun, and use --standalone (one node) or --rdzv-backend c10d"
+        )
+
+
+def check_other_launchers():
+    """Raise UserError if another launcher seems to have started several processes: each would train
+    alone, and all would write to the same directory.
+    """
     for name in SET_BY_OTHERS:
         n = os.environ.get(name)
         if n not in (None, "1"):

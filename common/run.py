@@ -229,9 +229,16 @@ class Run:
         begin_files(self.out, self.flags, self.history, self.ranks)
         rows = gather_rows(self.model, self.mesh, self.ranks)
         self.meter = self.make_meter(rows)
-        device = self.meter.device_name
-        summary = self.data.summary
-        self.say(introduction(device, summary, self.mesh, rows, self.model, self.optimizer))
+        self.say(
+            introduction(
+                self.meter.device_name,
+                self.data.summary,
+                self.mesh,
+                rows,
+                self.model,
+                self.optimizer,
+            )
+        )
         self.take_sent()  # metrics.jsonl does not count what the start has sent
         self.bar = tqdm(
             initial=done, total=self.config.steps, unit="step", disable=not self.is_rank_0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.comm import exchange
 from extras.techniques.compressed_sync import from_int8, to_int8
-from step06_pipeline import SCHEDULES, OneForwardOneBackward, empty_x
+from step06_pipeline import SCHEDULES, OneForwardOneBackward, empty_message
 
 
 class Int8Pipeline(OneForwardOneBackward):
@@ -36,7 +36,7 @@ class Int8Pipeline(OneForwardOneBackward):
         if send is not None:
             sends.append((to_int8(send), peer))
         if receive_for is not None:
-            x = empty_x(self.stage.tokens[receive_for], self.model, self.sp_ranks)
+            x = empty_message(self.stage.tokens[receive_for], self.model, self.sp_ranks)
             message = x.new_empty(*x.shape[:2], x.shape[2] + 4, dtype=torch.int8)
             receives.append((message, peer))
         exchange(sends, receives, self.group).wait()

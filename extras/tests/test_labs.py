@@ -240,7 +240,7 @@ for k in range(m + ahead):
     if k < ahead:
         receives = []
         if following is not None and self.group.rank > 0:
-            x = empty_x(self.stage.tokens[following], self.model, self.sp_ranks)
+            x = empty_message(self.stage.tokens[following], self.model, self.sp_ranks)
             receives.append((x, self.group.rank - 1))
         exchange([(y, self.group.rank + 1)], receives, self.group).wait()
     else:
