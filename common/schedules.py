@@ -234,19 +234,6 @@ def add_messages(
 
     Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2, and the lower rank comes first. So rank
     1 begins to receive F1.1, the output of F1.0, before it computes F0.1.
-
-    Why there is no deadlock. Number actions and messages in the order in which the loop meets them;
-    a send and its receive are one message, with one number.
-
-        1. In each program the numbers increase.
-        2. Rank a's sends to b, and b's receives from a, come in the same order, by 1. Messages
-           arrive in the order of their sends, so each meets its own receive.
-        3. What an action or a message needs has a smaller number: the action that made its input
-           ended earlier (all costs are above 0), and its message was numbered right after that.
-
-    Suppose that some ranks wait for ever, and take the smallest number that is not done. Each rank
-    that takes part in it has done what comes earlier in its program (1.), and what it needs is
-    done, too (3.). So it can go on: a contradiction.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, rank_of_stage, costs):
@@ -259,6 +246,20 @@ def add_messages(
             programs[span.rank].append(Instruction("send", next_action, peer))
             programs[peer].append(Instruction("receive", next_action, span.rank))
     return programs
+
+
+# Why there is no deadlock. Number actions and messages in the order in which the loop meets them;
+# a send and its receive are one message, with one number.
+#
+#     1. In each program the numbers increase.
+#     2. Rank a's sends to b, and b's receives from a, come in the same order, by 1. Messages
+#        arrive in the order of their sends, so each meets its own receive.
+#     3. What an action or a message needs has a smaller number: the action that made its input
+#        ended earlier (all costs are above 0), and its message was numbered right after that.
+#
+# Suppose that some ranks wait for ever, and take the smallest number that is not done. Each rank
+# that takes part in it has done what comes earlier in its program (1.), and what it needs is
+# done, too (3.). So it can go on: a contradiction.
 
 
 # --- Drawing --------------------------------------------------------------------------------------

@@ -132,10 +132,10 @@ def matrices_of(param: nn.Parameter, span: tuple[int, int], mesh: Any) -> list[M
         padded_shape[shard.dim] *= mesh[shard.over].size
     row, column = (start for start, _ in place.box[-2:])  # where this rank's shard begins
     first_expert = place.box[0][0] if param.dim() == 3 else 0
-    scale = 0.2 * max(place.whole[-2:]) ** 0.5
+    scale = 0.2 * max(place.full_shape[-2:]) ** 0.5
     size = param.shape[-2:].numel()
     matrices = []
-    for number in range(math.prod(place.whole[:-2])):
+    for number in range(math.prod(place.full_shape[:-2])):
         offset = (number - first_expert) * size  # of this matrix in the flattened `param`
         first, last = (min(max(end - offset, 0), size) for end in span)
         part = Part(row, column, param.shape[-1], first, last)
