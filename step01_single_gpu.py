@@ -67,9 +67,9 @@ add), and 4 in backward (2 for the gradient of the input, 2 for that of the weig
 attention a token attends to about seq/2 tokens on average, so that one matrix product costs it
 2 x dim x seq/2 = seq x dim. There are seven such products:
 
-    forward 2     scores S = q k^T, output o = P v
-    backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k, dk = dS^T q
-                  (P = softmax(S / sqrt(head_dim)); do, dP, ... are the gradients of o, P, ...)
+    forward 2     scores S = q k^T / sqrt(d), output o = P v, where P = softmax(S), d = head_dim
+    backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k / sqrt(d),
+                  dk = dS^T q / sqrt(d)    (do, dP, ... are the gradients of o, P, ...)
 
 Of tiny's 804,224 parameters, the embedding's 257 x 128 are only looked up, and 9 x 128 belong to
 nine RMSNorms. This leaves 770,176 weights in matrices:

@@ -43,8 +43,8 @@ Rank 1, for example, works on these pairs (chunk of queries, chunk of keys):
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-In hop 0 our code computes all four cells and masks about half. So this hop takes the time of 8
-units.
+Our code computes the cells of a rank's own keys whole, and masks about half of them. So it takes
+the time of 32 units in order, on rank 3, and of 20 in zigzag, of which 8 are hop 0.
 
 THE SOFTMAX needs all keys, but in one hop a rank uses only some of them, a *part*. For each part it
 computes the output o of attention to these keys alone, and lse = log sum exp(scores). Then it
@@ -53,12 +53,12 @@ example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 
-BACKWARD. Forward keeps only the rank's own k and v, to save memory. So k and v go round the ring a
-second time, and dkv, the sum so far of their gradient, travels behind them:
+BACKWARD. Of all k and v, forward keeps only the rank's own, to save memory. So k and v go round the
+ring a second time, and dkv, the sum so far of their gradient, travels behind them:
 
-    kv     is sent on when the hop begins, and arrives by its end               n-1 times
-    dkv    is sent on when this rank's own term has been added to it, at the    n times: the last
-           end of the hop, and travels during the next one                      brings it home
+    kv     n-1 messages    sent on when a hop begins; it arrives by the hop's end
+    dkv    n messages      sent on at the end of a hop, when this rank's term is in it; it travels
+                           during the next hop. The last message brings it home
 
 What 3 ranks have at the end of each hop (kv2 is the k and v of rank 2, and dkv2 {2 0} the sum of
 the terms of ranks 2 and 0):
@@ -92,12 +92,13 @@ For tiny in fp32 on 4 ranks:
     forward and backward       3 B + 3 B + 4 G = 1,310,720 bytes
 
 Can computation hide these messages? A forward hop sends B during two matrix products, a backward
-hop B + G during five. A hop's bytes grow like s/n, the tokens on a rank, and its FLOPs like their
-square. So with enough tokens all messages can hide but the last dkv, which no computation follows.
+hop at most B + G during five. A hop's bytes grow like s/n, the tokens on a rank, and its FLOPs like
+their square. So with enough tokens all messages can hide but the last dkv, which no computation
+follows.
 
 `part_attention` stores all scores of a part. With 8,192 tokens on a rank and 32 heads, one sequence
-in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for each copy. Long sequences need a fused kernel (README,
-"Around the course").
+in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for the scores, and again for their exponentials. Long
+sequences need a fused kernel (README, "Around the course").
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -270,7 +271,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     part_lse = log 1. Then part_o has the share e^part_lse / (e^lse + e^part_lse) = 1 / (3 + 1) =
     0.25, which is also sigmoid(part_lse - lse). So o becomes 10 + 0.25 (2 - 10) = 8, and lse log 4.
     """
-    share = torch.sigmoid(part_lse - lse)[..., None]  # never nan: our own keys come first
+    share = torch.sigmoid(part_lse - lse)[..., None]  # 1 in hop 0, where lse is -inf
     o.lerp_(part_o, share)  # o + share (part_o - o)
     lse.copy_(torch.logaddexp(lse, part_lse))
 
@@ -362,7 +363,9 @@ class RingAttention(torch.autograd.Function):
                     causal,
                 )
                 dq[:, :, queries] += part_dq
-            arriving.wait()  # from the left rank: the source's dkv, with the terms of earlier ranks
+            # From the left rank: the source's dkv, with the terms of earlier ranks. It travelled
+            # during `part_gradients`
+            arriving.wait()
             if seen is not None:
                 dk, dv = dkv  # views
                 dk[:, :, keys] += part_dk

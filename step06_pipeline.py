@@ -19,9 +19,10 @@ its backward, twice the work. A dot is idle time:
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-In 1F1B, rank r of p first does p-1-r forwards, one for each later rank: the *warm-up* (on rank 0
-above, 0 1 2). In the *steady* part it does one forward and one backward in turn (3 aa, 4 bb, 5 cc).
-The *cool-down* is the remaining backwards (dd ee ff).
+In 1F1B, before its first backward, rank r of p does p-r forwards, one for each rank that
+micro-batch 0 still has to pass, itself included. All but the last of them are the *warm-up* (on
+rank 0 above, 0 1 2). In the *steady* part the rank does one forward and one backward in turn (3 aa,
+4 bb, 5 cc). The *cool-down* is the remaining backwards (dd ee ff).
 
 THE BUBBLE. In both schedules, if all p stages take equally long, each rank is idle for as long as
 p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work. With m micro-batches this is
@@ -64,11 +65,13 @@ forward to the backward:
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-In place of y, `Stage` keeps only a handle of its graph.
+Backward needs y's graph, but not its numbers. So in place of y, `Stage` keeps the graph's last
+*edge*, PyTorch's handle for where backward begins.
 
 THE LAW, with one stage on each rank and untied embeddings. For each micro-batch the first rank
 sends a y over pp, the last a dx, and the others both. Once in a training step every rank also takes
-part in an all-reduce of the loss (in fp32 4 bytes). For tiny in fp32, pp 4 and 8 micro-batches:
+part in an all-reduce of the loss (in bf16 and fp32 4 bytes). For tiny in fp32, pp 4 and 8
+micro-batches:
 
     a y or dx            4 (sequences) x 256 (tokens) x 128 (dim) x 4 bytes = 524,288
     the all-reduce       2 x 3/4 x 4 = 6
@@ -78,8 +81,8 @@ Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step06_pipeline
 `python -m common.schedules 4 6 1` (ranks, micro-batches, stages on each rank) draws the two
-schedules above. `python -m common.schedules 4 8 2` draws them for 8 micro-batches, and a third one,
-with 2 stages on each rank, from the second part, after `train`.
+schedules above. `python -m common.schedules 4 8 2` draws them for 8 micro-batches, and below them
+`interleaved`, with 2 stages on each rank, which the second part of this file explains.
 
 PyTorch's own way, in torch.distributed.pipelining:
 
@@ -89,8 +92,9 @@ PyTorch's own way, in torch.distributed.pipelining:
     schedule.step()             on those between
     schedule.step(target=y)     on the last
 
-`loss` is the summed loss, divided by the number of targets. With scale_grads=False, gradients are
-not divided by m as well. ScheduleGPipe is AFAB; there is also ScheduleInterleaved1F1B.
+loss(output, y) is the summed loss, divided by the number of targets in the global batch. By
+default, gradients would be divided by m, too: hence scale_grads=False. ScheduleGPipe is AFAB; there
+is also ScheduleInterleaved1F1B.
 
 Try this: in `OneForwardOneBackward.execute`, replace `self.group.size - 1 - self.group.rank` by
 `self.group.size - self.group.rank`, one more. The losses stay right, but a rank holds one
@@ -156,8 +160,8 @@ class Stage:
         self.graphs: dict[int, tuple] = {}  # micro-batch -> (x, the edge that stands for y)
 
     def begin(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor):
-        """Begin a training step, with the tokens and targets of its micro-batches, int64 [batch,
-        seq], and the number of targets in the global batch.
+        """Begin a training step: note the tokens and targets of its micro-batches, int64 [batch,
+        seq], and the number of targets in the global batch, and start the `loss` at 0.
         """
         self.tokens = tokens
         self.targets = targets
@@ -285,7 +289,7 @@ class Pipeline:
 
 
 class AllForwardAllBackward(Pipeline):
-    """AFAB. GPipe (Huang et al. 2019) has the backwards in reverse order."""
+    """AFAB. (In the paper on GPipe, Huang et al. 2019, the backwards come in reverse order.)"""
 
     def execute(self):
         """All forwards, then all backwards in the same order."""
@@ -366,8 +370,8 @@ def dtype_of(model: Decoder) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-# The embedding; if it is tied, also the head
-TIED = "model.embed_tokens.weight"
+# If it is tied, also the head
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def keep_layers(model: Decoder, kept: set[int]):
@@ -403,13 +407,13 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
     Under ZeRO each has a shard, with the same elements: the matrix is a unit of its own (step 3).
     """
     # This rank does not have the matrix, or it has the only one
-    if TIED not in gradients or record_of(model.get_parameter(TIED)).stage_copies == 1:
+    if EMBEDDING not in gradients or record_of(model.get_parameter(EMBEDDING)).stage_copies == 1:
         return
     other_end = group.size - 1 - group.rank
-    other_term = torch.empty_like(gradients[TIED])
+    other_term = torch.empty_like(gradients[EMBEDDING])
     if other_term.numel():  # under ZeRO a shard may be empty
-        exchange([(gradients[TIED], other_end)], [(other_term, other_end)], group).wait()
-    gradients[TIED].add_(other_term)
+        exchange([(gradients[EMBEDDING], other_end)], [(other_term, other_end)], group).wait()
+    gradients[EMBEDDING].add_(other_term)
 
 
 # --schedule -> (config, model, mesh, positions) -> pipeline. The second part adds "interleaved"
@@ -517,7 +521,7 @@ def make_interleaved(
     return ListPipeline(config, model, mesh, positions, programs, rank_of_stage)
 
 
-SCHEDULES["interleaved"] = make_interleaved
+SCHEDULES["interleaved"] = make_interleaved  # --schedule has this dict, and so this value, too
 
 
 def count_micro_batches(config: Config, dp: Group) -> int:
@@ -572,7 +576,8 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous one to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        inputs: dict[Action, Tensor] = {}  # action to come -> its x or dy
+        # The x or dy of each action to come: of this rank, or of the peer to which it will be sent
+        inputs: dict[Action, Tensor] = {}
         receiving: dict[Action, Pending] = {}  # the message that fills it
         sending: dict[int, Pending] = {}  # peer -> the last message to it
         for verb, action, peer in self.program:
@@ -587,7 +592,8 @@ class ListPipeline:
             else:
                 if action in receiving:
                     receiving.pop(action).wait()
-                # None: the first stage has tokens, the last one's backward the loss
+                # None for a forward of the first stage, which has tokens, and for a backward of the
+                # last one, which has the loss
                 output = self.compute(action, inputs.pop(action, None))
                 next_action = consumer(action, self.n_stages)
                 if next_action is not None:

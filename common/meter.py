@@ -11,13 +11,13 @@ OF A TOKEN). Each token costs
 For tiny, 5,538,560 FLOPs a token (step 1) at 100,000 tokens a second are 0.55 TFLOP/s: on an H100,
 with a peak of 989, an MFU of 0.06 %.
 
-Others count attention differently, so compare an MFU only with one that is counted alike:
+Others count attention differently, so compare an MFU only with one that is counted alike. Attention
+has this share of a token's FLOPs in smollm-1.7b (1,711,276,032 weights in matrices; seq 2048, dim
+2048, 24 layers):
 
-                      attention's share of a token's FLOPs, smollm-1.7b (1,711,276,032 weights in
-                      matrices; seq 2048, dim 2048, 24 layers)
     7 x seq x dim     6.4 %     here: the causal half of 7 products. One of them, the scores in
-                                backward, is a repetition that every fused attention makes. (What
-                                --recompute repeats does not count.)
+                                backward, is a repetition: every fused attention makes it, so it
+                                counts. What --recompute repeats does not
     12 x seq x dim    10.5 %    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products
 """
 

@@ -7,7 +7,8 @@
 
 Look for these named ranges:
 
-    Optimizer.step#AdamW.step     the update
+    Optimizer.step#AdamW.step     AdamW on the masters. (After it the masters are rounded into the
+                                  weights, which ZeRO 1 and 2 gather)
     wait GROUP                    the rank waits for messages of this group: for gradients `wait
                                   dp`, from step 5 on `wait data`, for step 7's experts `wait
                                   expert_data`

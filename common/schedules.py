@@ -2,9 +2,10 @@
 lists are made, simulated, drawn, and given their messages.
 
 A schedule is a function of (p, m, v, rank) that returns the list of one rank: p ranks, m
-micro-batches, v stages on each rank. The three schedules differ in `warm_up`, the number of
-forwards before forwards and backwards alternate. Step 6 runs the lists of `interleaved`. It has
-AFAB and 1F1B as loops, with which tests compare the lists of `afab` and `one_f_one_b`.
+micro-batches, v stages on each rank. There are three. In `interleaved` v may be larger than 1, and
+step 6 runs its lists. In `afab` and `one_f_one_b` v is 1. Step 6 has these two as loops, with which
+tests compare the lists. All three are made by `order_with_warm_up`: they differ in the number of
+forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. A character is then
@@ -68,14 +69,14 @@ def order_with_warm_up(p: int, m: int, v: int, rank: int, warm_up: int) -> list[
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward: after the last forward, all m micro-batches are in flight. Unlike
-    GPipe (Huang et al. 2019), it has the backwards in the order of the forwards.
+    """All forward, all backward; v must be 1. After the last forward, all m micro-batches are in
+    flight. Unlike GPipe (Huang et al. 2019), it has the backwards in the order of the forwards.
     """
     return order_with_warm_up(p, m, v, rank, warm_up=m * v)  # all forwards
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B, v = 1: at most p - rank micro-batches are in flight on `rank`. (PipeDream-flush:
+    """1F1B; v must be 1. At most p - rank micro-batches are in flight on `rank`. (PipeDream-flush:
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".)
     """
     return order_with_warm_up(p, m, v, rank, warm_up=p - 1 - rank)
@@ -91,9 +92,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards, the next is the first one on this rank's last stage. 1F1B would add
-    # one forward for each later rank. Like Megatron-LM we add two, to have work while messages
-    # travel. The price is more forwards in flight: rank 0 of 2, with v = 2, has 5 instead of 4
+    # After (v-1) p forwards the first round has come to this rank's last stage. There 1F1B would
+    # begin, with a warm-up of one forward for each later rank. Like Megatron-LM we take two for
+    # each, to have work while messages travel. The price is more forwards in flight: rank 0 of 2,
+    # with v = 2, has 5 instead of 4
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -118,7 +120,7 @@ def producer(action: Action, n_stages: int) -> Action | None:
         B of the last stage       F of this stage, which ends with the loss
         B of another stage        B of the stage after
 
-    B of stage s also needs F of s, which has always ended: B of s+1 needs F of s+1, which needs F
+    B of stage s also needs F of s, which has ended by then: B of s+1 needs F of s+1, which needs F
     of s.
     """
     if action.kind == "F" and action.stage > 0:
@@ -133,10 +135,10 @@ def producer(action: Action, n_stages: int) -> Action | None:
 class Span(NamedTuple):
     """When an action runs, in the units of `costs`, and on which rank."""
 
-    end: float  # first, because spans are sorted by it, then by rank
     rank: int
-    start: float
     action: Action
+    start: float
+    end: float
 
 
 def simulate(
@@ -145,13 +147,14 @@ def simulate(
     costs: dict[str, float],
     message: float = 0,
 ) -> list[Span]:
-    """When each action of a schedule runs: spans, sorted by their ends. Each rank runs its list in
-    order, and starts an action as soon as the rank is free and the action's input is there.
+    """When each action of a schedule runs: spans, sorted by their ends, and of equal ends by rank.
+    Each rank runs its list in order, and starts an action as soon as the rank is free and the
+    action's input is there. Raises ValueError if no rank can go on.
 
-    `rank_of_stage`: the rank of each stage. `message`: the time of a message between two ranks.
+    `rank_of_stage`: the rank of each stage. `costs`: kind of action -> its time, above 0.
+    `message`: the time of a message between two ranks, which only tests and tools set.
 
-    Raises ValueError if no rank can go on: LISTS CAN DEADLOCK. An example, with one stage on each
-    rank, whose number is left out:
+    LISTS CAN DEADLOCK. For example, with one stage on each rank, whose number is left out:
 
         rank 0    F0 B0 F1 B1
         rank 1    F1 B1 F0 B0
@@ -163,7 +166,7 @@ def simulate(
     free_at = [0.0] * len(lists)  # when each rank is free again
     queues = [deque(actions) for actions in lists]
     spans = []
-    while any(queues):  # in each round every rank runs as far as it can
+    while any(queues):  # in each pass every rank runs as far as it can
         n_before = len(spans)
         for rank, queue in enumerate(queues):
             while queue:
@@ -180,10 +183,10 @@ def simulate(
                 queue.popleft()
                 ends[action] = start + costs[action.kind]
                 free_at[rank] = ends[action]
-                spans.append(Span(ends[action], rank, start, action))
+                spans.append(Span(rank, action, start, ends[action]))
         if len(spans) == n_before:
             raise ValueError(f"these wait for ever: {[queue[0] for queue in queues if queue]}")
-    return sorted(spans)
+    return sorted(spans, key=lambda span: (span.end, span.rank))
 
 
 class Instruction(NamedTuple):
@@ -209,7 +212,8 @@ def add_messages(
 
     MESSAGES CAN DEADLOCK, even if the lists do not. `ListPipeline` starts each send or receive and
     goes on. But NCCL runs the messages of a group one after another: while a send waits for its
-    receive, nothing behind it begins. So assume that a send blocks until it is received. Let two
+    receive, nothing behind it begins. So assume that a send blocks until the peer has begun to
+    receive it. To receive only begins: the action that needs the message waits for it. Let two
     ranks, with one stage each, follow 1F1B:
 
         rank 0    F0, send, F1, send
@@ -251,15 +255,15 @@ def add_messages(
 # Why there is no deadlock. Number actions and messages in the order in which the loop meets them;
 # a send and its receive are one message, with one number.
 #
-#     1. In each program the numbers increase.
-#     2. Rank a's sends to b, and b's receives from a, come in the same order, by 1. Messages
-#        arrive in the order of their sends, so each meets its own receive.
-#     3. What an action or a message needs has a smaller number: the action that made its input
-#        ended earlier (all costs are above 0), and its message was numbered right after that.
+#     (a) In each program the numbers increase.
+#     (b) So rank 0's sends to rank 1, and rank 1's receives from rank 0, come in the same order.
+#         Messages arrive in the order of their sends, so each meets its own receive.
+#     (c) What an action or a message needs has a smaller number: the action that made its input
+#         ended earlier (all costs are above 0), and its message was numbered right after that.
 #
 # Suppose that some ranks wait for ever, and take the smallest number that is not done. Each rank
-# that takes part in it has done what comes earlier in its program (1.), and what it needs is
-# done, too (3.). So it can go on: a contradiction.
+# that takes part in it has done what comes earlier in its program (a), and what it needs is done,
+# too (c). So it can go on: a contradiction.
 
 
 # --- Drawing --------------------------------------------------------------------------------------
@@ -267,7 +271,7 @@ def add_messages(
 
 def draw(lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, int] = COSTS) -> str:
     """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
-    letter, another kind `-`, idle `.`.
+    letter, idle `.`. Another kind, which only optional techniques have, is `-`.
     """
     spans = simulate(lists, rank_of_stage, costs)
     length = int(spans[-1].end)

@@ -169,8 +169,8 @@ FAULTS = [
     ),
     Fault(
         "step05_cp_ring",
-        "arriving.wait()  # from the left rank",
-        "# from the left rank",
+        "            arriving.wait()\n            if",
+        "            if",
         "test_step05::test_ring_backward",
         "dkv is used before it has arrived",
     ),
